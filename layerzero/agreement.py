@@ -1,0 +1,140 @@
+"""Agreement between ranks, through the store, before anything that could hang.
+
+Collectives abort or hang when ranks disagree about sizes and dtypes. The store has neither problem: every rank
+publishes what it is about to do, the first rank compares, and every rank reads the verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = ["agree"]
+
+_AGREED = "agreed"
+_COMPARE = "compare"
+
+
+def agree(
+    subject: str,
+    fields: Mapping[str, object],
+    *,
+    ranks: Sequence[int],
+    failure: Exception | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
+
+    Args:
+        subject: what is being agreed on; starts the error message.
+        fields: name -> JSON-serialisable value.
+        ranks: global ranks that call this together, in the same order everywhere; a rank's calls with the same
+            `ranks` must come in the same order on all of them.
+        failure: what this rank would have raised; re-raised here, and reported on the other ranks.
+        timeout: how long to wait for the others; the store's own timeout by default.
+
+    Raises:
+        ValueError: the ranks disagree; names each field, its values and the ranks that hold them.
+        RuntimeError: a rank never arrived, or failed while this one did not.
+    """
+    if len(ranks) == 1:
+        if failure is not None:
+            raise failure
+        return
+    store = _get_default_store()
+    timeout = timeout or store.timeout
+    rank = dist.get_rank()
+    scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    # The store itself counts this rank's calls, so that no counter lives in the process.
+    turn = store.add(f"{scope}/turn/{rank}", 1)
+    here = f"{scope}/{turn}"
+
+    error = None if failure is None else f"{type(failure).__name__}: {failure}"
+    mine = json.dumps({"error": error, "subject": subject, "fields": fields}, sort_keys=True)
+    # A digest first: the full text travels only when the digests differ.
+    store.set(f"{here}/digest/{rank}", "failed" if failure else hashlib.sha256(mine.encode()).hexdigest())
+    if rank == ranks[0]:
+        store.set(f"{here}/first", _first_verdict(_collect(store, f"{here}/digest", ranks, timeout, subject)))
+    verdict = _read(store, f"{here}/first", timeout, subject)
+    if verdict == _COMPARE:
+        store.set(f"{here}/full/{rank}", mine)
+        if rank == ranks[0]:
+            full = _collect(store, f"{here}/full", ranks, timeout, subject)
+            store.set(f"{here}/second", full if isinstance(full, str) else _describe_difference(subject, full))
+        verdict = _read(store, f"{here}/second", timeout, subject)
+    if failure is not None:
+        raise failure
+    if verdict != _AGREED:
+        raise (RuntimeError if verdict.startswith("layerzero:") else ValueError)(verdict)
+
+
+def _collect(
+    store: dist.Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str
+) -> dict[int, str] | str:
+    """The text of every rank, or one sentence that names the ranks which did not come."""
+    found: dict[int, str] = {}
+    missing = []
+    for rank in ranks:
+        key = f"{prefix}/{rank}"
+        try:
+            if not missing:
+                store.wait([key], timeout)
+            elif not store.check([key]):
+                missing.append(rank)
+                continue
+            found[rank] = store.get(key).decode()
+        except dist.DistStoreError:
+            missing.append(rank)
+    if missing:
+        return f"layerzero: {subject}: ranks {missing} did not take part within {timeout.total_seconds():g} s"
+    return found
+
+
+def _first_verdict(digests: dict[int, str] | str) -> str:
+    if isinstance(digests, str):
+        return digests
+    values = set(digests.values())
+    return _AGREED if len(values) == 1 and "failed" not in values else _COMPARE
+
+
+def _read(store: dist.Store, key: str, timeout: timedelta, subject: str) -> str:
+    try:
+        # The first rank may itself wait a whole timeout for a rank that never comes.
+        store.wait([key], 2 * timeout)
+    except dist.DistStoreError as error:
+        raise RuntimeError(f"layerzero: {subject}: no answer from the first rank of the group") from error
+    return store.get(key).decode()
+
+
+def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
+    entries = {rank: json.loads(text) for rank, text in texts.items()}
+    failed = {rank: entry["error"] for rank, entry in entries.items() if entry["error"]}
+    if failed:
+        return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
+    subjects = _by_value({rank: entry["subject"] for rank, entry in entries.items()})
+    if len(subjects) > 1:
+        return "ranks disagree on what they are doing: " + _spell(subjects)
+    lines = []
+    for name in sorted({name for entry in entries.values() for name in entry["fields"]}):
+        values = _by_value({rank: entry["fields"].get(name) for rank, entry in entries.items()})
+        if len(values) > 1:
+            lines.append(f"{name} is {_spell(values)}")
+    shown = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
+    return f"{subject}: ranks disagree: " + "; ".join(shown)
+
+
+def _by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks_of["absent" if value is None else json.dumps(value)].append(rank)
+    return dict(ranks_of)
+
+
+def _spell(ranks_of: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in ranks_of.items())

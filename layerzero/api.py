@@ -1,0 +1,160 @@
+"""The functions that people call on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.agreement import agree
+from layerzero.build import build_unit, check_meta, describe
+from layerzero.buffers import BufferPool
+from layerzero.config import Accumulation, LayerZeroConfig, Units
+from layerzero.guard import guard_optimizers
+from layerzero.partition import partition
+from layerzero.runtime import Runtime, runtime_of
+from layerzero.topology import AXES, Topology, init_mesh
+
+__all__ = ["no_sync", "refresh", "shard_model"]
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    zero3_size: int | None = None,
+    units: Units = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    replica_reduce_dtype: torch.dtype | None = None,
+    accumulation: Accumulation = "sharded",
+    offload_grads: bool = False,
+    reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    sync_module_states: bool = True,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Shard a model in place, and return the same object.
+
+    fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020), compute weights over
+    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the true
+    shapes whose local tensors are this rank's rows of the masters; ``.grad`` is their gradient, averaged over all
+    ranks. All ranks must call this with the same model and settings.
+
+    Args:
+        model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
+        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
+        zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
+        units: what is gathered and freed together: module classes (``{Block}``), names (``["blocks.0", ...]``), or
+            ``callable(name, module) -> bool``. Parameters outside all units belong to the root. None: root only.
+        mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
+            (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
+            for every unit.
+        replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
+        accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
+            node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
+            ``callable(name, module)`` that chooses for each unit.
+        offload_grads: not implemented yet; True raises.
+        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
+        prefetch: units gathered ahead of the one that computes.
+        ignored_params: left as they are: whole on every rank, gradients not averaged.
+        ignored_modules: the same for all parameters of these modules.
+        sync_module_states: start from rank 0's parameters and buffers on all ranks.
+        param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
+            the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
+            one unit after the other, so that no more than one is ever whole.
+
+    Raises:
+        TypeError, ValueError: a bad setting, an unsupported parameter, a model that is sharded already, or ranks
+            that disagree; checked before the first collective, and never a hang.
+        RuntimeError: torch.distributed is not initialised, or another rank failed here.
+
+    Example::
+
+        model = layerzero.shard_model(
+            model, zero3_size=8, units={Block}, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    if (mesh is None) == (zero3_size is None):
+        raise ValueError("give either mesh or zero3_size")
+    if mesh is None:
+        assert zero3_size is not None
+        mesh = init_mesh(zero3_size)
+    if tuple(mesh.mesh_dim_names or ()) != AXES:
+        raise ValueError(f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; make it with layerzero.init_mesh")
+
+    ranks = mesh.mesh.flatten().tolist()
+    fields: dict[str, object] = {}
+    failure: Exception | None = None
+    try:
+        config = LayerZeroConfig(
+            zero3_size=mesh.size(1),
+            units=units,
+            mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
+            replica_reduce_dtype=replica_reduce_dtype,
+            accumulation=accumulation,
+            offload_grads=offload_grads,
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            sync_module_states=sync_module_states,
+        )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        plans = partition(model, units, ignored_params=ignored_params, ignored_modules=ignored_modules)
+        check_meta(plans, param_init_fn)
+        fields = describe(model, plans, config)
+    except Exception as error:  # reported to the other ranks, then raised here
+        failure = error
+    agree("shard_model", fields, ranks=ranks, failure=failure)
+
+    topology = Topology.from_mesh(mesh)
+    pool = BufferPool(topology.device)
+    origins: list[tuple[nn.Parameter, str]] = []
+    units_built = []
+    for plan in plans:
+        origins += [(found.parameter, found.name) for found in plan.parameters]
+        units_built.append(build_unit(plan, config, topology, pool, param_init_fn))
+    runtime = Runtime(model, units_built, config, topology, pool)
+    runtime.remember_origins(origins)
+    guard_optimizers(runtime)
+    return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Only accumulate: backwards inside exchange nothing between nodes, and leave ``.grad`` unfinished.
+
+    What counts is where ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces all that has
+    been accumulated. With ``accumulation="sharded"`` gradients are still reduced inside the node.
+
+    Example::
+
+        for i, batch in enumerate(batches):
+            with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
+                (model(batch) / len(batches)).backward()
+    """
+    runtime = runtime_of(model)
+    before, runtime.reduces = runtime.reduces, False
+    try:
+        yield
+    finally:
+        runtime.reduces = before
+
+
+def refresh(model: nn.Module) -> None:
+    """Carry the masters to the compute weights of all replicas. All ranks must call this.
+
+    Edits through a sharded parameter are noticed and carried at the next forward; this is for changes that nothing
+    can notice, such as a write through a raw pointer.
+    """
+    runtime = runtime_of(model)
+    runtime.refresh(runtime.handles)

@@ -1,0 +1,174 @@
+"""The exchanges between ranks, by name, and the ledger that counts them.
+
+This is the only file of the package that calls a collective. Everyone else names an exchange
+(gather, hop 1, hop 2, refresh, ...) and a lane to run it on.
+
+[Note: Reductions add in fp32]
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the
+same bytes, adds in the accumulator's precision whatever dtype travelled, gives the same bits on every run, and is
+faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Exchange", "Lane", "Ledger", "PendingSum", "all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+
+class Exchange(enum.Enum):
+    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
+
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    HOP1 = "hop1"  # gradients, inside the node
+    HOP2 = "hop2"  # gradients, across replicas
+    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
+    AGREE = "agree"  # which parameters were used, one bit each
+    NORM = "norm"  # gradient norms
+    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
+    BROADCAST = "broadcast"  # initial weights
+
+
+@dataclass
+class Ledger:
+    """Calls and bytes that this rank sent, by exchange and by (exchange, axis)."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def record(self, exchange: Exchange, axis: str, sent: int) -> None:
+        self.calls[exchange.value] += 1
+        self.bytes[exchange.value, axis] += sent
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One communicator along one axis of the mesh.
+
+    Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
+    """
+
+    axis: str  # "zero3", "replica" or "zero1"
+    group: dist.ProcessGroup
+    ledger: Ledger
+    size: int
+    rank: int
+    reduces_by_exchange: bool  # see [Note: Reductions add in fp32]
+
+    @classmethod
+    def over(cls, axis: str, group: dist.ProcessGroup, ledger: Ledger) -> Lane:
+        return cls(
+            axis=axis,
+            group=group,
+            ledger=ledger,
+            size=dist.get_world_size(group),
+            rank=dist.get_rank(group),
+            reduces_by_exchange=dist.get_backend(group) == "gloo",
+        )
+
+
+@dataclass
+class PendingSum:
+    """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
+
+    work: dist.Work
+    sent: Tensor  # 1-D [size * n]; must not be written before `add_to`
+    parts: tuple[Tensor, ...]  # each 1-D [n]; their sum is the result
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
+        """target (+)= scale * sum of the parts, in the target's dtype; waits for the exchange first."""
+        self.work.wait()
+        first, *rest = self.parts
+        if overwrite:
+            target.copy_(first)
+            if scale != 1.0:
+                target.mul_(scale)
+        else:
+            target.add_(first, alpha=scale)
+        for part in rest:
+            target.add_(part, alpha=scale)
+
+
+# torch 2.13 deprecates the `_into_tensor` and `_tensor` names; torch 2.11 has no others.
+_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def _named_failure(exchange: Exchange, lane: Lane) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
+            f"(global rank {dist.get_rank()}): {error}"
+        ) from error
+
+
+def all_gather(lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor) -> dist.Work:
+    """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
+
+    `shard` may be this rank's own place inside `out`.
+    """
+    lane.ledger.record(exchange, lane.axis, (lane.size - 1) * shard.numel() * shard.element_size())
+    with _named_failure(exchange, lane):
+        return _all_gather_flat(out, shard, group=lane.group, async_op=True)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, received: Tensor) -> PendingSum:
+    """Start summing `flat` [size * n] over the lane, piece i to rank i.
+
+    `received` is scratch of `scratch_numel(lane, flat.numel())` elements in the dtype of `flat`.
+    """
+    sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
+    lane.ledger.record(exchange, lane.axis, sent)
+    with _named_failure(exchange, lane):
+        if lane.reduces_by_exchange:
+            work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
+            parts = received.chunk(lane.size)
+        else:
+            work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
+            parts = (received,)
+    return PendingSum(work, flat, tuple(parts))
+
+
+def scratch_numel(lane: Lane, flat_numel: int) -> int:
+    """Elements of scratch that :func:`reduce_scatter` receives into."""
+    return flat_numel if lane.reduces_by_exchange else flat_numel // lane.size
+
+
+def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
+    sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
+    lane.ledger.record(exchange, lane.axis, sent)
+    with _named_failure(exchange, lane):
+        return dist.all_reduce(tensor, op=op, group=lane.group, async_op=True)
+
+
+def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
+    """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
+    sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
+    lane.ledger.record(exchange, lane.axis, sent)
+    with _named_failure(exchange, lane):
+        dist.broadcast(tensor, src=dist.get_global_rank(lane.group, from_rank), group=lane.group)
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,104 @@
+"""What a user can choose, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["ACCUMULATIONS", "LayerZeroConfig", "Precision", "Units"]
+
+ACCUMULATIONS = ("sharded", "full")
+
+Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
+Accumulation = str | Callable[[str, nn.Module], str]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one handle."""
+
+    master: torch.dtype  # ZeRO-1 shard, accumulator and gradient shard
+    compute: torch.dtype  # ZeRO-3 shard and full buffer
+    reduce: torch.dtype  # hop 1 on the wire
+    replica_reduce: torch.dtype  # hop 2 on the wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerZeroConfig:
+    """The settings of :func:`layerzero.shard_model`, which documents them.
+
+    Raises:
+        TypeError, ValueError: a setting of the wrong type or value; names it and what is accepted.
+    """
+
+    zero3_size: int | None = None
+    units: Units = None
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    replica_reduce_dtype: torch.dtype | None = None
+    accumulation: Accumulation = "sharded"
+    offload_grads: bool = False
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    sync_module_states: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise TypeError(
+                f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(self.mp_policy).__name__}"
+            )
+        policy = self.mp_policy
+        for name, dtype in {
+            "mp_policy.param_dtype": policy.param_dtype,
+            "mp_policy.reduce_dtype": policy.reduce_dtype,
+            "mp_policy.output_dtype": policy.output_dtype,
+            "replica_reduce_dtype": self.replica_reduce_dtype,
+        }.items():
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+        if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
+            raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
+        if self.offload_grads:
+            raise NotImplementedError("offload_grads=True is not implemented yet; use offload_grads=False")
+        for name in ("reshard_after_forward", "sync_module_states"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(f"prefetch must be an int >= 0 (units gathered ahead), got {self.prefetch!r}")
+
+    def accumulation_of(self, name: str, module: nn.Module) -> str:
+        """The accumulation mode of a unit."""
+        if not callable(self.accumulation):
+            return self.accumulation
+        chosen = self.accumulation(name, module)
+        if chosen not in ACCUMULATIONS:
+            raise ValueError(f"accumulation({name!r}, module) returned {chosen!r}; use one of {ACCUMULATIONS}")
+        return chosen
+
+    def precision_of(self, dtype: torch.dtype, *, trainable: bool) -> Precision:
+        """The dtypes for parameters that the model holds in `dtype`.
+
+        The master is never less precise than fp32 for what is trained, and exactly what it was for what is frozen.
+        """
+        compute = self.mp_policy.param_dtype or dtype
+        master = torch.promote_types(dtype, torch.float32) if trainable else dtype
+        reduce = self.mp_policy.reduce_dtype or compute
+        return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must be the same on every rank, as text."""
+        policy = self.mp_policy
+        return {
+            "zero3_size": self.zero3_size,
+            "mp_policy.param_dtype": str(policy.param_dtype),
+            "mp_policy.reduce_dtype": str(policy.reduce_dtype),
+            "mp_policy.output_dtype": str(policy.output_dtype),
+            "mp_policy.cast_forward_inputs": policy.cast_forward_inputs,
+            "replica_reduce_dtype": str(self.replica_reduce_dtype),
+            "reshard_after_forward": self.reshard_after_forward,
+            "prefetch": self.prefetch,
+            "sync_module_states": self.sync_module_states,
+        }

@@ -1,0 +1,71 @@
+"""Only element-wise optimizers can work on rows: this checks that one is."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["require_elementwise"]
+
+_REASONS = {
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors second moments over whole rows and columns",
+    "LBFGS": "its search direction needs inner products over all parameters and repeated closures",
+    "SparseAdam": "it needs sparse gradients",
+    "Lamb": "it scales by norms of whole parameters",
+    "LARS": "it scales by norms of whole parameters",
+    "Shampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+}
+
+
+def require_elementwise(optimizer: Optimizer, device: torch.device) -> None:
+    """Raise ValueError unless the optimizer updates each element by itself.
+
+    Each rank updates only its rows of a parameter, so an update that mixes elements would be silently another one.
+    The optimizer is tried out: two steps on a small matrix must equal two steps on its rows given separately.
+    """
+    name = type(optimizer).__name__
+    reason = _REASONS.get(name)
+    if reason is None:
+        reason = _try_out(optimizer, device)
+    if reason is not None:
+        raise ValueError(
+            f"{name} is not element-wise: {reason}. layerzero gives each rank only its rows of a parameter; use an "
+            "element-wise optimizer such as SGD, Adam or AdamW, or step these parameters unsharded (ignored_params)"
+        )
+
+
+def _try_out(optimizer: Optimizer, device: torch.device) -> str | None:
+    for group in optimizer.param_groups:
+        whole = torch.linspace(-1.0, 2.0, 20, device=device).view(5, 4)
+        gradients = [torch.linspace(3.0, -1.0, 20, device=device).view(5, 4).sin(), whole.cos()]
+        try:
+            together = _run(optimizer, group, [whole.clone()], [[g] for g in gradients])
+            apart = _run(optimizer, group, [whole[:2].clone(), whole[2:].clone()], [[g[:2], g[2:]] for g in gradients])
+        except Exception as error:
+            return f"trying it on a small matrix failed with {type(error).__name__}: {error}"
+        if not torch.allclose(together[0], torch.cat(apart), rtol=1e-5, atol=1e-7):
+            return "a matrix and the same matrix cut into rows got different updates"
+    return None
+
+
+def _run(
+    optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor], steps: list[list[Tensor]]
+) -> list[Tensor]:
+    twin = copy.copy(optimizer)
+    twin.param_groups = [{**group, "params": parameters}]
+    twin.state = defaultdict(dict)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        # The class's step: a scheduler may have replaced the instance's, bound to the original.
+        type(optimizer).step(twin)
+    return parameters

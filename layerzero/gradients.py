@@ -1,0 +1,296 @@
+"""The gradients of one handle on their way to its ZeRO-1 gradient shard.
+
+[Note: Where a gradient lands]
+With G = D * L elements in the handle (padding included), a parameter's gradient is first written to one place:
+
+    D = 1                      the gradient shard itself
+    "full", or S = 1           the accumulator  [G], master dtype, kept between micro-batches
+    "sharded", S > 1           a reduce buffer  [G], reduce dtype, sent by hop 1 after each backward
+
+Hop 1 leads to the accumulator [G / S] (sharded, R > 1) or straight to the gradient shard (R = 1).
+Hop 2 leads to the gradient shard, in a backward that reduces.
+
+[Note: Where the mean is taken]
+Contributions are summed and multiplied by 1/D once, when they enter the gradient shard. Only fp16 on the wire, which
+would overflow, is scaled when the gradient lands.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from layerzero.buffers import BufferPool
+from layerzero.collectives import Exchange, Lane, PendingSum, reduce_scatter, scratch_numel
+from layerzero.config import Precision
+from layerzero.layout import FlatLayout
+from layerzero.topology import Topology
+
+__all__ = ["GradientFlow"]
+
+
+class Landing(enum.Enum):
+    """Where a parameter's gradient is first written; see [Note: Where a gradient lands]."""
+
+    SHARD = "gradient shard"
+    ACCUMULATOR = "accumulator"
+    BUFFER = "reduce buffer"
+
+
+class GradientFlow:
+    """Gradient storage and reduction of one trainable handle.
+
+    A backward pass calls :meth:`arrive` per parameter. When all have arrived, or the pass ends, :meth:`reduce`
+    carries the result on, as far as the pass requires.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        local_views: Sequence[slice],
+        *,
+        precision: Precision,
+        accumulation: str,
+        topology: Topology,
+        pool: BufferPool,
+    ) -> None:
+        self.layout = layout
+        self.precision = precision
+        self.topology = topology
+        self._pool = pool
+        self._local = local_views  # by slot: its elements inside the ZeRO-1 shard
+        if topology.data_parallel == 1:
+            self.landing = Landing.SHARD
+        elif accumulation == "full" or topology.zero3_size == 1:
+            self.landing = Landing.ACCUMULATOR
+        else:
+            self.landing = Landing.BUFFER
+        on_wire = (precision.reduce, precision.replica_reduce)
+        self._scale_on_landing = 1.0 / topology.data_parallel if torch.float16 in on_wire else 1.0
+        self._scale_at_end = 1.0 / (topology.data_parallel * self._scale_on_landing)
+
+        self.grad: Tensor | None = None  # 1-D [L], master dtype: the ZeRO-1 gradient shard
+        self.accumulator: Tensor | None = None  # 1-D [G] or [G / S], master dtype
+        self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
+        slots = len(layout.slots)
+        self.arrived = [False] * slots  # in the round under way: all True -> ready to reduce
+        self._landed = [False] * slots  # has a value in the landing place
+        self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
+        self._accumulated = False  # the sharded accumulator holds something
+        self._grad_valid = False  # the gradient shard holds something
+        self.in_flight = False  # an exchange reads the accumulator: nothing may be written there
+
+    # What a flow holds
+
+    @property
+    def unreduced(self) -> bool:
+        """Contributions wait for an exchange before the gradient shard is complete."""
+        return self._accumulated or (self.landing is Landing.ACCUMULATOR and any(self._landed))
+
+    @property
+    def hop1_each_backward(self) -> bool:
+        return self.landing is Landing.BUFFER
+
+    @property
+    def round_complete(self) -> bool:
+        return all(self.arrived)
+
+    @property
+    def round_begun(self) -> bool:
+        return any(self.arrived)
+
+    @property
+    def accumulator_numel(self) -> int:
+        """Elements of the accumulator, 0 where the gradient shard does its work."""
+        if self.landing is Landing.SHARD:
+            return 0
+        if self.landing is Landing.ACCUMULATOR:
+            return self.layout.numel
+        return self.layout.numel // self.topology.zero3_size if self.topology.replicas > 1 else 0
+
+    # One backward pass
+
+    def arrive(self, slot: int, gradient: Tensor) -> None:
+        """Take one parameter's whole gradient, any floating dtype, of the parameter's shape."""
+        place = self._landing_place(slot, gradient.shape)
+        if not self._landed[slot]:
+            place.copy_(gradient)
+            if self._scale_on_landing != 1.0:
+                place.mul_(self._scale_on_landing)
+        else:
+            place.add_(gradient, alpha=self._scale_on_landing)
+        self._landed[slot] = True
+        self.arrived[slot] = True
+        self.contributed[slot] = True
+
+    def end_round(self) -> None:
+        """The pass needs no more of this flow: the next arrival starts a new round."""
+        self.arrived = [False] * len(self.arrived)
+
+    def reduce(self, *, across_replicas: bool) -> Iterator[PendingSum]:
+        """Carry what has landed to the accumulator, or (`across_replicas`) to the gradient shard.
+
+        Yields each exchange that it launches; the caller resumes it when the exchange is done, and drains it in the
+        order in which flows were started.
+        """
+        self.end_round()
+        if self.landing is Landing.SHARD:
+            return
+        if self.landing is Landing.BUFFER:
+            yield from self._hop1(self._take_buffer(), across_replicas=across_replicas)
+        elif across_replicas:
+            yield from self._reduce_accumulator()
+
+    def reduce_rest(self) -> Iterator[PendingSum]:
+        """Carry to the gradient shard what backwards inside no_sync have left behind; as :meth:`reduce`."""
+        if self.landing is Landing.ACCUMULATOR:
+            yield from self._reduce_accumulator()
+        elif self.landing is Landing.BUFFER and self.topology.replicas > 1:
+            yield from self._hop2(self._sharded_accumulator())
+            self._accumulated = False
+
+    def abort(self) -> None:
+        """Forget the round under way, after a backward that failed."""
+        self.end_round()
+        self.in_flight = False
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = None
+            self._landed = [False] * len(self._landed)
+
+    def _hop1(self, send: Tensor, *, across_replicas: bool) -> Iterator[PendingSum]:
+        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
+        yield pending
+        if self.topology.replicas == 1:
+            self._add_to_grad(pending)
+        else:
+            node = self._sharded_accumulator()
+            pending.add_to(node, overwrite=not self._accumulated, scale=1.0)
+            self._accumulated = True
+        self._pool.give(send)
+        self._pool.give(scratch)
+        if across_replicas and self.topology.replicas > 1:
+            yield from self._hop2(self._sharded_accumulator())
+            self._accumulated = False
+
+    def _reduce_accumulator(self) -> Iterator[PendingSum]:
+        full = self._full_accumulator()
+        self.in_flight = True
+        for slot, landed in zip(self.layout.slots, self._landed, strict=True):
+            if not landed:
+                full[slot.offset : slot.end].zero_()
+        self._landed = [False] * len(self._landed)
+        if self.topology.zero3_size == 1:
+            yield from self._hop2(full)
+            self.in_flight = False
+            return
+        send = self._as_dtype(full, self.precision.reduce)
+        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
+        yield pending
+        if self.topology.replicas == 1:
+            self._add_to_grad(pending)
+        else:
+            node = self._pool.take(self.layout.numel // self.topology.zero3_size, self.precision.master)
+            pending.add_to(node, overwrite=True, scale=1.0)
+            yield from self._hop2(node)
+            self._pool.give(node)
+        self._give_copy(send, full)
+        self._pool.give(scratch)
+        self.in_flight = False
+
+    def _hop2(self, node: Tensor) -> Iterator[PendingSum]:
+        send = self._as_dtype(node, self.precision.replica_reduce)
+        pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
+        yield pending
+        self._add_to_grad(pending)
+        self._give_copy(send, node)
+        self._pool.give(scratch)
+
+    def _launch(self, lane: Lane, exchange: Exchange, send: Tensor) -> tuple[PendingSum, Tensor]:
+        scratch = self._pool.take(scratch_numel(lane, send.numel()), send.dtype)
+        return reduce_scatter(lane, exchange, send, scratch), scratch
+
+    def _add_to_grad(self, pending: PendingSum) -> None:
+        pending.add_to(self.gradient_shard(), overwrite=not self._grad_valid, scale=self._scale_at_end)
+        self._grad_valid = True
+
+    # Storage
+
+    def gradient_shard(self) -> Tensor:
+        """1-D [L]; allocated by the first gradient, then kept and reused."""
+        if self.grad is None:
+            self.grad = self._zeros(self.layout.shard_numel)
+        return self.grad
+
+    def grad_view(self, slot: int) -> Tensor:
+        """This rank's elements of one parameter's gradient, 1-D."""
+        return self.gradient_shard()[self._local[slot]]
+
+    def _landing_place(self, slot: int, shape: torch.Size) -> Tensor:
+        place = self.layout.slots[slot]
+        if self.landing is Landing.SHARD:
+            flat = self.gradient_shard()
+        elif self.landing is Landing.ACCUMULATOR:
+            flat = self._full_accumulator()
+        else:
+            if self._buffer is None:
+                self._buffer = self._pool.take(self.layout.numel, self.precision.reduce)
+            flat = self._buffer
+        return flat[place.offset : place.end].view(shape)
+
+    def _take_buffer(self) -> Tensor:
+        """The reduce buffer with zeros where nothing arrived; the flow no longer holds it."""
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._pool.take(self.layout.numel, self.precision.reduce)
+        for slot, landed in zip(self.layout.slots, self._landed, strict=True):
+            if not landed:
+                buffer[slot.offset : slot.end].zero_()
+        self._buffer = None
+        self._landed = [False] * len(self._landed)
+        return buffer
+
+    def _full_accumulator(self) -> Tensor:
+        if self.accumulator is None:
+            self.accumulator = self._zeros(self.layout.numel)
+        return self.accumulator
+
+    def _sharded_accumulator(self) -> Tensor:
+        if self.accumulator is None:
+            self.accumulator = self._zeros(self.layout.numel // self.topology.zero3_size)
+        return self.accumulator
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.precision.master, device=self._pool.device)
+
+    def _as_dtype(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """`source` itself where it has the dtype, else a pooled copy; undone by :meth:`_give_copy`."""
+        if source.dtype == dtype:
+            return source
+        return self._pool.take(source.numel(), dtype).copy_(source)
+
+    def _give_copy(self, copy: Tensor, source: Tensor) -> None:
+        if copy is not source:
+            self._pool.give(copy)
+
+    # Zeroing
+
+    def drop(self, slot: int) -> None:
+        """Forget every contribution to one parameter."""
+        self.contributed[slot] = False
+        self._landed[slot] = False
+        if not any(self.contributed):
+            self._accumulated = False
+            self._grad_valid = False
+            return
+        if self._grad_valid:
+            self.grad_view(slot).zero_()
+        if self._accumulated:
+            place = self.layout.slots[slot]
+            node = self.layout.zero3_range(self.topology.gather.rank, self.topology.zero3_size)
+            start, stop = max(place.offset, node.start), min(place.end, node.stop)
+            if start < stop:
+                self._sharded_accumulator()[start - node.start : stop - node.start].zero_()

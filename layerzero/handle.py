@@ -1,0 +1,274 @@
+"""The flat storage of one unit's parameters of one kind, and its transitions.
+
+[Note: One storage for equal shards]
+The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3
+shard and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed.
+
+[Note: Version counters]
+`full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
+views. gloo bumps the counter of its output from another thread, which autograd would take for an edit; the alias
+keeps that away. All leaves share the counter of `compute`, so one comparison tells whether a forward has edited
+weights that will be thrown away, and one increment makes autograd refuse a graph that outlived an optimizer step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero.buffers import BufferPool
+from layerzero.collectives import Exchange, all_gather
+from layerzero.config import Precision
+from layerzero.gradients import GradientFlow
+from layerzero.layout import FlatLayout, Slot
+from layerzero.sharded_tensor import LocalRows, RowShardedTensor, RowSpan, Watch, plain, sharded
+from layerzero.topology import Topology
+
+__all__ = ["Handle", "Member", "ShardState"]
+
+
+class ShardState(enum.Enum):
+    """Life of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+_NEXT = {
+    ShardState.SHARDED: ShardState.GATHERING,
+    ShardState.GATHERING: ShardState.GATHERED,
+    ShardState.GATHERED: ShardState.SHARDED,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter of a handle: where the model holds it, and its stand-ins."""
+
+    name: str  # fully qualified, the first of its names
+    owners: tuple[tuple[nn.Module, str], ...]  # every (module, attribute) that holds it; several when tied
+    leaf: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
+    parameter: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
+    master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
+    span: RowSpan
+    local: slice  # this rank's elements inside the ZeRO-1 shard
+
+
+class Handle:
+    """ZeRO-1 shard, ZeRO-3 shard and full buffer of some parameters, and the moves between them.
+
+    Args:
+        name: for messages: the unit's name and the kind.
+        layout: flat places of the parameters.
+        originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
+        *,
+        precision: Precision,
+        trainable: bool,
+        accumulation: str,
+        topology: Topology,
+        pool: BufferPool,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.precision = precision
+        self.trainable = trainable
+        self.topology = topology
+        self.state = ShardState.SHARDED
+        self.watch = Watch()
+        self.grad_watch = Watch()
+        self._gradients: dict[int, RowShardedTensor] = {}  # by slot
+        self._gathering: dist.Work | None = None
+        self._refreshing: dist.Work | None = None
+
+        s, zero3_size, length = topology.gather.rank, topology.zero3_size, layout.shard_numel
+        node = layout.zero3_range(s, zero3_size)
+        own = topology.replica.rank * length  # of the ZeRO-1 shard inside the ZeRO-3 shard
+        device = topology.device
+        self.zero3 = torch.zeros(len(node), dtype=precision.compute, device=device)  # [G / S]
+        self._zero3_own = self.zero3[own : own + length]
+        # See [Note: One storage for equal shards].
+        self.shares_master = precision.master == precision.compute
+        self.master = (  # [L]
+            self._zero3_own.data if self.shares_master else torch.zeros(length, dtype=precision.master, device=device)
+        )
+        self.gathers = zero3_size > 1
+        if self.gathers:
+            self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)  # [G]
+        else:
+            self.full = self.zero3
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        self.compute = self.full.data  # see [Note: Version counters]
+        local = self._take_values([parameter for parameter, _ in originals])
+        self.members = tuple(
+            self._make_member(slot, owners, rows)
+            for slot, (_, owners), rows in zip(layout.slots, originals, local, strict=True)
+        )
+        self.flow: GradientFlow | None = None
+        if trainable:
+            self.flow = GradientFlow(
+                layout,
+                [member.local for member in self.members],
+                precision=precision,
+                accumulation=accumulation,
+                topology=topology,
+                pool=pool,
+            )
+        self._version = self.compute._version
+        if self.gathers:
+            self.full.untyped_storage().resize_(0)
+
+    # Birth
+
+    @torch.no_grad()
+    def _take_values(self, parameters: Sequence[nn.Parameter]) -> list[slice]:
+        topology, layout = self.topology, self.layout
+        node = layout.zero3_range(topology.gather.rank, topology.zero3_size)
+        shard = layout.shard_range(topology.shard_index)
+        local = []
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            values = parameter.detach().contiguous().view(-1)
+            for flat, target in ((node, self.zero3), (shard, self.master)):
+                start, stop = max(slot.offset, flat.start), min(slot.end, flat.stop)
+                if start < stop:
+                    target[start - flat.start : stop - flat.start] = values[start - slot.offset : stop - slot.offset]
+            start = min(max(slot.offset, shard.start), shard.stop)
+            stop = max(start, min(slot.end, shard.stop))
+            local.append(slice(start - shard.start, stop - shard.start))
+        return local
+
+    def _make_member(self, slot: Slot, owners: tuple[tuple[nn.Module, str], ...], local: slice) -> Member:
+        layout, topology = self.layout, self.topology
+        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
+        bounds = (*(rows.start for rows in rows_of), slot.rows)
+        span = RowSpan(slot.name, slot.shape, bounds, topology)
+        master = self.master[local].view(len(span.rows), *slot.shape[1:])
+        leaf = nn.Parameter(self.compute[slot.offset : slot.end].view(slot.shape), requires_grad=self.trainable)
+        parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
+        return Member(slot.name, owners, leaf, parameter, master, span, local)
+
+    # Gather and reshard
+
+    def gather(self) -> None:
+        """Launch the gather, unless the full buffer is there or on its way."""
+        if self.state is not ShardState.SHARDED:
+            return
+        self.finish_refresh()
+        if self.gathers:
+            self.full.untyped_storage().resize_(self._full_bytes)
+            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3)
+        self._move_to(ShardState.GATHERING)
+
+    def wait(self) -> None:
+        """Finish the gather: from here on the leaves hold the parameters."""
+        if self.state is not ShardState.GATHERING:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._move_to(ShardState.GATHERED)
+
+    def reshard(self) -> None:
+        """Free the full buffer; storage that autograd saved views of is filled again by the next gather."""
+        self.wait()
+        if self.state is ShardState.SHARDED:
+            return
+        edited = self.compute._version != self._version
+        self._version = self.compute._version
+        if self.gathers:
+            self.full.untyped_storage().resize_(0)
+        self._move_to(ShardState.SHARDED)
+        if edited:
+            raise RuntimeError(
+                f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
+                "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
+            )
+
+    def _move_to(self, state: ShardState) -> None:
+        assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
+        self.state = state
+
+    # Refresh
+
+    @torch.no_grad()
+    def launch_refresh(self) -> None:
+        """Start carrying the masters of all replicas into the ZeRO-3 shard."""
+        assert self.state is ShardState.SHARDED
+        self.finish_refresh()
+        if not self.shares_master:
+            self._zero3_own.copy_(self.master)
+        replica = self.topology.replica
+        if replica.size > 1:
+            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own)
+        self.watch.edited = False
+        torch.autograd.graph.increment_version(self.compute)
+        self._version = self.compute._version
+
+    def finish_refresh(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+
+    # Gradients that the user sees
+
+    def publish_gradients(self, used: Sequence[bool]) -> None:
+        """Give each used sharded parameter its ``.grad``, a view of the gradient shard.
+
+        While contributions still wait for an exchange, the ``.grad`` is there but refuses to be used.
+        """
+        assert self.flow is not None
+        for slot, member in enumerate(self.members):
+            if used[slot]:
+                self.flow.contributed[slot] = True
+                if not self.owns_gradient(member):
+                    member.parameter.grad = self._gradient_of(slot)
+        self.grad_watch.forbidden = _UNREDUCED if self.flow.unreduced else None
+
+    def owns_gradient(self, member: Member) -> bool:
+        """The parameter's ``.grad`` is the one that this handle published."""
+        grad = member.parameter.grad
+        if not isinstance(grad, RowShardedTensor):
+            return False
+        local = grad._local_tensor
+        return isinstance(local, LocalRows) and local.watch is self.grad_watch
+
+    def heed_user(self) -> None:
+        """Follow what the user did to ``.grad`` since it was published: set to None, or replaced."""
+        if self.flow is None:
+            return
+        for slot, member in enumerate(self.members):
+            if not self.flow.contributed[slot] or self.owns_gradient(member):
+                continue
+            if member.parameter.grad is None:
+                self.flow.drop(slot)
+            elif self.flow.unreduced:
+                raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
+            else:
+                self.flow.grad_view(slot).view(member.master.shape).copy_(plain(member.parameter.grad))
+                member.parameter.grad = self._gradient_of(slot)
+
+    def _gradient_of(self, slot: int) -> RowShardedTensor:
+        assert self.flow is not None
+        if slot not in self._gradients:
+            member = self.members[slot]
+            rows = self.flow.grad_view(slot).view(member.master.shape)
+            self._gradients[slot] = sharded(rows, member.span, self.grad_watch)
+        return self._gradients[slot]
+
+
+_UNREDUCED = (
+    "gradients of a backward inside no_sync are not reduced yet: run the last backward outside no_sync, or call "
+    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad()"
+)

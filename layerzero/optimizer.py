@@ -1,0 +1,300 @@
+"""The optimizer around an optimizer: reduce, update, refresh.
+
+[Note: Two faces of a parameter group]
+The wrapped optimizer and the wrapper share their group dictionaries, so that a scheduler may hold either. Groups list
+sharded parameters, which schedulers, clipping and people expect. Only while the wrapped optimizer steps do they list
+the masters, plain tensors, on which fused and foreach kernels run at full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from layerzero.elementwise import require_elementwise
+from layerzero.handle import Member
+from layerzero.runtime import Runtime, runtime_of
+from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
+
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+
+def shard_optimizer(optimizer: Optimizer, model: nn.Module) -> ShardedOptimizer:
+    """Make an optimizer update the masters of a sharded model.
+
+    The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
+    hyperparameters survive, and state that it has gathered before is cut like its parameters. Step through what this
+    returns; stepping the old object raises.
+
+    Args:
+        optimizer: any element-wise torch optimizer, fused and foreach variants included.
+        model: from :func:`shard_model`.
+
+    Raises:
+        ValueError: the optimizer is not element-wise, or holds parameters that the model does not own.
+
+    Example::
+
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("the optimizer has been through shard_optimizer already")
+    runtime = runtime_of(model)
+    require_elementwise(optimizer, runtime.topology.device)
+    return ShardedOptimizer(optimizer, runtime)
+
+
+class ShardedOptimizer(Optimizer):
+    """Made by :func:`shard_optimizer`. A torch ``Optimizer`` over sharded parameters.
+
+    Attributes:
+        inner: the wrapped optimizer; its state is keyed by plain tensors, this rank's rows.
+        state: the same state, keyed by sharded parameter.
+    """
+
+    def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
+        self.inner = inner
+        self._runtime = runtime
+        self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
+        self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
+        self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        old_state = dict(inner.state)
+        old_groups, inner.param_groups = inner.param_groups, []
+        inner.state.clear()
+        old_parameters = [list(group["params"]) for group in old_groups]
+        try:
+            super().__init__(old_groups, inner.defaults)
+        except Exception:
+            inner.param_groups = old_groups
+            inner.state.update(old_state)
+            raise
+        self.param_groups = inner.param_groups
+        self.state = _StateView(self)  # type: ignore[assignment]
+        for old, masters in zip(old_parameters, self._masters, strict=True):
+            for parameter, master in zip(old, masters, strict=True):
+                if parameter in old_state:
+                    member = runtime.member_of(parameter)
+                    inner.state[master] = _cut_state(old_state[parameter], member)
+        runtime.optimizers.add(self)
+
+    # One step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Reduce what is unreduced, update the masters, launch the refresh.
+
+        Args:
+            closure: evaluates the loss and its gradients once, before the update.
+
+        Returns:
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._runtime.complete_gradients()
+        with self._groups_of_masters():
+            self.inner.step()
+        self._runtime.refresh_after_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
+        self._runtime.notice_failure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if set_to_none or self._runtime.failed:
+                    parameter.grad = None
+        if set_to_none:
+            return
+        self._runtime.complete_gradients()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    plain(parameter.grad).zero_()
+
+    @contextmanager
+    def _groups_of_masters(self) -> Iterator[None]:
+        # See [Note: Two faces of a parameter group].
+        shown = [group["params"] for group in self.param_groups]
+        try:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                for parameter, master in zip(parameters, masters, strict=True):
+                    master.grad = None if parameter.grad is None else plain(parameter.grad)
+                group["params"] = masters
+            yield
+        finally:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                group["params"] = parameters
+                for parameter, master in zip(parameters, masters, strict=True):
+                    if master is not parameter:
+                        master.grad = None
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of sharded parameters (or of the model's parameters from before sharding)."""
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        own = {id(parameter) for parameter in self._runtime.model.parameters()}
+        shown: list[Tensor] = []
+        masters: list[Tensor] = []
+        for parameter in parameters:
+            member = self._runtime.member_of(parameter)
+            if member is None and id(parameter) not in own:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not own; "
+                    "build the optimizer from model.parameters() of the model that is sharded"
+                )
+            shown.append(parameter if member is None else member.parameter)
+            masters.append(self._master_for(parameter, member))
+        self.inner.add_param_group({**param_group, "params": masters})
+        group = self.inner.param_groups[-1]
+        self._masters.append(group["params"])
+        group["params"] = shown
+
+    def _master_for(self, parameter: Tensor, member: Member | None) -> Tensor:
+        if member is None:  # ignored by shard_model: stepped as it is
+            self._master_of[id(parameter)] = parameter
+            return parameter
+        key = id(member.parameter)
+        if key in self._master_of:
+            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer")
+        master = nn.Parameter(member.master, requires_grad=member.parameter.requires_grad)
+        self._master_of[key] = master
+        self._member_at[key] = member
+        return master
+
+    # State by name
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by parameter name.
+
+        Returns:
+            ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
+            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = {}
+        for parameter, values in self.state.items():
+            member = self._member_at.get(id(parameter))
+            state[self._name(parameter)] = {key: _show(value, member) for key, value in values.items()}
+        groups = [
+            {**group, "params": [self._name(parameter) for parameter in group["params"]]} for group in self.param_groups
+        ]
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+
+        Raises:
+            ValueError: names are missing or unexpected, or a shape is wrong; nothing is changed then.
+        """
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, loaded)
+            loaded = loaded if changed is None else changed
+        groups = [self._saved_group(group, loaded["param_groups"]) for group in self.param_groups]
+        names = {self._name(p): p for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(names)):
+            raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
+        new_state = {
+            self._master_of[id(names[name])]: _cut_state(values, self._member_at.get(id(names[name])))
+            for name, values in loaded["state"].items()
+        }
+        self.inner.state.clear()
+        self.inner.state.update(new_state)
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+        names = {self._name(parameter) for parameter in group["params"]}
+        for saved in saved_groups:
+            if names == set(saved["params"]):
+                return saved
+        raise ValueError(f"no saved parameter group holds exactly {sorted(names)}")
+
+    def _name(self, parameter: Tensor) -> str:
+        member = self._member_at.get(id(parameter))
+        if member is not None:
+            return member.name
+        return next(name for name, own in self._runtime.model.named_parameters() if own is parameter)
+
+
+class _StateView(MutableMapping[Tensor, dict[str, Any]]):
+    """The inner optimizer's state, keyed by the parameters that the groups show."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        return self._optimizer._master_of[id(parameter)]
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        values: dict[str, Any] = self._optimizer.inner.state[self._master(parameter)]
+        return values
+
+    def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        self._optimizer.inner.state[self._master(parameter)] = values
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._optimizer.inner.state[self._master(parameter)]
+
+    def __contains__(self, parameter: object) -> bool:
+        master = self._optimizer._master_of.get(id(parameter))
+        return master is not None and master in self._optimizer.inner.state
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for group in self._optimizer.param_groups for p in group["params"] if p in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _show(value: Any, member: Member | None) -> Any:
+    if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
+        return sharded(value, member.span, Watch())
+    return value
+
+
+def _cut_state(values: Mapping[str, Any], member: Member | None) -> dict[str, Any]:
+    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows."""
+    return {key: value if member is None else _cut(key, value, member) for key, value in values.items()}
+
+
+def _cut(key: str, value: Any, member: Member) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        if not isinstance(local, LocalRows) or local.span.bounds != member.span.bounds:
+            raise ValueError(
+                f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
+            )
+        return plain(value).clone()
+    if tuple(value.shape) != member.span.shape:
+        raise ValueError(
+            f"state {key!r} of {member.name!r} has shape {list(value.shape)}, the parameter {list(member.span.shape)}"
+        )
+    rows = member.span.rows
+    return value[rows.start : rows.stop].to(member.master.device).clone()

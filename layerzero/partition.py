@@ -1,0 +1,155 @@
+"""Which module is a unit, and which unit owns which parameter. Reads the model, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.config import Units
+from layerzero.sharded_tensor import RowShardedTensor
+
+__all__ = ["Found", "UnitPlan", "partition"]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One parameter of the model, under its first name."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A unit, and the parameters that are gathered with it."""
+
+    name: str  # "" for the root
+    module: nn.Module
+    parameters: list[Found] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)  # of which this is the innermost unit
+
+
+def partition(
+    model: nn.Module,
+    units: Units,
+    *,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+) -> list[UnitPlan]:
+    """The units of a model in module order, the root first.
+
+    A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
+    their common ancestor.
+
+    Raises:
+        TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
+    """
+    _refuse_sharded_twice(model)
+    plans = {"": UnitPlan("", model)}
+    for name, module in _chosen_units(model, units):
+        if name:
+            plans[name] = UnitPlan(name, module)
+    ignored = {id(p) for p in ignored_params or ()}
+    for module in ignored_modules or ():
+        ignored |= {id(p) for p in module.parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    by_module = {id(plan.module): plan for plan in plans.values()}
+    for name, module in model.named_modules():
+        owner = next(id(modules[around]) for around in _ancestors(name) if id(modules[around]) in by_module)
+        by_module[owner].modules.append(module)
+    for holders, found in _parameters(model, ignored):
+        _refuse_unsupported(found)
+        around = [[id(modules[name]) for name in _ancestors(holder)] for holder in holders]
+        owner = next(key for key in around[0] if key in by_module and all(key in chain for chain in around))
+        by_module[owner].parameters.append(found)
+    return list(plans.values())
+
+
+def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], Found]]:
+    """Every parameter once, with the names of all modules that hold it."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            full_name = f"{module_name}.{attribute}" if module_name else attribute
+            first.setdefault(id(parameter), (full_name, parameter))
+            owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+    result = []
+    for key, (full_name, parameter) in first.items():
+        places = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
+        module_names = tuple(module_name for module_name, _, _ in owners[key])
+        result.append((module_names, Found(full_name, parameter, tuple(places.values()))))
+    return result
+
+
+def _ancestors(name: str) -> list[str]:
+    """The module's own name and those of all modules around it, "" last."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+
+
+def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    if units is None:
+        return []
+    wanted: list[type[nn.Module] | str] = []
+    if not isinstance(units, (str, type)) and callable(units):
+        chosen = [(name, module) for name, module in model.named_modules() if name and units(name, module)]
+        missing: list[object] = []
+    else:
+        wanted = [units] if isinstance(units, (str, type)) else list(units)
+        for entry in wanted:
+            if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+                raise TypeError(f"units holds {entry!r}; use module classes, module names, or one callable")
+        classes = tuple(entry for entry in wanted if isinstance(entry, type))
+        names = {entry for entry in wanted if isinstance(entry, str)}
+        chosen = [(n, m) for n, m in model.named_modules() if n in names or (n and isinstance(m, classes))]
+        found_names = {name for name, _ in chosen}
+        missing = [n for n in sorted(names) if n not in found_names]
+        missing += [c.__name__ for c in classes if not any(isinstance(m, c) for _, m in chosen)]
+    if missing:
+        known = [name for name, _ in model.named_modules() if name]
+        shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+        raise ValueError(f"units names {missing}, which the model does not have; its modules are {shown or 'none'}")
+    for name, module in chosen:
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"unit {name!r} ({type(module).__name__}) has no parameters; leave it out of units")
+        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"unit {name!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
+                "name its members instead"
+            )
+    return chosen
+
+
+def _refuse_sharded_twice(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RowShardedTensor):
+            raise ValueError(f"parameter {name!r} is sharded already; call shard_model once, on the whole model")
+
+
+def _refuse_unsupported(found: Found) -> None:
+    parameter, name = found.parameter, found.name
+    way_out = "convert it, or pass it in ignored_params"
+    if isinstance(parameter, DTensor):
+        raise ValueError(f"parameter {name!r} is a DTensor of another framework; {way_out}")
+    if not parameter.dtype.is_floating_point:
+        kind = "complex" if parameter.dtype.is_complex else "integer"
+        raise ValueError(
+            f"parameter {name!r} is {kind} ({parameter.dtype}); only floating point can be sharded: {way_out}"
+        )
+    if parameter.dtype.itemsize < 2:
+        raise ValueError(f"parameter {name!r} is {parameter.dtype}, an 8-bit format; {way_out}")
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"parameter {name!r} is 0-dim and has no rows to shard; make it a tensor of one element "
+            "(shape [1]), or pass it in ignored_params"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded")

@@ -1,0 +1,118 @@
+"""The order in which gradients are reduced, and the reductions in flight.
+
+[Note: One order on all ranks]
+Collectives of one lane must be issued in the same order everywhere, but the moment at which a handle's last gradient
+arrives may differ between ranks (unused parameters, data-dependent paths). Handles are therefore started in one fixed
+order, and in each backward that exchanges anything every handle is started exactly once: early where it is ready and
+its predecessors have started, at the end of the pass otherwise, with zeros for what never arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from layerzero.collectives import PendingSum
+from layerzero.gradients import GradientFlow
+from layerzero.handle import Handle
+
+__all__ = ["ReductionQueue"]
+
+_IN_HOP1 = 2  # reductions whose first exchange may be in flight before the oldest is waited for
+
+
+class _Running:
+    """A reduction under way: its phases, the exchange it waits for, and how many exchanges it has launched."""
+
+    __slots__ = ("launched", "pending", "phases")
+
+    def __init__(self, phases: Iterator[PendingSum], pending: PendingSum) -> None:
+        self.phases = phases
+        self.pending = pending
+        self.launched = 1
+
+
+class ReductionQueue:
+    """Starts the reductions of `order` in that order, and carries them on behind the backward."""
+
+    def __init__(self, order: Sequence[Handle]) -> None:
+        self.order = list(order)
+        self._next = 0  # in order: the first handle not started in this pass
+        self._running: deque[_Running] = deque()
+
+    def reorder(self, order: Sequence[Handle]) -> None:
+        assert not self._next and not self._running
+        assert set(order) == set(self.order)
+        self.order = list(order)
+
+    def start_ready(self, *, across_replicas: bool) -> None:
+        """Start every handle whose gradients are complete and whose predecessors have started."""
+        while self._next < len(self.order) and _flow(self.order[self._next]).round_complete:
+            self._start(self.order[self._next], across_replicas=across_replicas)
+        self.advance()
+
+    def finish(self, *, across_replicas: bool) -> None:
+        """Start what is left, wait for everything; ends the pass."""
+        while self._next < len(self.order):
+            self._start(self.order[self._next], across_replicas=across_replicas)
+        self.settle()
+        self._next = 0
+        if any(_flow(handle).round_begun for handle in self.order):
+            # A reentrant checkpoint delivers a shared parameter's gradient in several portions.
+            self.finish(across_replicas=across_replicas)
+
+    def finish_rest(self) -> None:
+        """Reduce what backwards inside no_sync have left behind."""
+        for handle in self.order:
+            self._run(_flow(handle).reduce_rest())
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for everything in flight."""
+        while self._running:
+            # The least advanced first: every hop 2 is on its way before the first one is waited for.
+            self._step(min(self._running, key=lambda running: running.launched))
+
+    def advance(self) -> None:
+        """Carry on what is done, without waiting, and without letting a later handle's hop 2 pass an earlier one's."""
+        ahead = None
+        for running in list(self._running):
+            if (ahead is not None and ahead.launched <= running.launched) or not running.pending.done():
+                ahead = running
+                continue
+            self._step(running)
+            ahead = running if running in self._running else ahead
+
+    def abandon(self) -> None:
+        """Forget everything in flight, after a backward that failed."""
+        for running in self._running:
+            running.pending.work.wait()
+            running.phases.close()
+        self._running.clear()
+        self._next = 0
+
+    def _start(self, handle: Handle, *, across_replicas: bool) -> None:
+        self._next += 1
+        self._run(_flow(handle).reduce(across_replicas=across_replicas))
+
+    def _run(self, phases: Iterator[PendingSum]) -> None:
+        pending = next(phases, None)
+        if pending is None:
+            return
+        self._running.append(_Running(phases, pending))
+        first_hops = [running for running in self._running if running.launched == 1]
+        if len(first_hops) > _IN_HOP1:
+            self._step(first_hops[0])
+
+    def _step(self, running: _Running) -> None:
+        pending = next(running.phases, None)
+        if pending is None:
+            self._running.remove(running)
+        else:
+            running.pending = pending
+            running.launched += 1
+
+
+def _flow(handle: Handle) -> GradientFlow:
+    assert handle.flow is not None, f"{handle.name} is frozen"
+    return handle.flow

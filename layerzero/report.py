@@ -1,0 +1,123 @@
+"""What a sharded model holds and sends: :func:`memory` and :func:`traffic`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from layerzero.handle import Handle
+from layerzero.runtime import Runtime, runtime_of
+
+__all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank, by kind.
+
+    Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
+    ``full_buffer`` (gathered units), ``accumulator``, ``gradient_shard``, ``reduce_buffer`` (scratch that exchanges
+    reuse; measured only), ``optimizer`` (measured only).
+
+    Attributes:
+        predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
+        measured: of the storages that exist now.
+    """
+
+    predicted: dict[str, int]
+    measured: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Measured bytes of all kinds."""
+        return sum(self.measured.values())
+
+
+@dataclass(frozen=True)
+class TrafficReport:
+    """What this rank has sent since the last reset.
+
+    Attributes:
+        calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one bit a parameter), ``norm``,
+            ``unshard``, ``broadcast``.
+        bytes: by exchange.
+        bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``zero1`` (all ranks; only the
+            few bytes of ``agree``).
+    """
+
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    bytes_by_axis: dict[str, int]
+
+
+def memory(model: nn.Module) -> MemoryReport:
+    """Predicted and measured bytes of a sharded model on this rank, by kind.
+
+    Example::
+
+        report = layerzero.memory(model)
+        print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
+    """
+    runtime = runtime_of(model)
+    predicted: Counter[str] = Counter()
+    for handle in runtime.handles:
+        predicted.update(_predict(handle))
+    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime))
+
+
+def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
+    """Calls and bytes that this rank has sent, by exchange and axis; `reset` starts the next count at zero.
+
+    A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
+    hop 2 (n-1)/n of the buffer.
+    """
+    ledger = runtime_of(model).topology.ledger
+    by_exchange: Counter[str] = Counter()
+    by_axis: Counter[str] = Counter()
+    for (exchange, axis), sent in ledger.bytes.items():
+        by_exchange[exchange] += sent
+        by_axis[axis] += sent
+    report = TrafficReport(dict(ledger.calls), dict(by_exchange), dict(by_axis))
+    if reset:
+        ledger.reset()
+    return report
+
+
+def _predict(handle: Handle) -> dict[str, int]:
+    layout, precision, topology = handle.layout, handle.precision, handle.topology
+    master, compute = precision.master.itemsize, precision.compute.itemsize
+    flow = handle.flow
+    return {
+        "zero1_shard": 0 if master == compute and handle.shares_master else layout.shard_numel * master,
+        "zero3_shard": layout.numel // topology.zero3_size * compute,
+        "full_buffer": 0,
+        "accumulator": flow.accumulator_numel * master if flow else 0,
+        "gradient_shard": layout.shard_numel * master if flow else 0,
+    }
+
+
+def _measure(runtime: Runtime) -> dict[str, int]:
+    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "accumulator", "gradient_shard"), 0))
+    for handle in runtime.handles:
+        flow = handle.flow
+        measured["zero3_shard"] += _bytes(handle.zero3)
+        measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
+        measured["full_buffer"] += _bytes(handle.full) if handle.gathers else 0
+        measured["accumulator"] += _bytes(flow.accumulator) if flow else 0
+        measured["gradient_shard"] += _bytes(flow.grad) if flow else 0
+    measured["reduce_buffer"] = runtime.pool.allocated_bytes
+    tensors = [
+        value
+        for optimizer in runtime.optimizers
+        for state in optimizer.inner.state.values()  # type: ignore[attr-defined]
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    measured["optimizer"] = sum(_bytes(tensor) for tensor in tensors)
+    return dict(measured)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

@@ -1,0 +1,411 @@
+"""The schedule: when units are gathered, freed and reduced. Driven by module, tensor and parameter hooks.
+
+[Note: Who frees the full buffer]
+A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it) or
+`reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a use's inputs
+are known: autograd runs later nodes first, so all of the use's nodes have run by then. A use whose inputs need no
+gradient ends when the unit's last parameter gradient arrives. The end of the backward frees what is left.
+
+[Note: Forward order]
+A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
+prefetches along the record of its own forward, which its hooks hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layerzero.agreement import agree
+from layerzero.buffers import BufferPool
+from layerzero.collectives import Exchange, all_reduce, broadcast
+from layerzero.config import LayerZeroConfig
+from layerzero.handle import Handle, Member
+from layerzero.reduction import ReductionQueue
+from layerzero.structures import cast_floating, tensors_in
+from layerzero.topology import Topology
+from layerzero.unit import Unit, Use
+
+__all__ = ["Runtime", "runtime_of"]
+
+
+@dataclass
+class _Forward:
+    """A forward of the root, or of a unit called by itself, that is under way."""
+
+    entry: Unit
+    expected: list[Unit]  # the calls of the last forward through the same entry
+    called: list[Unit] = field(default_factory=list)
+    returned: list[Use] = field(default_factory=list)
+    prefetched: set[Unit] = field(default_factory=set)
+
+    def upcoming(self, count: int) -> list[Unit]:
+        """The units that follow if this forward goes on like the last one; none once it has left that path."""
+        here = len(self.called)
+        if here > len(self.expected) or self.expected[here - 1] is not self.called[-1]:
+            self.expected = []
+        return self.expected[here : here + count]
+
+
+@dataclass
+class _Backward:
+    """A backward that is under way."""
+
+    reduces: bool  # outside no_sync
+    arrived: dict[Handle, None] = field(default_factory=dict)  # complete handles, in order
+
+
+class Runtime:
+    """Runs one sharded model. Its hooks on the modules keep it, and :func:`runtime_of` finds it there."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        config: LayerZeroConfig,
+        topology: Topology,
+        pool: BufferPool,
+    ) -> None:
+        self.model = model
+        self.units = tuple(units)
+        self.handles = tuple(handle for unit in units for handle in unit.handles)
+        self.config = config
+        self.topology = topology
+        self.pool = pool
+        self.reduces = True  # False inside no_sync
+        self.shows_full = False  # inside layerzero.unsharded
+        self.members = {member.name: member for handle in self.handles for member in handle.members}
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
+        self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})
+        self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
+        self._forward: _Forward | None = None
+        self._backward: _Backward | None = None
+        self.failed = False  # a backward failed after it had begun to add gradients
+        self._owes_reduction = False  # the last backward ran inside no_sync
+        self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
+        self._queue = ReductionQueue([handle for unit in reversed(self.units) for handle in unit.trainable])
+        self._order_agreed = False
+        for unit in self.units:
+            self._attach(unit)
+
+    def _attach(self, unit: Unit) -> None:
+        # First before, last after: the user's own hooks see gathered parameters.
+        unit.module.register_forward_pre_hook(BeforeForward(self, unit), prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(AfterForward(self, unit), always_call=True)
+        for handle in unit.trainable:
+            for slot, member in enumerate(handle.members):
+                hook = functools.partial(self._on_gradient, unit, handle, slot)
+                member.leaf.register_post_accumulate_grad_hook(hook)
+
+    # Parameters
+
+    def remember_origins(self, origins: Sequence[tuple[nn.Parameter, str]]) -> None:
+        """Know the parameters that the model had before sharding: an optimizer may hold them."""
+        for parameter, name in origins:
+            self._origins[parameter] = self.members[name]
+
+    def member_of(self, parameter: Tensor) -> Member | None:
+        """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
+        member = self._member_of.get(parameter)
+        return member if member is not None else self._origins.get(parameter)
+
+    def is_sharded(self, parameter: Tensor) -> bool:
+        return parameter in self._member_of
+
+    # Forward
+
+    def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        use = Use(unit)
+        unit.running.append(use)  # first: after_forward runs even where this raises
+        if self.shows_full:
+            raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
+        if self._forward is None and not _inside_backward():
+            self._begin_forward(unit)
+        unit.gather()
+        if self._forward is not None:
+            self._forward.called.append(unit)
+            for upcoming in self._forward.upcoming(self.config.prefetch):
+                self._forward.prefetched.add(upcoming)
+                upcoming.gather()
+        unit.wait()
+        unit.show_leaves()
+        policy = self.config.mp_policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        if torch.is_grad_enabled():
+            self._watch_inputs(use, args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, unit: Unit, output: Any) -> Any:
+        """`output` is None where the forward raised."""
+        use = unit.running.pop()
+        if not unit.running:
+            unit.show_sharded()
+        if self.config.mp_policy.output_dtype is not None:
+            output = cast_floating(output, self.config.mp_policy.output_dtype)
+        comes_back = torch.is_grad_enabled() and self._watch_outputs(use, output)
+        if self._forward is not None and comes_back:
+            use.join(self._forward.returned)
+        if not _inside_backward() and unit.idle and not (comes_back and not self.config.reshard_after_forward):
+            unit.reshard()
+        if self._forward is not None and self._forward.entry is unit and not unit.running:
+            self._end_forward(self._forward)
+        return output
+
+    def _begin_forward(self, entry: Unit) -> None:
+        self.notice_failure()
+        self.refresh_edited()
+        self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
+
+    def _end_forward(self, forward: _Forward) -> None:
+        self._forward = None
+        self._last_calls[forward.entry] = forward.called
+        for unit in forward.prefetched.difference(forward.called):
+            if unit.idle:
+                unit.reshard()
+
+    def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
+        # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        if not inputs:
+            return
+        use.sees_inputs = True
+        if len(inputs) == 1:
+            inputs[0].register_hook(functools.partial(self._after_backward, use))
+        else:
+            register_multi_grad_hook(inputs, functools.partial(self._after_backward, use))
+
+    def _watch_outputs(self, use: Use, output: Any) -> bool:
+        """Gather again when the backward reaches this use; False where it never will."""
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(functools.partial(self._before_backward, use))
+        return bool(outputs)
+
+    # Backward
+
+    def _before_backward(self, use: Use, gradient: Tensor) -> None:
+        self._enter_backward()
+        unit = use.unit
+        unit.in_backward.add(use)
+        unit.gather()
+        for earlier in use.before(self.config.prefetch):
+            earlier.unit.gather()
+        unit.wait()
+        self._queue.advance()
+
+    def _after_backward(self, use: Use, gradients: object) -> None:
+        use.unit.in_backward.discard(use)
+        if use.unit.idle:
+            use.unit.reshard()
+
+    def _on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: nn.Parameter) -> None:
+        backward = self._enter_backward()
+        gradient, leaf.grad = leaf.grad, None
+        flow = handle.flow
+        assert flow is not None and gradient is not None
+        name = handle.members[slot].name
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False")
+        if gradient.requires_grad:
+            raise RuntimeError(f"backward(create_graph=True) through parameter {name!r} is not supported")
+        if flow.in_flight:
+            self._queue.settle()
+        with torch.no_grad():
+            flow.arrive(slot, gradient)
+            if not flow.round_complete:
+                return
+            backward.arrived[handle] = None
+            if all(other in backward.arrived for other in unit.trainable):
+                unit.in_backward = {use for use in unit.in_backward if use.sees_inputs}
+                if unit.idle:
+                    unit.reshard()
+            self._queue.start_ready(across_replicas=backward.reduces)
+
+    def _enter_backward(self) -> _Backward:
+        if self._backward is None:
+            self._heed_user()
+            self._backward = _Backward(reduces=self.reduces)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        backward = self._backward
+        assert backward is not None
+        for unit in self.units:
+            unit.in_backward.clear()
+            if unit.idle:
+                unit.reshard()
+        used = self._agree_on_use() if backward.reduces else None
+        self._queue.finish(across_replicas=backward.reduces)
+        self._publish(used)
+        self._owes_reduction = not backward.reduces
+        if backward.reduces and not self._order_agreed:
+            self._agree_on_order(backward)
+        self._backward = None
+
+    def _abandon_backward(self) -> None:
+        """A backward has raised. What it added cannot be told from what was there before."""
+        self._backward = None
+        self.failed = True
+        self._queue.abandon()
+        for handle in self._queue.order:
+            assert handle.flow is not None
+            handle.flow.abort()
+            for member in handle.members:
+                member.leaf.grad = None
+        for unit in self.units:
+            unit.running.clear()
+            unit.in_backward.clear()
+            unit.show_sharded()
+            unit.reshard()
+
+    # Gradients
+
+    def notice_failure(self) -> None:
+        """Outside a backward, one that has begun and not ended has raised."""
+        if self._backward is not None and not _inside_backward():
+            self._abandon_backward()
+
+    def complete_gradients(self) -> None:
+        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
+        self.notice_failure()
+        self._heed_user()
+        contributed = any(any(handle.flow.contributed) for handle in self._queue.order if handle.flow is not None)
+        if self._owes_reduction and contributed:
+            with torch.no_grad():
+                used = self._agree_on_use()
+                self._queue.finish_rest()
+                self._publish(used)
+        self._owes_reduction = False
+
+    def drop_gradients(self) -> None:
+        """Forget every contribution, and a failed backward."""
+        for handle in self._queue.order:
+            assert handle.flow is not None
+            for slot, member in enumerate(handle.members):
+                handle.flow.drop(slot)
+                member.parameter.grad = None
+        self.failed = False
+        self._owes_reduction = False
+
+    def _heed_user(self) -> None:
+        for handle in self._queue.order:
+            handle.heed_user()
+        if self.failed:
+            if any(m.parameter.grad is not None for handle in self._queue.order for m in handle.members):
+                raise RuntimeError(
+                    "the last backward raised an exception and left incomplete gradients; call optimizer.zero_grad()"
+                )
+            self.drop_gradients()
+
+    def _agree_on_use(self) -> tuple[Tensor, dist.Work | None]:
+        """Start finding out which parameters any rank has used since the last zero_grad."""
+        local = [used for handle in self._queue.order if handle.flow is not None for used in handle.flow.contributed]
+        bitmap = torch.tensor(local, dtype=torch.uint8)
+        control = self.topology.control
+        work = None
+        if control.size > 1 and local:
+            work = all_reduce(control, Exchange.AGREE, bitmap, dist.ReduceOp.MAX)
+        return bitmap, work
+
+    def _publish(self, used: tuple[Tensor, dist.Work | None] | None) -> None:
+        anywhere: list[bool] | None = None
+        if used is not None:
+            bitmap, work = used
+            if work is not None:
+                work.wait()
+            anywhere = bitmap.bool().tolist()
+        position = 0
+        for handle in self._queue.order:
+            assert handle.flow is not None
+            stop = position + len(handle.members)
+            handle.publish_gradients(handle.flow.contributed if anywhere is None else anywhere[position:stop])
+            position = stop
+
+    def _agree_on_order(self, backward: _Backward) -> None:
+        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
+        order = self._queue.order
+        seen = [*backward.arrived, *(handle for handle in order if handle not in backward.arrived)]
+        places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
+        if self.topology.control.size > 1 and order:
+            broadcast(self.topology.control, Exchange.AGREE, places)
+        self._queue.reorder([order[place] for place in places.tolist()])
+        self._order_agreed = True
+
+    # Refresh
+
+    def refresh(self, handles: Sequence[Handle]) -> None:
+        """Launch the refresh of `handles`; it is awaited where each is next gathered."""
+        for handle in handles:
+            handle.reshard()
+            handle.launch_refresh()
+
+    def refresh_after_step(self) -> None:
+        self.refresh([handle for handle in self.handles if handle.trainable or handle.watch.edited])
+
+    def refresh_edited(self) -> None:
+        """Carry edits of masters to all replicas; an error where ranks edited different ones."""
+        edited = [handle for handle in self.handles if handle.watch.edited]
+        if edited:
+            names = [handle.name for handle in edited]
+            subject = "refresh of parameters that were changed outside optimizer.step()"
+            agree(subject, {"changed": names}, ranks=self.topology.ranks)
+            self.refresh(edited)
+
+
+class _Hook:
+    """A module hook that holds the runtime. A copy of it would drive the original's storage."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self.runtime = runtime
+        self.unit = unit
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
+            "or load layerzero.full_state_dict(model) into a new one"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
+
+
+class BeforeForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.runtime.before_forward(self.unit, args, kwargs)
+
+
+class AfterForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.runtime.after_forward(self.unit, output)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, BeforeForward):
+            if hook.runtime.model is not model:
+                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
+            return hook.runtime
+    raise ValueError("the model is not sharded; call layerzero.shard_model first")
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,238 @@
+"""Sharded parameters: DTensors whose local tensor is this rank's whole rows.
+
+[Note: Uneven rows in a DTensor]
+DTensor's ``Shard(0)`` means `torch.chunk`'s split. Ours is another one: shards are cut from a flat order, so ranks
+hold unequal numbers of rows, some none. Element-wise operations, norms and other reductions do not care. Whatever
+moves rows between ranks does, and torch would return wrong tensors without a word. Two classes prevent that:
+
+- :class:`RowShardedTensor`, the DTensor itself, knows how to build the full tensor.
+- :class:`LocalRows`, its local tensor, travels through DTensor's dispatch into every derived DTensor, refuses the
+  collectives that would misplace rows, and refuses to be broadcast against a differently cut tensor.
+
+[Note: Who edited the master]
+Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``,
+reaches :class:`LocalRows` in the end, which tells its :class:`Watch` when it is written to. Version counters would
+miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.collectives import Exchange, all_gather
+from layerzero.topology import Topology
+
+__all__ = ["LocalRows", "RowShardedTensor", "RowSpan", "Watch", "sharded"]
+
+
+class Watch:
+    """What has happened to the storage behind some :class:`LocalRows`."""
+
+    __slots__ = ("edited", "forbidden")
+
+    def __init__(self) -> None:
+        self.edited = False
+        self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpan:
+    """Which rows of one parameter each rank holds."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
+    topology: Topology
+
+    @property
+    def rows(self) -> range:
+        """This rank's rows."""
+        k = self.topology.shard_index
+        return range(self.bounds[k], self.bounds[k + 1])
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole parameter, from every rank's rows `local`; every rank must call this."""
+        topology, rest = self.topology, self.shape[1:]
+        longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        pieces = local.new_zeros(1, longest, *rest)
+        pieces[0, : local.shape[0]] = local
+        for lane in (topology.replica, topology.gather):  # k = s * R + r: the replica axis is the inner one
+            if lane.size > 1 and pieces.numel():
+                wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
+                all_gather(lane, Exchange.UNSHARD, wider.view(-1), pieces.view(-1)).wait()
+                pieces = wider
+            elif lane.size > 1:
+                pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
+        held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
+
+
+class LocalRows(torch.Tensor):
+    """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
+
+    span: RowSpan
+    watch: Watch | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, span: RowSpan, watch: Watch | None) -> LocalRows:
+        rows: LocalRows = torch.Tensor._make_subclass(cls, plain, False)
+        rows.span = span
+        rows.watch = watch
+        return rows
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"LocalRows({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        _refuse_moving_rows(func, ours.span)
+        _refuse_misaligned(func, ours, tensors)
+        _tell_watches(func, args, kwargs, tensors)
+        with torch._C._DisableTorchDispatch():
+            out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            return out
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        watch = ours.watch if aliases else None
+        return tree_map_only(
+            Tensor,
+            lambda t: t if isinstance(t, cls) or t.ndim == 0 else cls(t, ours.span, watch),
+            out,
+        )
+
+    # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
+
+    def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(plain(self)), size=whole.size()
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.numel() == 0 and self.span.shape[0] > 0:
+            return []
+        offsets = torch.Size([self.span.rows.start] + [0] * (self.ndim - 1))
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # Loading writes into the returned tensor: it must stay a watched one.
+        return self
+
+
+class RowShardedTensor(DTensor):
+    """A DTensor of uneven rows; made by :func:`sharded`."""
+
+    _local_tensor: LocalRows
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
+        """The whole tensor on every rank, in this tensor's dtype, without gradient. Every rank must call this."""
+        if grad_placements is not None:
+            raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
+        with torch.no_grad():
+            return self._local_tensor.span.gather(plain(self._local_tensor))
+
+    def redistribute(self, *args: object, **kwargs: object) -> DTensor:
+        raise NotImplementedError(_moves_rows("redistribute", self._local_tensor.span))
+
+    def detach(self) -> RowShardedTensor:
+        return RowShardedTensor(self._local_tensor.detach(), self._spec, requires_grad=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
+        raise TypeError(
+            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
+            "or load layerzero.full_state_dict(model) into a new one"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "pickling a parameter sharded by layerzero is not supported: save layerzero.full_state_dict(model), "
+            "or use torch.distributed.checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        span = self._local_tensor.span
+        return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+
+
+def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
+    """The DTensor of shape ``span.shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
+    stride = tuple(torch.empty(span.shape, device="meta").stride())
+    meta = TensorMeta(torch.Size(span.shape), stride, local.dtype)
+    spec = DTensorSpec(span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
+    return RowShardedTensor(LocalRows(local, span, watch), spec, requires_grad=False)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same storage as an ordinary, unwatched tensor."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, LocalRows):
+        return local
+    with torch._C._DisableTorchDispatch():
+        return local.as_subclass(torch.Tensor)
+
+
+_KEEPS_ROWS = ("all_reduce", "wait_tensor")
+_NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
+
+
+def _refuse_moving_rows(func: Any, span: RowSpan) -> None:
+    if func.namespace in ("_c10d_functional", "c10d") and not func.__name__.startswith(_KEEPS_ROWS):
+        raise NotImplementedError(_moves_rows(func.__name__, span))
+
+
+def _moves_rows(what: str, span: RowSpan) -> str:
+    return (
+        f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
+        "misplace them; use p.full_tensor(), layerzero.full_state_dict(model) or torch.distributed.checkpoint"
+    )
+
+
+def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) -> None:
+    if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
+        return
+    for other in tensors:
+        if not isinstance(other, LocalRows) and other.ndim >= ours.ndim and other.shape != ours.shape:
+            raise ValueError(
+                f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
+                f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
+                "use tensors made from the sharded parameter itself, such as torch.zeros_like(p)"
+            )
+
+
+def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    if func._schema.name not in _NAMES_ONLY:
+        for tensor in tensors:
+            if isinstance(tensor, LocalRows) and tensor.watch is not None and tensor.watch.forbidden is not None:
+                raise RuntimeError(tensor.watch.forbidden)
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, LocalRows) and tensor.watch is not None:
+                tensor.watch.edited = True

@@ -1,0 +1,62 @@
+"""Tensors inside the values that modules take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["cast_floating", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its floating-point tensors in `dtype`; containers are rebuilt, never changed."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _map_tensors(value, cast)
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
+        return type(value)(*(_map_tensors(item, change) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_map_tensors(item, change) for item in value)
+    if type(value) is dict:
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return _map_fields(value, change)
+    return value
+
+
+def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    # Of a dict subclass or a dataclass; those that are both (as model outputs often are) keep the two in step.
+    names = list(value) if isinstance(value, dict) else [field.name for field in dataclasses.fields(value)]
+    old = [value[name] if isinstance(value, dict) else getattr(value, name) for name in names]
+    new = [_map_tensors(item, change) for item in old]
+    if all(before is after for before, after in zip(old, new, strict=True)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **dict(zip(names, new, strict=True)))
+    return type(value)(zip(names, new, strict=True))

@@ -1,0 +1,166 @@
+"""Where this rank stands among the data-parallel ranks, and the lanes it talks on.
+
+Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
+the shard lies inside ZeRO-3 shard s and every exchange runs along one axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from layerzero.agreement import agree
+from layerzero.collectives import Lane, Ledger
+from layerzero.device import compute_device, default_device_type
+
+__all__ = ["AXES", "Topology", "init_mesh", "mesh_from_groups"]
+
+AXES = ("replica", "zero3")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
+
+    mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
+    flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
+    ranks: tuple[int, ...]  # global ranks, by r * S + s
+    device: torch.device
+    ledger: Ledger
+    # Gathers and reductions have a communicator each: their interleaving may differ between ranks, the order of
+    # either alone may not.
+    gather: Lane
+    reduce: Lane
+    replica: Lane
+    control: Lane  # gloo, over all ranks, for a few bytes that the CPU must read
+
+    @cached_property
+    def zero3_size(self) -> int:
+        return self.gather.size
+
+    @cached_property
+    def replicas(self) -> int:
+        return self.replica.size
+
+    @cached_property
+    def data_parallel(self) -> int:
+        return self.gather.size * self.replica.size
+
+    @cached_property
+    def shard_index(self) -> int:
+        """k, the place of this rank's ZeRO-1 shard in the flat order."""
+        return self.gather.rank * self.replicas + self.replica.rank
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
+        if tuple(mesh.mesh_dim_names or ()) != AXES:
+            raise ValueError(
+                f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; "
+                "make it with layerzero.init_mesh or layerzero.mesh_from_groups"
+            )
+        ledger = Ledger()
+        zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
+        ranks = mesh.mesh.flatten().tolist()
+        zero3_ranks = dist.get_process_group_ranks(zero3)
+        return cls(
+            mesh=mesh,
+            flat_mesh=_transposed(mesh, zero3, replica),
+            ranks=tuple(ranks),
+            device=compute_device(mesh.device_type),
+            ledger=ledger,
+            gather=Lane.over("zero3", zero3, ledger),
+            reduce=Lane.over("zero3", _subgroup(zero3_ranks, dist.get_backend(zero3)), ledger),
+            replica=Lane.over("replica", replica, ledger),
+            control=Lane.over("zero1", _subgroup(ranks, _control_backend(zero3)), ledger),
+        )
+
+
+def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
+    """A mesh of all ranks with axes ``("replica", "zero3")``.
+
+    Args:
+        zero3_size: S, the number of consecutive ranks that share the low-precision weights, usually the ranks of
+            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: `zero3_size` does not divide the world, or ranks ask for different values.
+        RuntimeError: torch.distributed is not initialised.
+
+    Example::
+
+        torch.distributed.init_process_group()
+        mesh = layerzero.init_mesh(zero3_size=8)
+        model = layerzero.shard_model(model, mesh=mesh, units={Block})
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    world = dist.get_world_size()
+    device_type = device_type or default_device_type()
+    failure: Exception | None = None
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        failure = TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    elif zero3_size < 1 or world % zero3_size:
+        failure = ValueError(_indivisible(zero3_size, world))
+    fields = {"zero3_size": repr(zero3_size), "device_type": device_type}
+    agree("init_mesh", fields, ranks=range(world), failure=failure)
+    return init_device_mesh(device_type, (world // zero3_size, zero3_size), mesh_dim_names=AXES)
+
+
+def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of two process groups that a framework has already made.
+
+    Args:
+        zero1_group: all data-parallel ranks of this rank.
+        zero3_group: the consecutive members of `zero1_group`, this rank among them, that share the low-precision
+            weights.
+
+    Every member of `zero1_group` must call this. One process group per replica axis is created.
+
+    Raises:
+        ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of
+            different ranks differ in size.
+    """
+    ranks = sorted(dist.get_process_group_ranks(zero1_group))
+    block = sorted(dist.get_process_group_ranks(zero3_group))
+    size, world = len(block), len(ranks)
+    failure: Exception | None = None
+    if world % size:
+        failure = ValueError(_indivisible(size, world))
+    elif not set(block) <= set(ranks):
+        failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
+    elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
+        starts = [ranks[i : i + size] for i in range(0, world, size)]
+        failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
+    agree("mesh_from_groups", {"zero1_group": ranks, "zero3_size": size}, ranks=ranks, failure=failure)
+
+    table = torch.tensor(ranks).view(world // size, size)
+    column = table[:, block.index(dist.get_rank())].tolist()
+    replica_group = _subgroup(column, dist.get_backend(zero3_group))
+    backend_devices = dist.get_backend(zero3_group)
+    device_type = "cpu" if backend_devices == "gloo" else default_device_type()
+    return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
+
+
+def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
+    table = mesh.mesh.t().contiguous()
+    return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
+
+
+def _subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    # Only the members call this, each in the same order as its peers.
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+
+def _control_backend(group: dist.ProcessGroup) -> str:
+    backend = str(dist.get_backend(group))
+    return backend if backend == "fake" else "gloo"
+
+
+def _indivisible(size: int, world: int) -> str:
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {divisors}"

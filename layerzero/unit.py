@@ -1,0 +1,86 @@
+"""A unit: a module whose parameters are gathered and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from layerzero.handle import Handle, Member, ShardState
+
+__all__ = ["Unit", "Use"]
+
+
+class Use:
+    """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
+
+    __slots__ = ("_order", "_position", "sees_inputs", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.sees_inputs = False  # the gradients of its inputs will tell when its backward is over
+        self._order: list[Use] = []  # all uses of the forward, by return
+        self._position = 0
+
+    def join(self, order: list[Use]) -> None:
+        """Take the next place in the order of a forward."""
+        self._order, self._position = order, len(order)
+        order.append(self)
+
+    def before(self, count: int) -> Iterator[Use]:
+        """The `count` uses that returned before this one, nearest first."""
+        return reversed(self._order[max(0, self._position - count) : self._position])
+
+
+class Unit:
+    """The handles of one module, and which parameters the module shows.
+
+    Between passes the module shows sharded parameters; while its forward runs, the gathered leaves.
+    """
+
+    def __init__(self, name: str, module: nn.Module, handles: tuple[Handle, ...]) -> None:
+        self.name = name
+        self.module = module
+        self.handles = handles
+        self.running: list[Use] = []  # forwards of the module that are under way; several when it calls itself
+        self.in_backward: set[Use] = set()  # uses whose backward has begun and not ended
+        self._places = [
+            (owner._parameters, attribute, member) for member in self.members() for owner, attribute in member.owners
+        ]
+
+    def members(self) -> Iterator[Member]:
+        for handle in self.handles:
+            yield from handle.members
+
+    @property
+    def trainable(self) -> tuple[Handle, ...]:
+        return tuple(handle for handle in self.handles if handle.trainable)
+
+    @property
+    def gathered(self) -> bool:
+        return any(handle.state is not ShardState.SHARDED for handle in self.handles)
+
+    @property
+    def idle(self) -> bool:
+        """No forward and no backward of it is under way."""
+        return not self.running and not self.in_backward
+
+    def gather(self) -> None:
+        for handle in self.handles:
+            handle.gather()
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+    def reshard(self) -> None:
+        for handle in self.handles:
+            handle.reshard()
+
+    def show_leaves(self) -> None:
+        for parameters, attribute, member in self._places:
+            parameters[attribute] = member.leaf
+
+    def show_sharded(self) -> None:
+        for parameters, attribute, member in self._places:
+            parameters[attribute] = member.parameter

@@ -1,0 +1,25 @@
+"""Package metadata. `import layerzero` needs torch alone; everything else is an extra."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+
+setup(
+    name="layerzero",
+    version="0.1.0",
+    description="ZeRO-1 optimizer states over the whole cluster, ZeRO-3 weights inside a node, for PyTorch",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["layerzero", "layerzero.*"]),
+    package_data={"layerzero": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.11"],
+    extras_require={
+        "demo": ["tqdm"],
+        "test": ["pytest", "hypothesis", "numpy", "tqdm"],
+        "dev": ["ruff", "mypy"],
+    },
+)

@@ -1,0 +1,123 @@
+"""Runs a function on real gloo ranks.
+
+The ranks are processes that live as long as the test session, so that a test costs milliseconds instead of the seconds
+that importing torch takes. Each call gets a process group of its own, met through a file. A call that fails or hangs
+takes the processes with it; the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(
+    fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 120.0, pg_timeout: float = 60.0
+):
+    """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
+
+    Args:
+        fn: a function at the top of a test module; the default process group is initialised when it is called.
+        timeout: seconds until the ranks are killed and the call fails.
+        pg_timeout: seconds until a collective or the store gives up.
+
+    Raises:
+        AssertionError: a rank raised (holds every traceback), or did not return in time.
+    """
+    return _pool.run(fn, args, world_size, timeout, pg_timeout)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float, pg_timeout: float):
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                pipe.send((fn, args, rank, world_size, os.path.join(folder, "store"), pg_timeout))
+            results = self._collect(world_size, timeout)
+        failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
+        missing = [rank for rank in range(world_size) if rank not in results]
+        if failures or missing:
+            self.stop()
+            if missing:
+                failures.append(f"ranks {missing} had not returned when they were killed")
+            raise AssertionError("\n".join(failures))
+        return [results[rank][1] for rank in range(world_size)]
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
+        pending = {self._workers[rank][1]: rank for rank in range(world_size)}
+        results: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pending), left):
+                rank = pending.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    results[rank] = ("error", "the process died")
+                if results[rank][0] == "error":
+                    # The others may wait for this rank: give them a moment to say what they were doing.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        return results
+
+    def _grow(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def stop(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _work(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            fn, args, rank, world_size, store, pg_timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result: tuple[str, Any] = ("ok", _call(fn, args, rank, world_size, store, pg_timeout))
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        pipe.send(result)
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, path: str, pg_timeout: float):
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(timedelta(seconds=pg_timeout))
+    timeout = timedelta(seconds=pg_timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        return fn(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+_pool = _Pool()
+atexit.register(_pool.stop)
