@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 __all__ = ["agree"]
 
@@ -48,7 +48,7 @@ def agree(
             raise failure
         return
     store = _get_default_store()
-    timeout = timeout or store.timeout
+    timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     # The store itself counts this rank's calls, so that no counter lives in the process.
@@ -74,12 +74,10 @@ def agree(
         raise (RuntimeError if verdict.startswith("layerzero:") else ValueError)(verdict)
 
 
-def _collect(
-    store: dist.Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str
-) -> dict[int, str] | str:
+def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
     """The text of every rank, or one sentence that names the ranks which did not come."""
     found: dict[int, str] = {}
-    missing = []
+    missing: list[int] = []
     for rank in ranks:
         key = f"{prefix}/{rank}"
         try:
@@ -103,13 +101,14 @@ def _first_verdict(digests: dict[int, str] | str) -> str:
     return _AGREED if len(values) == 1 and "failed" not in values else _COMPARE
 
 
-def _read(store: dist.Store, key: str, timeout: timedelta, subject: str) -> str:
+def _read(store: Store, key: str, timeout: timedelta, subject: str) -> str:
     try:
         # The first rank may itself wait a whole timeout for a rank that never comes.
         store.wait([key], 2 * timeout)
     except dist.DistStoreError as error:
         raise RuntimeError(f"layerzero: {subject}: no answer from the first rank of the group") from error
-    return store.get(key).decode()
+    text: str = store.get(key).decode()
+    return text
 
 
 def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.agreement import agree
-from layerzero.build import build_unit, check_meta, describe
 from layerzero.buffers import BufferPool
+from layerzero.build import build_unit, check_meta, describe
 from layerzero.config import Accumulation, LayerZeroConfig, Units
 from layerzero.guard import guard_optimizers
 from layerzero.partition import partition

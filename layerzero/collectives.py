@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -158,7 +157,8 @@ def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
     lane.ledger.record(exchange, lane.axis, sent)
     with _named_failure(exchange, lane):
-        return dist.all_reduce(tensor, op=op, group=lane.group, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, op=op, group=lane.group, async_op=True)
+        return work
 
 
 def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:

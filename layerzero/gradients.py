@@ -18,7 +18,7 @@ would overflow, is scaled when the gradient lands.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from layerzero.config import Precision
 from layerzero.layout import FlatLayout
 from layerzero.topology import Topology
 
-__all__ = ["GradientFlow"]
+__all__ = ["GradientFlow", "Phases"]
+
+Phases = Generator[PendingSum, None, None]  # the exchanges of one reduction, as they are launched
 
 
 class Landing(enum.Enum):
@@ -130,7 +132,7 @@ class GradientFlow:
         """The pass needs no more of this flow: the next arrival starts a new round."""
         self.arrived = [False] * len(self.arrived)
 
-    def reduce(self, *, across_replicas: bool) -> Iterator[PendingSum]:
+    def reduce(self, *, across_replicas: bool) -> Phases:
         """Carry what has landed to the accumulator, or (`across_replicas`) to the gradient shard.
 
         Yields each exchange that it launches; the caller resumes it when the exchange is done, and drains it in the
@@ -144,7 +146,7 @@ class GradientFlow:
         elif across_replicas:
             yield from self._reduce_accumulator()
 
-    def reduce_rest(self) -> Iterator[PendingSum]:
+    def reduce_rest(self) -> Phases:
         """Carry to the gradient shard what backwards inside no_sync have left behind; as :meth:`reduce`."""
         if self.landing is Landing.ACCUMULATOR:
             yield from self._reduce_accumulator()
@@ -161,7 +163,7 @@ class GradientFlow:
             self._buffer = None
             self._landed = [False] * len(self._landed)
 
-    def _hop1(self, send: Tensor, *, across_replicas: bool) -> Iterator[PendingSum]:
+    def _hop1(self, send: Tensor, *, across_replicas: bool) -> Phases:
         pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
         yield pending
         if self.topology.replicas == 1:
@@ -176,7 +178,7 @@ class GradientFlow:
             yield from self._hop2(self._sharded_accumulator())
             self._accumulated = False
 
-    def _reduce_accumulator(self) -> Iterator[PendingSum]:
+    def _reduce_accumulator(self) -> Phases:
         full = self._full_accumulator()
         self.in_flight = True
         for slot, landed in zip(self.layout.slots, self._landed, strict=True):
@@ -201,7 +203,7 @@ class GradientFlow:
         self._pool.give(scratch)
         self.in_flight = False
 
-    def _hop2(self, node: Tensor) -> Iterator[PendingSum]:
+    def _hop2(self, node: Tensor) -> Phases:
         send = self._as_dtype(node, self.precision.replica_reduce)
         pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
         yield pending

@@ -10,10 +10,10 @@ its predecessors have started, at the end of the pass otherwise, with zeros for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from layerzero.collectives import PendingSum
-from layerzero.gradients import GradientFlow
+from layerzero.gradients import GradientFlow, Phases
 from layerzero.handle import Handle
 
 __all__ = ["ReductionQueue"]
@@ -26,7 +26,7 @@ class _Running:
 
     __slots__ = ("launched", "pending", "phases")
 
-    def __init__(self, phases: Iterator[PendingSum], pending: PendingSum) -> None:
+    def __init__(self, phases: Phases, pending: PendingSum) -> None:
         self.phases = phases
         self.pending = pending
         self.launched = 1
@@ -95,7 +95,7 @@ class ReductionQueue:
         self._next += 1
         self._run(_flow(handle).reduce(across_replicas=across_replicas))
 
-    def _run(self, phases: Iterator[PendingSum]) -> None:
+    def _run(self, phases: Phases) -> None:
         pending = next(phases, None)
         if pending is None:
             return

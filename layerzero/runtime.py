@@ -104,7 +104,7 @@ class Runtime:
         for handle in unit.trainable:
             for slot, member in enumerate(handle.members):
                 hook = functools.partial(self._on_gradient, unit, handle, slot)
-                member.leaf.register_post_accumulate_grad_hook(hook)
+                member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # Parameters
 
@@ -115,8 +115,10 @@ class Runtime:
 
     def member_of(self, parameter: Tensor) -> Member | None:
         """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
-        member = self._member_of.get(parameter)
-        return member if member is not None else self._origins.get(parameter)
+        member: Member | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
+        if member is None:
+            member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
+        return member
 
     def is_sharded(self, parameter: Tensor) -> bool:
         return parameter in self._member_of
@@ -180,7 +182,7 @@ class Runtime:
             return
         use.sees_inputs = True
         if len(inputs) == 1:
-            inputs[0].register_hook(functools.partial(self._after_backward, use))
+            inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
         else:
             register_multi_grad_hook(inputs, functools.partial(self._after_backward, use))
 
@@ -188,7 +190,7 @@ class Runtime:
         """Gather again when the backward reaches this use; False where it never will."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in outputs:
-            tensor.register_hook(functools.partial(self._before_backward, use))
+            tensor.register_hook(functools.partial(self._before_backward, use))  # type: ignore[no-untyped-call]
         return bool(outputs)
 
     # Backward

@@ -83,7 +83,7 @@ class LocalRows(torch.Tensor):
     span: RowSpan
     watch: Watch | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: Tensor, span: RowSpan, watch: Watch | None) -> LocalRows:
@@ -92,11 +92,11 @@ class LocalRows(torch.Tensor):
         rows.watch = watch
         return rows
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LocalRows({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -158,7 +158,7 @@ class RowShardedTensor(DTensor):
         raise NotImplementedError(_moves_rows("redistribute", self._local_tensor.span))
 
     def detach(self) -> RowShardedTensor:
-        return RowShardedTensor(self._local_tensor.detach(), self._spec, requires_grad=False)
+        return RowShardedTensor(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
         raise TypeError(
@@ -172,7 +172,7 @@ class RowShardedTensor(DTensor):
             "or use torch.distributed.checkpoint"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         span = self._local_tensor.span
         return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
 
@@ -182,7 +182,7 @@ def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
     stride = tuple(torch.empty(span.shape, device="meta").stride())
     meta = TensorMeta(torch.Size(span.shape), stride, local.dtype)
     spec = DTensorSpec(span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
-    return RowShardedTensor(LocalRows(local, span, watch), spec, requires_grad=False)
+    return RowShardedTensor(LocalRows(local, span, watch), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def plain(tensor: Tensor) -> Tensor:

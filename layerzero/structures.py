@@ -58,5 +58,6 @@ def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if all(before is after for before, after in zip(old, new, strict=True)):
         return value
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **dict(zip(names, new, strict=True)))
+        changed: Any = dict(zip(names, new, strict=True))
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
     return type(value)(zip(names, new, strict=True))

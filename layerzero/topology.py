@@ -153,7 +153,8 @@ def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Proces
 
 def _subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
     # Only the members call this, each in the same order as its peers.
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return group
 
 
 def _control_backend(group: dist.ProcessGroup) -> str:
