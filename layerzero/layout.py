@@ -93,7 +93,7 @@ class FlatLayout:
             if slot.offset % self.align:
                 raise ValueError(f"{slot} does not start at a multiple of align={self.align}")
             if self._cuts_a_row(slot):
-                raise ValueError(f"{slot}: a row of {slot.row_numel} is cut at multiples of {self.shard_numel}")
+                raise ValueError(f"{slot} has a row that is cut at a multiple of {self.shard_numel}")
             end = slot.end
 
     def _cuts_a_row(self, slot: Slot) -> bool:
@@ -249,14 +249,14 @@ def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
 
 def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
     """Shard lengths worth trying, ascending multiples of `unit`: ever further apart, up to the limit."""
-    counts = [len(kind.slots) for kind in kinds]
-    aligned = [_round_up(kind.numel, align) for kind in kinds]
-    spared = max(size - kind.numel for size, kind in zip(aligned, kinds))  # by whichever slot is the last
-    least = sum(size * count for size, count in zip(aligned, counts)) - spared
-    shard = max(_ceil_div(least, num_shards), kinds[0].row)
+    longest_row = kinds[0].row
+    # Slots at aligned offsets end here at the earliest: whichever is the last is not rounded up.
+    least = sum(_round_up(kind.numel, align) * len(kind.slots) for kind in kinds)
+    least -= max(_round_up(kind.numel, align) - kind.numel for kind in kinds)
+    shard = max(_ceil_div(least, num_shards), longest_row)
     # See [Note: How long a shard may be]: the length proved to work for one row length is not stepped over.
-    n = sum(_round_up(kind.numel, lcm(kind.row, align)) * count for kind, count in zip(kinds, counts))
-    limit = n // num_shards + kinds[0].row
+    n = sum(_round_up(kind.numel, lcm(kind.row, align)) * len(kind.slots) for kind in kinds)
+    limit = n // num_shards + longest_row
     sure = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
     stride = unit
     while (possible := _next_possible(kinds, shard, unit, limit)) is not None:
@@ -292,11 +292,17 @@ class _Way(NamedTuple):
     before: "_Way | None"
 
 
-def _pack(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, effort: int) -> tuple[Slot, ...] | None:
+def _pack(
+    kinds: Sequence[_Kind],
+    shard: int,
+    num_shards: int,
+    align: int,
+    effort: int,
+) -> tuple[Slot, ...] | None:
     """Lay all slots into the shards, cutting no row; None if no order that was tried fits.
 
-    First the greedy order, always the smallest gap next and the longer row among equals; then, if `effort` in
-    places looked at allows, many orders at a time.
+    First one order, the smallest gap next and the longest row among equals; then several at a time, as far
+    as `effort` allows, which is counted in places looked at.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
     way = _best_way(kinds, shard, num_shards, align, width=1)
@@ -313,7 +319,7 @@ def _pack(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, effor
 
 
 def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _Way | None:
-    """Place slots one by one, following the `width` ways with the smallest gaps so far.
+    """Place slots one by one, following up to `width` ways to begin.
 
     What lies before matters to the slots that follow only by where it ends, and the earlier the better. So of
     the ways that have placed the same slots one is enough, and with no limit on `width` the search is exact.
@@ -331,15 +337,17 @@ def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *
                 offset = _earliest(kind, start, shard, align)
                 if offset is None:
                     return None
-                lost = way.gaps + offset - way.end
+                gaps = way.gaps + offset - way.end
                 after = (*left[:i], left[i] - 1, *left[i + 1 :])
                 rival = longer.get(after)
-                if lost <= spare and (rival is None or lost < rival.gaps):
-                    longer[after] = _Way(lost, offset + kind.numel, i, offset, way)
+                if gaps <= spare and (rival is None or gaps < rival.gaps):
+                    longer[after] = _Way(gaps, offset + kind.numel, i, offset, way)
                 if width == 1 and offset == start:
                     break
-        # Among equal gaps the fewest long rows left: they are the hard ones, and leave no gaps when first.
-        ways = dict(sorted(longer.items(), key=lambda item: (item[1].gaps, item[0]))[:width])
+        # A single way does best to save gaps. Several may spend what there is to spare, and do best to place
+        # the longest rows, which come first in `left`: those are the hard ones, and the short ones fill in.
+        ranked = sorted(longer.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
+        ways = dict(ranked[:width])
     return next(iter(ways.values()), None)
 
 
