@@ -61,13 +61,13 @@ def agree(
     store.set(f"{here}/digest/{rank}", "failed" if failure else hashlib.sha256(mine.encode()).hexdigest())
     if rank == ranks[0]:
         store.set(f"{here}/first", _first_verdict(_collect(store, f"{here}/digest", ranks, timeout, subject)))
-    verdict = _read(store, f"{here}/first", timeout, subject)
+    verdict = _read(store, f"{here}/first", timeout, subject, ranks[0])
     if verdict == _COMPARE:
         store.set(f"{here}/full/{rank}", mine)
         if rank == ranks[0]:
             full = _collect(store, f"{here}/full", ranks, timeout, subject)
             store.set(f"{here}/second", full if isinstance(full, str) else _describe_difference(subject, full))
-        verdict = _read(store, f"{here}/second", timeout, subject)
+        verdict = _read(store, f"{here}/second", timeout, subject, ranks[0])
     if failure is not None:
         raise failure
     if verdict != _AGREED:
@@ -87,7 +87,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
                 missing.append(rank)
                 continue
             found[rank] = store.get(key).decode()
-        except dist.DistStoreError:
+        except RuntimeError:  # DistStoreError, or what FileStore raises
             missing.append(rank)
     if missing:
         return f"layerzero: {subject}: ranks {missing} did not take part within {timeout.total_seconds():g} s"
@@ -101,12 +101,13 @@ def _first_verdict(digests: dict[int, str] | str) -> str:
     return _AGREED if len(values) == 1 and "failed" not in values else _COMPARE
 
 
-def _read(store: Store, key: str, timeout: timedelta, subject: str) -> str:
+def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
     try:
         # The first rank may itself wait a whole timeout for a rank that never comes.
         store.wait([key], 2 * timeout)
-    except dist.DistStoreError as error:
-        raise RuntimeError(f"layerzero: {subject}: no answer from the first rank of the group") from error
+    except RuntimeError as error:
+        waited = f"within {2 * timeout.total_seconds():g} s"
+        raise RuntimeError(f"layerzero: {subject}: rank {first} did not take part {waited}") from error
     text: str = store.get(key).decode()
     return text
 

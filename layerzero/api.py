@@ -18,7 +18,7 @@ from layerzero.config import Accumulation, LayerZeroConfig, Units
 from layerzero.guard import guard_optimizers
 from layerzero.partition import partition
 from layerzero.runtime import Runtime, runtime_of
-from layerzero.topology import AXES, Topology, init_mesh
+from layerzero.topology import Topology, check_mesh, init_mesh
 
 __all__ = ["no_sync", "refresh", "shard_model"]
 
@@ -89,8 +89,7 @@ def shard_model(
     if mesh is None:
         assert zero3_size is not None
         mesh = init_mesh(zero3_size)
-    if tuple(mesh.mesh_dim_names or ()) != AXES:
-        raise ValueError(f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; make it with layerzero.init_mesh")
+    check_mesh(mesh)
 
     ranks = mesh.mesh.flatten().tolist()
     fields: dict[str, object] = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from layerzero.agreement import agree
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, broadcast
 from layerzero.config import LayerZeroConfig
@@ -30,10 +31,11 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
         for found in plan.parameters:
             parameter = found.parameter
             frozen = "" if parameter.requires_grad else " frozen"
-            text = f"{list(parameter.shape)} {parameter.dtype}{frozen} in unit {plan.name!r}"
+            place = " on meta" if parameter.is_meta else ""
+            text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place} in unit {plan.name!r}"
             fields[f"parameter {found.name!r}"] = text
     for name, buffer in model.named_buffers():
-        fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}"
+        fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
     return fields
 
 
@@ -54,7 +56,7 @@ def build_unit(
     plan: UnitPlan, config: LayerZeroConfig, topology: Topology, pool: BufferPool, param_init_fn: InitFn | None
 ) -> Unit:
     """The unit of a plan, its parameters replaced in the model; no more than this unit is ever whole."""
-    _materialise(plan, topology.device, param_init_fn)
+    _materialise_together(plan, topology, param_init_fn)
     if config.sync_module_states:
         _take_rank_0(plan, topology)
     accumulation = config.accumulation_of(plan.name, plan.module)
@@ -96,6 +98,19 @@ def build_unit(
 
 def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _materialise_together(plan: UnitPlan, topology: Topology, param_init_fn: InitFn | None) -> None:
+    """Materialise on every rank, or raise on every rank."""
+    if not any(_has_meta(module) for module in plan.modules):
+        _materialise(plan, topology.device, param_init_fn)
+        return
+    failure: Exception | None = None
+    try:
+        _materialise(plan, topology.device, param_init_fn)
+    except Exception as error:
+        failure = error
+    agree(f"initialisation of unit {plan.name!r}", {}, ranks=topology.ranks, failure=failure)
 
 
 def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | None) -> None:

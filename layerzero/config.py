@@ -46,6 +46,8 @@ class LayerZeroConfig:
     sync_module_states: bool = True
 
     def __post_init__(self) -> None:
+        if self.zero3_size is not None and (not isinstance(self.zero3_size, int) or isinstance(self.zero3_size, bool)):
+            raise TypeError(f"zero3_size must be an int or None, got {self.zero3_size!r}")
         if not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise TypeError(
                 f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(self.mp_policy).__name__}"

@@ -26,7 +26,7 @@ from layerzero.collectives import Exchange, all_gather
 from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
-from layerzero.sharded_tensor import LocalRows, RowShardedTensor, RowSpan, Watch, plain, sharded
+from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sharded
 from layerzero.topology import Topology
 
 __all__ = ["Handle", "Member", "ShardState"]
@@ -88,7 +88,7 @@ class Handle:
         self.topology = topology
         self.state = ShardState.SHARDED
         self.watch = Watch()
-        self.grad_watch = Watch()
+        self._grad_watches = [Watch() for _ in layout.slots]
         self._gradients: dict[int, RowShardedTensor] = {}  # by slot
         self._gathering: dist.Work | None = None
         self._refreshing: dist.Work | None = None
@@ -232,24 +232,26 @@ class Handle:
         for slot, member in enumerate(self.members):
             if used[slot]:
                 self.flow.contributed[slot] = True
-                if not self.owns_gradient(member):
+                if not self._owns_gradient(slot):
                     member.parameter.grad = self._gradient_of(slot)
-        self.grad_watch.forbidden = _UNREDUCED if self.flow.unreduced else None
+            self._grad_watches[slot].forbidden = _UNREDUCED if self.flow.unreduced else None
 
-    def owns_gradient(self, member: Member) -> bool:
+    def _owns_gradient(self, slot: int) -> bool:
         """The parameter's ``.grad`` is the one that this handle published."""
-        grad = member.parameter.grad
-        if not isinstance(grad, RowShardedTensor):
-            return False
-        local = grad._local_tensor
-        return isinstance(local, LocalRows) and local.watch is self.grad_watch
+        grad = self.members[slot].parameter.grad
+        return isinstance(grad, RowShardedTensor) and grad._local_tensor.watch is self._grad_watches[slot]
 
     def heed_user(self) -> None:
-        """Follow what the user did to ``.grad`` since it was published: set to None, or replaced."""
+        """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
         if self.flow is None:
             return
         for slot, member in enumerate(self.members):
-            if not self.flow.contributed[slot] or self.owns_gradient(member):
+            watch = self._grad_watches[slot]
+            if watch.zeroed:
+                watch.zeroed = False
+                if self._owns_gradient(slot):
+                    member.parameter.grad = None
+            if not self.flow.contributed[slot] or self._owns_gradient(slot):
                 continue
             if member.parameter.grad is None:
                 self.flow.drop(slot)
@@ -264,7 +266,7 @@ class Handle:
         if slot not in self._gradients:
             member = self.members[slot]
             rows = self.flow.grad_view(slot).view(member.master.shape)
-            self._gradients[slot] = sharded(rows, member.span, self.grad_watch)
+            self._gradients[slot] = sharded(rows, member.span, self._grad_watches[slot])
         return self._gradients[slot]
 
 

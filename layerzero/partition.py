@@ -103,10 +103,13 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
         chosen = [(name, module) for name, module in model.named_modules() if name and units(name, module)]
         missing: list[object] = []
     else:
+        accepted = "use module classes, module names, or one callable(name, module) -> bool"
+        if not isinstance(units, (str, type, Iterable)):
+            raise TypeError(f"units={units!r}; {accepted}")
         wanted = [units] if isinstance(units, (str, type)) else list(units)
         for entry in wanted:
             if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                raise TypeError(f"units holds {entry!r}; use module classes, module names, or one callable")
+                raise TypeError(f"units holds {entry!r}; {accepted}")
         classes = tuple(entry for entry in wanted if isinstance(entry, type))
         names = {entry for entry in wanted if isinstance(entry, str)}
         chosen = [(n, m) for n, m in model.named_modules() if n in names or (n and isinstance(m, classes))]

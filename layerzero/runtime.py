@@ -361,7 +361,10 @@ class Runtime:
         edited = [handle for handle in self.handles if handle.watch.edited]
         if edited:
             names = [handle.name for handle in edited]
-            subject = "refresh of parameters that were changed outside optimizer.step()"
+            subject = (
+                "refresh of parameters that were changed outside optimizer.step(); change them on every rank, or call "
+                "layerzero.refresh(model) on every rank afterwards"
+            )
             agree(subject, {"changed": names}, ranks=self.topology.ranks)
             self.refresh(edited)
 

@@ -38,11 +38,12 @@ __all__ = ["LocalRows", "RowShardedTensor", "RowSpan", "Watch", "sharded"]
 class Watch:
     """What has happened to the storage behind some :class:`LocalRows`."""
 
-    __slots__ = ("edited", "forbidden")
+    __slots__ = ("edited", "forbidden", "zeroed")
 
     def __init__(self) -> None:
         self.edited = False
         self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
+        self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +152,9 @@ class RowShardedTensor(DTensor):
         """The whole tensor on every rank, in this tensor's dtype, without gradient. Every rank must call this."""
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
+        watch = self._local_tensor.watch
+        if watch is not None and watch.forbidden is not None:
+            raise RuntimeError(watch.forbidden)
         with torch.no_grad():
             return self._local_tensor.span.gather(plain(self._local_tensor))
 
@@ -162,8 +166,8 @@ class RowShardedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
         raise TypeError(
-            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
-            "or load layerzero.full_state_dict(model) into a new one"
+            "deepcopy of a parameter or a model sharded by layerzero is not supported: copy the model before "
+            "shard_model, load layerzero.full_state_dict(model) into a new one, or use parameter.detach().clone()"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -195,6 +199,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
+_ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
 
@@ -226,7 +231,9 @@ def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor
     if func._schema.name not in _NAMES_ONLY:
         for tensor in tensors:
             if isinstance(tensor, LocalRows) and tensor.watch is not None and tensor.watch.forbidden is not None:
-                raise RuntimeError(tensor.watch.forbidden)
+                if func._schema.name not in _ZEROES:
+                    raise RuntimeError(tensor.watch.forbidden)
+                tensor.watch.zeroed, tensor.watch.forbidden = True, None
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):

@@ -17,7 +17,7 @@ from layerzero.agreement import agree
 from layerzero.collectives import Lane, Ledger
 from layerzero.device import compute_device, default_device_type
 
-__all__ = ["AXES", "Topology", "init_mesh", "mesh_from_groups"]
+__all__ = ["AXES", "Topology", "check_mesh", "init_mesh", "mesh_from_groups"]
 
 AXES = ("replica", "zero3")
 
@@ -57,11 +57,7 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Topology:
-        if tuple(mesh.mesh_dim_names or ()) != AXES:
-            raise ValueError(
-                f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; "
-                "make it with layerzero.init_mesh or layerzero.mesh_from_groups"
-            )
+        check_mesh(mesh)
         ledger = Ledger()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
@@ -130,13 +126,15 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     size, world = len(block), len(ranks)
     failure: Exception | None = None
     if world % size:
-        failure = ValueError(_indivisible(size, world))
+        failure = ValueError(
+            f"zero3_group {block} has {size} ranks, which do not divide the {world} of zero1_group {ranks}"
+        )
     elif not set(block) <= set(ranks):
         failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
     elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
         starts = [ranks[i : i + size] for i in range(0, world, size)]
         failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
-    agree("mesh_from_groups", {"zero1_group": ranks, "zero3_size": size}, ranks=ranks, failure=failure)
+    agree("mesh_from_groups", {"zero1_group": ranks, "size of zero3_group": size}, ranks=ranks, failure=failure)
 
     table = torch.tensor(ranks).view(world // size, size)
     column = table[:, block.index(dist.get_rank())].tolist()
@@ -144,6 +142,15 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     backend_devices = dist.get_backend(zero3_group)
     device_type = "cpu" if backend_devices == "gloo" else default_device_type()
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` is a DeviceMesh with the two axes."""
+    way_out = "make it with layerzero.init_mesh or layerzero.mesh_from_groups"
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
+    if tuple(mesh.mesh_dim_names or ()) != AXES:
+        raise ValueError(f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; {way_out}")
 
 
 def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:

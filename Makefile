@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all set-up on a machine with Python 3.10 or newer.
+
+PYTHON ?= python3
+RANKS ?= 4
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/ready  ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/ready  ## the gate for a change: format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready  ## step time and bytes beside FSDP2; padding of the layout on real models
+	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/padding.py
+
+$(VENV)/ready: requirements.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
