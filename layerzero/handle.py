@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.buffers import BufferPool
-from layerzero.collectives import Exchange, all_gather
+from layerzero.collectives import Exchange, Works, all_gather
 from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
@@ -90,8 +89,8 @@ class Handle:
         self.watch = Watch()
         self._grad_watches = [Watch() for _ in layout.slots]
         self._gradients: dict[int, RowShardedTensor] = {}  # by slot
-        self._gathering: dist.Work | None = None
-        self._refreshing: dist.Work | None = None
+        self._gathering: Works | None = None
+        self._refreshing: Works | None = None
 
         s, zero3_size, length = topology.gather.rank, topology.zero3_size, layout.shard_numel
         node = layout.zero3_range(s, zero3_size)
