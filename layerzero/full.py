@@ -45,6 +45,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     try:
         yield
         if writeback:
+            shown = {name: _edited(member) for name, member in runtime.members.items()}
             digests = {name: _digest(parameter) for name, parameter in shown.items()}
             agree("unsharded(writeback=True)", digests, ranks=runtime.topology.ranks)
     finally:
@@ -150,6 +151,16 @@ def _show(runtime: Runtime, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, member in runtime.members.items():
         for owner, attribute in member.owners:
             owner._parameters[attribute] = parameters[name]
+
+
+def _edited(member: Member) -> nn.Parameter:
+    """What the model holds in place of the member now; the user may have put another parameter there."""
+    owner, attribute = member.owners[0]
+    parameter = owner._parameters.get(attribute)
+    if parameter is None or tuple(parameter.shape) != member.span.shape:
+        found = None if parameter is None else list(parameter.shape)
+        raise ValueError(f"{member.name!r} must keep its shape {list(member.span.shape)} inside unsharded, got {found}")
+    return parameter
 
 
 @torch.no_grad()

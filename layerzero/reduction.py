@@ -18,7 +18,9 @@ from layerzero.handle import Handle
 
 __all__ = ["ReductionQueue"]
 
-_IN_HOP1 = 2  # reductions whose first exchange may be in flight before the oldest is waited for
+# Reductions that may wait for their first and for their second exchange before the oldest is waited for. Each holds a
+# unit's gradients, whole for the first and a node's part for the second, twice on gloo.
+_IN_FLIGHT = {1: 1, 2: 4}
 
 
 class _Running:
@@ -70,7 +72,7 @@ class ReductionQueue:
     def settle(self) -> None:
         """Wait for everything in flight."""
         while self._running:
-            # The least advanced first: every hop 2 is on its way before the first one is waited for.
+            # The least advanced first, so that the next hop 2 is on its way before an earlier one is waited for.
             self._step(min(self._running, key=lambda running: running.launched))
 
     def advance(self) -> None:
@@ -100,9 +102,7 @@ class ReductionQueue:
         if pending is None:
             return
         self._running.append(_Running(phases, pending))
-        first_hops = [running for running in self._running if running.launched == 1]
-        if len(first_hops) > _IN_HOP1:
-            self._step(first_hops[0])
+        self._make_room(1)
 
     def _step(self, running: _Running) -> None:
         pending = next(running.phases, None)
@@ -111,6 +111,12 @@ class ReductionQueue:
         else:
             running.pending = pending
             running.launched += 1
+            self._make_room(running.launched)
+
+    def _make_room(self, launched: int) -> None:
+        waiting = [running for running in self._running if running.launched == launched]
+        if len(waiting) > _IN_FLIGHT[launched]:
+            self._step(waiting[0])
 
 
 def _flow(handle: Handle) -> GradientFlow:

@@ -150,6 +150,8 @@ class Runtime:
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
         use = unit.running.pop()
+        if self.shows_full:  # before_forward has refused
+            return output
         if not unit.running:
             unit.show_sharded()
         if self.config.mp_policy.output_dtype is not None:

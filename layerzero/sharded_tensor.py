@@ -118,6 +118,10 @@ class LocalRows(torch.Tensor):
             out,
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Checkpoint writers serialise the rows; where they lie is in the checkpoint's own metadata.
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:

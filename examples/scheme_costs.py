@@ -1,0 +1,59 @@
+"""What three ways of sharding cost, by formula: memory for model states, and bytes between nodes.
+
+N parameters, D data-parallel ranks, nodes of S ranks, R = D/S nodes, A micro-batches a step; c bytes an
+element to compute with (bf16: 2), g bytes an element of a reduced gradient (fp32: 4). Adam, fp32 masters.
+
+Model states, bytes a rank (activations and the weights gathered for the unit at work come on top, the same
+for all three):
+
+    layerzero   16 N/D  +  c N/S  +  4 N/S     masters 4, Adam 8 and gradients 4 over all ranks;
+                                               compute weights and the accumulator inside the node
+                                               (accumulation="full": 4 N for the accumulator;
+                                               a single node needs no sharded accumulator, and no
+                                               copy of fp32 weights: the shards are the same)
+    FSDP        16 N/D                         everything over all ranks
+    HSDP        16 N/S                         everything over one node, a copy in each node
+
+Between nodes, bytes a rank sends in a step:
+
+    layerzero   (1 - 1/R) N/S (g + c)          gradients out once, fresh weights back once
+    FSDP        (1 - 1/R) N/S A (2 c + g)      gathers for forward and for backward and reduces gradients,
+                                               each for every micro-batch
+    HSDP        (1 - 1/R) N/S 2 g              all-reduces gradients once, in the last micro-batch
+
+These three count what has to leave a node at least, shared evenly by its ranks. For layerzero and HSDP ring
+collectives reach it. For FSDP a collective has to know which ranks share a node; a plain ring sends
+(1 - 1/D) where the formula says (1 - 1/R). Padding is left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    scheme: str
+    state_bytes: float  # a rank
+    slow_bytes: float  # a rank and step
+
+
+def scheme_costs(
+    numel: int,
+    *,
+    ranks: int,
+    zero3_size: int,
+    micro_batches: int,
+    compute_bytes: int = 2,
+    reduce_bytes: int = 4,
+    accumulation: str = "sharded",
+) -> list[Cost]:
+    per_rank, per_node_rank = numel / ranks, numel / zero3_size
+    crossing = per_node_rank * (1 - zero3_size / ranks)  # elements a rank sends out in one exchange
+    single_node = zero3_size == ranks
+    weights = 0 if single_node and compute_bytes == 4 else compute_bytes * per_node_rank
+    accumulator = 4 * numel if accumulation == "full" else 0 if single_node else 4 * per_node_rank
+    return [
+        Cost("layerzero", 16 * per_rank + weights + accumulator, crossing * (reduce_bytes + compute_bytes)),
+        Cost("FSDP", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),
+        Cost("HSDP", 16 * per_node_rank, crossing * 2 * reduce_bytes),
+    ]

@@ -1,0 +1,312 @@
+"""Train a small GPT on the standard library's source text, sharded with layerzero.
+
+    torchrun --nproc-per-node 4 examples/train_gpt.py
+
+runs four ranks on this machine and treats them as two nodes of two ranks (`--zero3-size 2`). Without a GPU
+it uses gloo on the CPU and takes one to two minutes on two cores. It prints the validation loss before and
+after, what the run held in memory and sent, what other ways of sharding would need for the same model (the
+formulas are in scheme_costs.py), and a sample of text. It needs tqdm.
+
+To make it your own, look at `build`: three calls shard a model and an optimizer that know nothing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Block, GPTConfig, generate, next_token_loss
+from scheme_costs import scheme_costs
+from stdlib_text import IGNORED, Batch, WindowSampler, load_corpus, validation_share
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+import layerzero
+
+SIZES = {
+    "tiny": {"layers": 2, "width": 64, "heads": 1},  # 0.1 million parameters, for a quick look
+    "small": {"layers": 4, "width": 128, "heads": 2},  # 0.8 million
+    "medium": {"layers": 12, "width": 768, "heads": 12},  # 85 million, for a GPU
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPE_HELP = "to compute in; masters stay fp32. A CPU without bf16 instructions is faster in fp32"
+MIB = 2**20
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--zero3-size", type=int, default=2, help="ranks that share the compute weights, usually a node")
+    add("--accumulation", choices=["sharded", "full"], default="sharded", help="where gradients add up")
+    add("--micro-batches", type=int, default=2, metavar="A", help="per optimizer step")
+    add("--model", choices=list(SIZES), default="small", help="size of the GPT")
+    add("--untied", action="store_true", help="give the head a matrix of its own")
+    add("--steps", type=int, default=240, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="sequences per rank and micro-batch")
+    add("--seq-len", type=int, default=64, help="bytes per sequence")
+    add("--lr", type=float, default=4e-3, help="peak learning rate")
+    add("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
+    add("--dtype", choices=list(DTYPES), default="bf16", help=DTYPE_HELP)
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
+    add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
+    add("--seed", type=int, default=0, help="of weights, batches and the sample")
+    add("--no-sample", action="store_true", help="do not generate text at the end")
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+class Trainer(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    numel: int  # parameters of the whole model
+
+
+class Result(NamedTuple):
+    first_loss: float  # validation, nats per byte
+    last_loss: float
+
+
+def main(argv: list[str] | None = None) -> Result:
+    args = parse_args(argv)
+    started_here = not dist.is_initialized()
+    ranks = start_ranks(args.device)
+    try:
+        return run(args, ranks)
+    finally:
+        if started_here:
+            dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> Result:
+    corpus = load_corpus()
+    sampler = WindowSampler(
+        corpus.train,
+        seq_len=args.seq_len,
+        batch_size=args.batch_size,
+        micro_batches=args.micro_batches,
+        ranks=ranks.size,
+        seed=args.seed,
+    )
+    held_out = validation_share(
+        corpus.validation,
+        windows=args.validation_windows,
+        seq_len=args.seq_len,
+        batch_size=args.batch_size,
+        rank=ranks.rank,
+        ranks=ranks.size,
+    )
+    trainer = build(args, ranks)
+
+    first_loss = validate(trainer.model, held_out, ranks)
+    layerzero.traffic(trainer.model, reset=True)  # count training alone
+    train(args, trainer, sampler, ranks)
+    costs = costs_table(args, trainer, ranks)  # on every rank, should a report ever need the others
+    last_loss = validate(trainer.model, held_out, ranks)
+    if ranks.is_first:
+        print(costs)
+        print(f"validation loss {first_loss:.2f} -> {last_loss:.2f} (nats per byte)")
+    if not args.no_sample:
+        text = sample_text(trainer.model, args, ranks)
+        if ranks.is_first:
+            print(f"\nsample:\n{text}")
+    return Result(first_loss, last_loss)
+
+
+def build(args: argparse.Namespace, ranks: Ranks) -> Trainer:
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(context=args.seq_len, tied_head=not args.untied, **SIZES[args.model]))
+    numel = sum(p.numel() for p in model.parameters())
+    model = layerzero.shard_model(
+        model.to(ranks.device),
+        zero3_size=args.zero3_size,
+        units=[Block],
+        mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
+        accumulation=args.accumulation,
+    )
+    # Sharded parameters keep their true shape, so the usual split by dims needs no change.
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95)), model)
+    scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
+    return Trainer(model, optimizer, scheduler, numel)
+
+
+def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> None:
+    trainer.model.train()
+    tokens = sampler.windows_per_step * args.seq_len  # of all ranks, a step
+    with tqdm(total=args.steps, unit="step", disable=not ranks.is_first) as bar:
+        start = time.perf_counter()
+        for step in range(args.steps):
+            loss, grad_norm = train_step(args, trainer, sampler, ranks, step)
+            bar.set_postfix(
+                loss=f"{loss:.3f}",
+                grad_norm=f"{grad_norm:.2f}",
+                lr=f"{trainer.scheduler.get_last_lr()[0]:.1e}",
+                tokens_per_s=f"{tokens * (step + 1) / (time.perf_counter() - start):,.0f}",
+                refresh=False,
+            )
+            bar.update()
+
+
+def train_step(
+    args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks, step: int
+) -> tuple[float, float]:
+    """One optimizer step; returns the mean training loss over ranks and the gradient's norm."""
+    model, optimizer, scheduler, _ = trainer
+    total = torch.zeros((), device=ranks.device)
+    for micro_batch in range(args.micro_batches):
+        batch = sampler.batch(step=step, micro_batch=micro_batch, rank=ranks.rank)
+        inputs, targets = batch.inputs.to(ranks.device), batch.targets.to(ranks.device)
+        last = micro_batch == args.micro_batches - 1
+        # Gradients add up on the rank until the last micro-batch: one exchange a step between nodes.
+        with contextlib.nullcontext() if last else layerzero.no_sync(model):
+            # The library averages over ranks, as DDP does; the mean over micro-batches is ours to take.
+            loss = next_token_loss(model(inputs), targets) / args.micro_batches
+            loss.backward()
+        total += loss.detach()
+    grad_norm = layerzero.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    dist.all_reduce(total)
+    return float(total) / ranks.size, float(grad_norm)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: list[Batch], ranks: Ranks) -> float:
+    """Mean loss over the held-out windows of all ranks, in nats per byte."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # loss, bytes
+    for batch in batches:
+        targets = batch.targets.to(ranks.device)
+        sums[0] += next_token_loss(model(batch.inputs.to(ranks.device)), targets, reduction="sum")
+        sums[1] += (targets != IGNORED).sum()
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def sample_text(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> str:
+    """Continue a line of Python. Every rank takes part and draws the same bytes, since forwards gather."""
+    model.eval()
+    prompt = b"def read(self, size"
+    ids = torch.tensor([list(prompt)], device=ranks.device)
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = generate(
+        model,
+        ids,
+        new_tokens=200,
+        context=args.seq_len,
+        temperature=0.7,
+        top_k=20,
+        generator=generator,
+    )
+    return bytes(ids[0].tolist()).decode(errors="replace")
+
+
+def warmup_cosine(step: int, steps: int) -> float:
+    """Factor on the peak learning rate: linear up over a tenth of the run, then half a cosine to a tenth."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
+
+
+class Measured(NamedTuple):
+    """What the library's reports say of this rank, in plain numbers."""
+
+    memory: dict[str, tuple[int | None, int]]  # kind -> bytes predicted (None: not said), measured
+    exchanges: dict[str, tuple[int, int]]  # exchange -> bytes sent, calls
+    axes: dict[str, int]  # axis -> bytes sent
+
+
+def read_reports(model: nn.Module) -> Measured:
+    memory, traffic = layerzero.memory(model), layerzero.traffic(model)
+    return Measured(
+        {kind: (memory.predicted.get(kind), actual) for kind, actual in memory.measured.items()},
+        {name: (sent, traffic.calls.get(name, 0)) for name, sent in traffic.bytes.items()},
+        dict(traffic.bytes_by_axis),
+    )
+
+
+def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks) -> str:
+    measured = read_reports(trainer.model)
+    costs = scheme_costs(
+        trainer.numel,
+        ranks=ranks.size,
+        zero3_size=args.zero3_size,
+        micro_batches=args.micro_batches,
+        compute_bytes=DTYPES[args.dtype].itemsize,
+        accumulation=args.accumulation,
+    )
+    lines = ["", row("memory of rank 0, MiB", "predicted", "measured")]
+    for kind, (predicted, actual) in measured.memory.items():
+        lines.append(row(f"  {kind}", "" if predicted is None else mib(predicted), mib(actual)))
+
+    lines += ["", row("sent by rank 0 in a step, MiB", "sent", "calls")]
+    for name, (sent, calls) in measured.exchanges.items():
+        lines.append(row(f"  {name}", mib(sent / args.steps), f"{calls / args.steps:.1f}"))
+    for axis, sent in measured.axes.items():
+        lines.append(row(f"  all on the {axis} axis", mib(sent / args.steps), ""))
+
+    lines += ["", row("by formula, a rank (a step), MiB", "model states", "between nodes")]
+    for cost in costs:
+        lines.append(row(f"  {cost.scheme}", mib(cost.state_bytes), mib(cost.slow_bytes)))
+    return "\n".join([*lines, ""])
+
+
+def row(title: str, *cells: str) -> str:
+    return f"{title:<34}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def mib(count: float) -> str:
+    return f"{count / MIB:.2f}"
+
+
+def start_ranks(device: str) -> Ranks:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.device_count() >= local_size)
+    if use_cuda:
+        torch.cuda.set_device(local_rank)
+    else:
+        # Ranks share the cores; more threads than cores would only take turns.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    if not dist.is_initialized():
+        backend = "nccl" if use_cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:  # started without torchrun
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    return Ranks(dist.get_rank(), dist.get_world_size(), place)
+
+
+if __name__ == "__main__":
+    main()
