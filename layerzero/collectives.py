@@ -83,15 +83,21 @@ class Lane:
     is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
 
     @classmethod
-    def over(cls, axis: str, group: dist.ProcessGroup, ledger: Ledger) -> Lane:
+    def over(cls, axis: str, group: dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
         return cls(
             axis=axis,
             group=group,
             ledger=ledger,
             size=dist.get_world_size(group),
             rank=dist.get_rank(group),
-            is_gloo=dist.get_backend(group) == "gloo",
+            is_gloo=backend_of(group, device_type) == "gloo",
         )
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that carries tensors of a device: a group may have one for each, as in "cpu:gloo,cuda:nccl"."""
+    config: str = dist.get_backend_config(group)
+    return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
 @dataclass

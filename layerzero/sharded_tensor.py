@@ -133,10 +133,16 @@ class LocalRows(torch.Tensor):
                     chunk=chunk, properties=TensorProperties.create_from_tensor(plain(self)), size=whole.size()
                 ),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A load is being planned. A rank without rows will not be written to, but must take part in the refresh.
+        if self.watch is not None:
+            self.watch.edited = True
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         if self.numel() == 0 and self.span.shape[0] > 0:
             return []
         offsets = torch.Size([self.span.rows.start] + [0] * (self.ndim - 1))

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.agreement import agree
-from layerzero.collectives import Lane, Ledger
+from layerzero.collectives import Lane, Ledger, backend_of
 from layerzero.device import compute_device, default_device_type
 
 __all__ = ["AXES", "Topology", "check_mesh", "init_mesh", "mesh_from_groups"]
@@ -61,17 +61,20 @@ class Topology:
         ledger = Ledger()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
-        zero3_ranks = dist.get_process_group_ranks(zero3)
+        kind = mesh.device_type
+        reduce = _new_group(dist.get_process_group_ranks(zero3), like=zero3, device_type=kind)
+        control_backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
+        control = _new_group(ranks, like=zero3, device_type=kind, backend=control_backend)
         return cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
             ranks=tuple(ranks),
             device=compute_device(mesh.device_type),
             ledger=ledger,
-            gather=Lane.over("zero3", zero3, ledger),
-            reduce=Lane.over("zero3", _subgroup(zero3_ranks, dist.get_backend(zero3)), ledger),
-            replica=Lane.over("replica", replica, ledger),
-            control=Lane.over("zero1", _subgroup(ranks, _control_backend(zero3)), ledger),
+            gather=Lane.over("zero3", zero3, ledger, kind),
+            reduce=Lane.over("zero3", reduce, ledger, kind),
+            replica=Lane.over("replica", replica, ledger, kind),
+            control=Lane.over("zero1", control, ledger, "cpu"),
         )
 
 
@@ -104,7 +107,11 @@ def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
         failure = ValueError(_indivisible(zero3_size, world))
     fields = {"zero3_size": repr(zero3_size), "device_type": device_type}
     agree("init_mesh", fields, ranks=range(world), failure=failure)
-    return init_device_mesh(device_type, (world // zero3_size, zero3_size), mesh_dim_names=AXES)
+    table = torch.arange(world).view(world // zero3_size, zero3_size)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    row = table[dist.get_rank() // zero3_size].tolist()
+    return _mesh_over(table, _new_group(row, like=everyone, device_type=device_type), device_type)
 
 
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
@@ -137,10 +144,16 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     agree("mesh_from_groups", {"zero1_group": ranks, "size of zero3_group": size}, ranks=ranks, failure=failure)
 
     table = torch.tensor(ranks).view(world // size, size)
-    column = table[:, block.index(dist.get_rank())].tolist()
-    replica_group = _subgroup(column, dist.get_backend(zero3_group))
-    backend_devices = dist.get_backend(zero3_group)
-    device_type = "cpu" if backend_devices == "gloo" else default_device_type()
+    device_type = default_device_type()
+    if f"{device_type}:" not in dist.get_backend_config(zero3_group):
+        device_type = "cpu"
+    return _mesh_over(table, zero3_group, device_type)
+
+
+def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
+    column = table[:, dist.get_rank(zero3_group)].tolist()
+    replica_group = _new_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
 
 
@@ -158,15 +171,21 @@ def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Proces
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
 
 
-def _subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    # Only the members call this, each in the same order as its peers.
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+def _new_group(
+    ranks: list[int], *, like: dist.ProcessGroup, device_type: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group with the backend and the timeout of another; torch's own default would be half an hour.
+
+    Only the members call this, each in the same order as its peers.
+    """
+    options = getattr(like._get_backend(torch.device(device_type)), "options", None)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks,
+        backend=backend or dist.get_backend_config(like),
+        timeout=None if options is None else options._timeout,
+        use_local_synchronization=True,
+    )
     return group
-
-
-def _control_backend(group: dist.ProcessGroup) -> str:
-    backend = str(dist.get_backend(group))
-    return backend if backend == "fake" else "gloo"
 
 
 def _indivisible(size: int, world: int) -> str:
