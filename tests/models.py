@@ -1,0 +1,266 @@
+"""Small models, data and references that several test files share.
+
+[Note: Exact arithmetic]
+:class:`IntegerNet`, with integer weights, sparse integer data, a loss that is linear in the output and power-of-two
+scales, has gradients and SGD updates that fp32 represents without rounding, so every order of additions gives the same
+bits and tests may ask for equality. :func:`train_alone` in fp64 is what proves it, see `test_parity.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "GlobalScaling",
+    "IntegerNet",
+    "LayerwiseScaling",
+    "Step",
+    "TiedTransformer",
+    "assert_close",
+    "assert_same_bits",
+    "backward",
+    "backward_alone",
+    "different",
+    "exact_sgd",
+    "full_gradients",
+    "full_parameters",
+    "in_lockstep",
+    "integer_batch",
+    "integer_loss",
+    "integer_net",
+    "train",
+    "train_alone",
+    "union",
+]
+
+Batch = tuple[Tensor, Tensor]
+
+
+class IntegerNet(nn.Module):
+    """Three linear units, and a root with a parameter of its own; see [Note: Exact arithmetic].
+
+    Two of the units are side by side: three in a row would triple the digits of a gradient with every step.
+    """
+
+    UNITS = ("first", "second", "head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) + self.second(x.flip(1)) + self.shift).relu())
+
+
+def integer_net(seed: int = 0) -> IntegerNet:
+    """An IntegerNet with weights in {-1, 0, 1}."""
+    generator = torch.Generator().manual_seed(seed)
+    net = IntegerNet()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+    return net
+
+
+def integer_batch(*, step: int = 0, micro_batch: int = 0, rank: int = 0, samples: int = 2) -> Batch:
+    """Sparse inputs [samples, 5] and targets [samples, 3], in {-1, 0, 1}."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+    inputs = F.one_hot(torch.randint(0, 5, (samples,), generator=generator), 5).float()
+    targets = torch.randint(-1, 2, (samples, 3), generator=generator).float()
+    return inputs, targets
+
+
+def integer_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean over the samples, times a power of two that keeps the gradients integer."""
+    inputs, targets = batch
+    return 8 * (model(inputs) * targets).sum(1).mean()
+
+
+def exact_sgd(parameters: Iterable[Tensor]) -> Optimizer:
+    """SGD whose updates of an IntegerNet are exact."""
+    return torch.optim.SGD(parameters, lr=2**-4, momentum=0.5)
+
+
+def union(batches: Sequence[Batch]) -> Batch:
+    """One batch of all samples, which one process works on where ranks work on a batch each."""
+    inputs, targets = zip(*batches, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+class Step(NamedTuple):
+    """What an optimizer step leaves behind, in whole tensors by parameter name."""
+
+    losses: list[Tensor]  # of the micro-batches
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def train_alone(
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    optimizer: Optimizer,
+    loss_of: Callable[[nn.Module, Batch], Tensor] = integer_loss,
+) -> list[Step]:
+    """Train in one process, without layerzero; `steps` holds the micro-batches of each step."""
+    record = []
+    for micro_batches in steps:
+        losses = []
+        for batch in micro_batches:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        record.append(Step(losses, gradients, parameters))
+    return record
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters of a sharded model, on every rank; all ranks must call this."""
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients of a sharded model, on every rank; all ranks must call this."""
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def different(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names under which two sets of tensors are not bitwise the same, or which only one has."""
+    names = ours.keys() | expected.keys()
+    return sorted(n for n in names if n not in ours or n not in expected or not torch.equal(ours[n], expected[n]))
+
+
+def assert_same_bits(model: nn.Module, net: nn.Module, case: str) -> None:
+    """A sharded IntegerNet and one that was trained in one process have the same parameters."""
+    wrong = different(full_parameters(model), dict(net.named_parameters()))
+    assert not wrong, f"{case}: parameters {wrong}"
+
+
+def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> None:
+    """Equal but for some roundings of fp32."""
+    assert ours.keys() == expected.keys(), case
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{case} {n}: {m}")
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    """Forward and backward of this rank's batch; the loss."""
+    loss = integer_loss(model, integer_batch(step=step, rank=rank))
+    loss.backward()
+    return loss.detach()
+
+
+def backward_alone(net: nn.Module, step: int = 0, *, world_size: int = 4) -> None:
+    """Forward and backward of all ranks' batches in one process."""
+    integer_loss(net, union([integer_batch(step=step, rank=rank) for rank in range(world_size)])).backward()
+
+
+def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int]) -> None:
+    """Steps on this rank's batches."""
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_lockstep(
+    rank: int, ours: tuple[nn.Module, Optimizer], alone: tuple[nn.Module, Optimizer], steps: Iterable[int]
+) -> None:
+    """The same steps with layerzero and in one process."""
+    net, theirs = alone
+    for step in steps:
+        train(*ours, rank, [step])
+        backward_alone(net, step)
+        theirs.step()
+        theirs.zero_grad()
+
+
+class LayerwiseScaling(Optimizer):
+    """SGD on gradients divided by the norm of the whole matrix, as LARS and LAMB do."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        return parameter.grad.norm()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            norms = [self.norm(p) if p.grad is not None else None for p in group["params"]]
+            for parameter, norm in zip(group["params"], norms, strict=True):
+                if norm is not None:
+                    parameter.sub_(parameter.grad / (norm + 1e-6), alpha=group["lr"])
+
+
+class GlobalScaling(LayerwiseScaling):
+    """The same with the norm of all parameters together, as in optimizers that clip, or that tune their own rate."""
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        gradients = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return torch.stack(gradients).norm()
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # the gradient of a key bias would be rounding noise
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TiedTransformer(nn.Module):
+    """A language model whose head is its embedding."""
+
+    UNITS = ("blocks.0", "blocks.1")
+
+    def __init__(self, *, vocabulary: int = 13, width: int = 12, heads: int = 2, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(vocabulary, width)
+            self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @staticmethod
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy of the next token."""
+        tokens, targets = batch
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    @staticmethod
+    def batch(*, step: int, micro_batch: int = 0, rank: int = 0) -> Batch:
+        """Tokens and next tokens, [2, 6] each."""
+        generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+        text = torch.randint(0, 13, (2, 7), generator=generator)
+        return text[:, :-1], text[:, 1:]

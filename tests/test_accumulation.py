@@ -1,0 +1,382 @@
+"""No gradient is lost or counted twice, whatever mix of `no_sync`, `zero_grad` and clipping; see invariant 1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import layerzero
+from tests.models import (
+    IntegerNet,
+    Step,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train_alone,
+    union,
+)
+from tests.ranks import run_ranks
+
+WORLD = 4
+MODES = ("sharded", "full")
+
+
+def prepare(mode: str, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
+    settings = {"zero3_size": 2} | settings
+    model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, accumulation=mode, **settings)
+    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+
+def backward(model: nn.Module, rank: int, index: int, *, inside_no_sync: bool, step: int = 0) -> None:
+    batch = integer_batch(step=step, micro_batch=index, rank=rank)
+    with layerzero.no_sync(model) if inside_no_sync else nullcontext():
+        integer_loss(model, batch).backward()
+
+
+def alone(steps: Sequence[Sequence[int]]) -> list[Step]:
+    """One process, on the union of the ranks' batches; `steps` lists the micro-batches of each step."""
+    net = integer_net()
+    batches = [
+        [union([integer_batch(step=step, micro_batch=index, rank=rank) for rank in range(WORLD)]) for index in indices]
+        for step, indices in enumerate(steps)
+    ]
+    return train_alone(net, batches, exact_sgd(net.parameters()))
+
+
+def gradients_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+def assert_step(model: nn.Module, optimizer: Optimizer, expected: Step, case: str) -> None:
+    """Step; gradients and parameters are bitwise the expected ones."""
+    optimizer.step()
+    wrong = different(full_gradients(model), expected.gradients)
+    assert not wrong, f"{case}: gradients of {wrong}"
+    wrong = different(full_parameters(model), expected.parameters)
+    assert not wrong, f"{case}: parameters {wrong}"
+
+
+def _any_mix_of_backwards(rank: int) -> None:
+    patterns = list(itertools.product((False, True), repeat=3))  # True: inside no_sync
+    reference = alone([range(3), range(3)])
+    for zero3_size in (1, 2, 4):
+        mesh = layerzero.init_mesh(zero3_size)
+        for mode, pattern in itertools.product(MODES, patterns if zero3_size == 2 else patterns[2::5]):
+            case = f"S={zero3_size} {mode}, inside no_sync: {pattern}"
+            model, optimizer = prepare(mode, zero3_size=None, mesh=mesh)
+            for step, expected in enumerate(reference):
+                for index, inside_no_sync in enumerate(pattern):
+                    backward(model, rank, index, inside_no_sync=inside_no_sync, step=step)
+                assert_step(model, optimizer, expected, f"{case}, step {step}")
+                optimizer.zero_grad()
+
+
+def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits() -> None:
+    run_ranks(_any_mix_of_backwards)
+
+
+def _accumulate_over_steps(rank: int) -> None:
+    # Without zero_grad, the second step's gradient is that of all backwards so far.
+    for mode, pattern in itertools.product(MODES, itertools.product((False, True), repeat=2)):
+        net = integer_net()
+        theirs = exact_sgd(net.parameters())
+        model, optimizer = prepare(mode)
+        for step, inside_no_sync in enumerate(pattern):
+            case = f"{mode}, inside no_sync: {pattern}, step {step}"
+            integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(WORLD)])).backward()
+            theirs.step()
+            backward(model, rank, 0, inside_no_sync=inside_no_sync, step=step)
+            assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
+
+
+def test_gradients_add_up_until_zero_grad_even_across_steps() -> None:
+    run_ranks(_accumulate_over_steps)
+
+
+def _forget_one_by_one(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+FORGET: dict[str, Callable[[nn.Module, Optimizer], None]] = {
+    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer.zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "p.grad = None": _forget_one_by_one,
+}
+
+
+def _forget_in_every_way(rank: int, way: str) -> None:
+    forget = FORGET[way]
+    mesh = layerzero.init_mesh(2)
+    for mode, pattern in itertools.product(MODES, ("rrr", "rur", "uur", "uuu")):  # r: reduced, u: inside no_sync
+        case = f"{way}, {mode}, {pattern}"
+        net = integer_net()
+        theirs = exact_sgd(net.parameters())
+        model, optimizer = prepare(mode, zero3_size=None, mesh=mesh)
+
+        def both_backward(index: int, net=net, model=model, pattern=pattern) -> None:
+            integer_loss(net, union([integer_batch(micro_batch=index, rank=r) for r in range(WORLD)])).backward()
+            backward(model, rank, index, inside_no_sync=pattern[index] == "u")
+
+        both_backward(0)
+        both_backward(1)
+        forget(net, theirs)
+        forget(model, optimizer)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert bool(gradients) == ("set_to_none=False" in way), case
+        assert not any(gradient.to_local().any() for gradient in gradients), case
+        for when in ("without a gradient", "with the next", "by momentum alone"):
+            at = f"{case}: step {when}"
+            theirs.step()
+            assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), at)
+            forget(net, theirs)
+            forget(model, optimizer)
+            if when == "without a gradient":
+                both_backward(2)
+
+
+@pytest.mark.parametrize("way", FORGET)
+def test_zero_grad_drops_everything_unreduced_contributions_too(way: str) -> None:
+    run_ranks(_forget_in_every_way, way)
+
+
+def _forget_one_parameter(rank: int) -> None:
+    first, second = alone([[0]])[0].gradients, alone([[1]])[0].gradients
+    both = alone([[0, 1]])[0].gradients
+    assert first["second.weight"].any() and second["second.weight"].any()
+    for mode, inside_no_sync in itertools.product(MODES, (False, True)):
+        model, optimizer = prepare(mode)
+        backward(model, rank, 0, inside_no_sync=inside_no_sync)
+        model.second.weight.grad = None
+        backward(model, rank, 1, inside_no_sync=inside_no_sync)
+        optimizer.step()
+        wrong = different(full_gradients(model), both | {"second.weight": second["second.weight"]})
+        assert not wrong, f"{mode}, inside no_sync: {inside_no_sync}: {wrong}"
+
+
+def test_dropping_one_parameters_gradient_drops_no_other() -> None:
+    run_ranks(_forget_one_parameter)
+
+
+def _drop_some_groups(rank: int) -> None:
+    both, second = alone([[0, 1]])[0].gradients, alone([[1]])[0].gradients
+    for mode, inside_no_sync in itertools.product(MODES, (False, True)):
+        model, optimizer = prepare(mode)
+        del optimizer
+        one, other = (
+            layerzero.shard_optimizer(exact_sgd(parameters), model)
+            for parameters in (model.first.parameters(), [*model.second.parameters(), *model.head.parameters()])
+        )
+        backward(model, rank, 0, inside_no_sync=inside_no_sync)
+        one.zero_grad()
+        backward(model, rank, 1, inside_no_sync=False)
+        expected = {name: second[name] if name.startswith("first") else both[name] for name in both}
+        wrong = different(full_gradients(model), expected)
+        assert not wrong, f"{mode}, inside no_sync: {inside_no_sync}: {wrong}"
+        one.step()
+        other.step()
+
+
+def test_zero_grad_of_one_optimizer_leaves_the_gradients_of_another() -> None:
+    run_ranks(_drop_some_groups)
+
+
+def _norm_alone(net: nn.Module, norm_type: float) -> Tensor:
+    """Clip to a quarter of the norm; that norm."""
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), math.inf, norm_type)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), norm.item() / 4, norm_type)
+    return norm
+
+
+def torch_clips(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type).full_tensor()
+
+
+def _clip(rank: int) -> None:
+    for zero3_size, mode in itertools.product((1, 2, 4), MODES):
+        model, optimizer = prepare(mode, zero3_size=zero3_size)
+        every_rank_holds_rows = all(0 not in parameter.to_local().shape for parameter in model.parameters())
+        for norm_type, clip in itertools.product((2.0, math.inf, 1.0), (torch_clips, layerzero.clip_grad_norm_)):
+            if clip is torch_clips and math.isinf(norm_type) and not every_rank_holds_rows:
+                continue  # torch.norm has no maximum of nothing; see the tests below
+            case = f"S={zero3_size} {mode} norm {norm_type} {clip.__name__}"
+            net = integer_net()
+            integer_loss(net, union([integer_batch(rank=r) for r in range(WORLD)])).backward()
+            expected = _norm_alone(net, norm_type)
+            backward(model, rank, 0, inside_no_sync=clip is layerzero.clip_grad_norm_)
+            norm = clip(model, expected.item() / 4, norm_type)
+            assert norm.ndim == 0 and norm.dtype == torch.float32, case
+            torch.testing.assert_close(norm, expected, msg=lambda text, case=case: f"{case}: {text}")
+            for name, gradient in full_gradients(model).items():
+                torch.testing.assert_close(gradient, net.get_parameter(name).grad, msg=f"{case}: {name}")
+            optimizer.zero_grad()
+
+
+def test_clipping_uses_the_norm_of_the_whole_model() -> None:
+    run_ranks(_clip)
+
+
+class Matrix(nn.Module):
+    """One parameter of `rows` rows of 4 elements."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.arange(4.0 * rows).reshape(rows, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.t()
+
+
+def _backward_of_matrix(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
+    """A sharded Matrix after a backward, and the whole of its true gradient."""
+    model = layerzero.shard_model(Matrix(rows), zero3_size=2)
+    model(torch.tensor([[1.0, -2.0, 3.0, 4.0 * rank]])).sum().backward()
+    return model, torch.tensor([1.0, -2.0, 3.0, 6.0]).expand(rows, 4)
+
+
+def _clip_matrix(rank: int, rows: int, clip: Callable[..., Tensor]) -> list[int]:
+    for norm_type in (math.inf, 2.0):
+        model, gradient = _backward_of_matrix(rank, rows)
+        expected = torch.linalg.vector_norm(gradient, norm_type)
+        torch.testing.assert_close(clip(model, 0.5, norm_type), expected, msg=f"norm {norm_type}")
+        torch.testing.assert_close(model.matrix.grad.full_tensor(), 0.5 * gradient / expected)
+    return list(model.matrix.to_local().shape)
+
+
+@pytest.mark.parametrize("clip", [torch_clips, layerzero.clip_grad_norm_])
+def test_clipping_where_every_rank_holds_rows(clip: Callable[..., Tensor]) -> None:
+    assert run_ranks(_clip_matrix, 8, clip) == [[2, 4]] * WORLD
+
+
+def test_our_clipping_where_most_ranks_hold_no_row() -> None:
+    assert sorted(run_ranks(_clip_matrix, 1, layerzero.clip_grad_norm_)) == [[0, 4]] * (WORLD - 1) + [[1, 4]]
+
+
+def _answer(use: Callable[[nn.Module], object], model: nn.Module) -> str:
+    try:
+        return f"gave {use(model)!r}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def _infinite_norm_of_no_row(rank: int) -> None:
+    # What torch's own clipping computes before its first collective: a bare error here leaves other ranks waiting.
+    model, _ = _backward_of_matrix(rank, 1)
+    norms = {
+        "linalg": lambda model: torch.linalg.vector_norm(model.matrix.grad, math.inf).to_local().item(),
+        "foreach": lambda model: torch._foreach_norm([model.matrix.grad], math.inf)[0].to_local().item(),
+    }
+    largest = 6.0 if model.matrix.to_local().numel() else 0.0
+    for name, norm in norms.items():
+        answer = _answer(norm, model)
+        assert answer == f"gave {largest}" or "layerzero.clip_grad_norm_" in answer, f"{name}: {answer}"
+
+
+def test_the_infinite_norm_of_no_row_is_zero_or_an_error_that_names_the_way_out() -> None:
+    run_ranks(_infinite_norm_of_no_row)
+
+
+def _clip_in_the_midst(rank: int) -> None:
+    # Clipping reduces what no_sync left; later contributions come on top of the clipped gradient, as in one process.
+    for mode, inside_no_sync in itertools.product(MODES, (False, True)):
+        net = integer_net()
+        model, optimizer = prepare(mode)
+        for index in range(2):
+            integer_loss(net, union([integer_batch(micro_batch=index, rank=r) for r in range(WORLD)])).backward()
+            expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            backward(model, rank, index, inside_no_sync=inside_no_sync)
+            torch.testing.assert_close(layerzero.clip_grad_norm_(model, 1.0), expected)
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, net.get_parameter(name).grad, msg=f"{mode} {inside_no_sync} {name}")
+        optimizer.step()
+
+
+def test_clipping_between_backwards_clips_what_has_come_so_far() -> None:
+    run_ranks(_clip_in_the_midst)
+
+
+USES: dict[str, Callable[[nn.Module], object]] = {
+    "full_tensor": lambda model: model.first.weight.grad.full_tensor(),
+    "arithmetic": lambda model: model.first.weight.grad + 1,
+    "in place": lambda model: model.first.weight.grad.mul_(0.5),
+    "norm": lambda model: model.first.weight.grad.norm(),
+    "local values": lambda model: model.first.weight.grad.to_local().sum(),
+    "torch's clipping": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "any": lambda model: model.first.weight.grad.any(),
+    "clone": lambda model: model.first.weight.grad.clone(),
+    "full_tensor of an alias": lambda model: model.first.weight.grad.detach().full_tensor(),
+}
+
+
+def _use_unreduced(rank: int) -> None:
+    (expected,) = alone([[0, 1]])
+    wrong = {}
+    for mode, pattern in itertools.product(MODES, ("uu", "ru")):  # r: a reduced gradient is there from before
+        case = f"{mode}, {pattern}"
+        model, optimizer = prepare(mode)
+        backward(model, rank, 0, inside_no_sync=pattern[0] == "u")
+        backward(model, rank, 1, inside_no_sync=True)
+        for use, value in USES.items():
+            text = _answer(value, model)
+            if "no_sync" not in text or "zero_grad" not in text:  # it names the reason and a way out
+                wrong[f"{case}, {use}"] = text
+        assert_step(model, optimizer, expected, f"{case}, after the refusals")
+    assert not wrong, "\n".join(f"{case}: {text}" for case, text in wrong.items())
+
+
+def test_an_unreduced_gradient_refuses_to_be_used_and_is_not_lost() -> None:
+    run_ranks(_use_unreduced)
+
+
+def _no_sync_after_error(rank: int) -> None:
+    (expected,) = alone([[0]])
+    model, optimizer = prepare("sharded")
+    with pytest.raises(ZeroDivisionError), layerzero.no_sync(model):
+        raise ZeroDivisionError
+    backward(model, rank, 0, inside_no_sync=False)
+    assert not different(full_gradients(model), expected.gradients), "no_sync ended with its block"
+    optimizer.zero_grad()
+    with layerzero.no_sync(model):
+        with layerzero.no_sync(model):
+            pass
+        layerzero.traffic(model, reset=True)
+        backward(model, rank, 0, inside_no_sync=False)
+        assert "hop2" not in layerzero.traffic(model).calls, "the end of the inner block ended the outer one"
+    assert_step(model, optimizer, expected, "nested no_sync")
+
+
+def test_no_sync_ends_with_its_block_and_nests() -> None:
+    run_ranks(_no_sync_after_error)
+
+
+def _forward_elsewhere(rank: int) -> None:
+    # What counts is where backward() runs.
+    for forward_inside, backward_inside in itertools.product((False, True), repeat=2):
+        (expected,) = alone([[0]])
+        model, optimizer = prepare("sharded")
+        with layerzero.no_sync(model) if forward_inside else nullcontext():
+            loss = integer_loss(model, integer_batch(rank=rank))
+        layerzero.traffic(model, reset=True)
+        with layerzero.no_sync(model) if backward_inside else nullcontext():
+            loss.backward()
+        reduced = layerzero.traffic(model).calls.get("hop2", 0) > 0
+        assert reduced != backward_inside, f"forward inside {forward_inside}, backward inside {backward_inside}"
+        assert_step(model, optimizer, expected, f"forward inside {forward_inside}, backward inside {backward_inside}")
+
+
+def test_what_counts_is_where_backward_runs() -> None:
+    run_ranks(_forward_elsewhere)

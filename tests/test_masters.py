@@ -1,0 +1,397 @@
+"""Masters read and edited from outside: the two copies of a weight never disagree (invariant 10)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import layerzero
+from tests.models import (
+    TiedTransformer,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
+from tests.ranks import run_ranks
+
+WORLD = 4
+SIZES = (1, 2, 4)
+DTYPES = (torch.float32, torch.bfloat16)
+SETTINGS = [(size, dtype) for size in SIZES for dtype in DTYPES]
+
+
+class Odd(nn.Module):
+    """Parameters of awkward shapes, each of which takes part in the output."""
+
+    SHAPES = ((3, 7), (1, 3), (2,), (1,), (0, 4), (5,), (4, 2, 3), (6, 1))
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.odd = nn.ParameterList(torch.randint(-3, 4, s, generator=generator).float() for s in self.SHAPES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack([(p * p).sum() for p in self.odd]).sum()
+
+
+def _sharded(model: nn.Module | None = None, size: int = 2, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = integer_net() if model is None else model
+    units = getattr(model, "UNITS", None)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return layerzero.shard_model(model, zero3_size=size, units=units, mp_policy=policy)
+
+
+def _output(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(integer_batch(samples=6)[0])
+
+
+def _output_alone(net: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The output of a one-process model whose weights and inputs are cast to `dtype`."""
+    cast = copy.deepcopy(net).to(dtype)
+    with torch.no_grad():
+        return cast(integer_batch(samples=6)[0].to(dtype))
+
+
+def _assert_same(model: nn.Module, alone: nn.Module, case: object, dtype: torch.dtype = torch.float32) -> None:
+    """Compute weights, as seen by a forward on every rank, and masters are those of the one-process model."""
+    assert torch.equal(_output(model), _output_alone(alone, dtype)), case
+    assert not different(full_parameters(model), dict(alone.named_parameters())), case
+
+
+def _message_of(call: Callable[[], Any]) -> str:
+    """What `call` raised within seconds; it must raise."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        assert time.monotonic() - start < 10, f"took too long: {error}"
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+# --- edits that every rank makes ---
+
+
+def _set_local(p: Tensor) -> None:
+    (p.to_local() if isinstance(p, DTensor) else p)[...] = 1
+
+
+def _each(edit: Callable[[Tensor], Any], *, grad: bool = True) -> Callable[[nn.Module], None]:
+    def edit_all(model: nn.Module) -> None:
+        with torch.set_grad_enabled(grad):
+            for p in model.parameters():
+                edit(p)
+
+    return edit_all
+
+
+@torch.no_grad()
+def _foreach(model: nn.Module) -> None:
+    torch._foreach_mul_(list(model.parameters()), 0.5)
+    torch._foreach_add_(list(model.parameters()), 1.0)
+
+
+# Applied one after the other to one model; all values stay small multiples of 1/4.
+EDITS: dict[str, Callable[[nn.Module], None]] = {
+    "p.mul_": _each(lambda p: p.mul_(2), grad=False),
+    "p.data.copy_": _each(lambda p: p.data.copy_(-p.data)),
+    "p.detach().add_": _each(lambda p: p.detach().add_(1)),
+    "nn.init.constant_": lambda model: nn.init.constant_(model.second.weight, -1),
+    "p.data.mul_": _each(lambda p: p.data.mul_(2)),
+    "torch._foreach": _foreach,
+    "one parameter only": lambda model: model.head.bias.detach().add_(2),
+    "p.to_local()[...] =": _each(_set_local, grad=False),
+    "nn.init.ones_": lambda model: nn.init.ones_(model.first.weight),
+    "p.data.fill_": _each(lambda p: p.data.fill_(2)),
+}
+
+
+def _edit_in_every_idiom(rank: int) -> None:
+    for size, dtype in SETTINGS:
+        model, alone = _sharded(size=size, dtype=dtype), integer_net()
+        saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for name, edit in EDITS.items():
+            edit(model)
+            edit(alone)
+            _assert_same(model, alone, (name, size, dtype), dtype)
+        model.load_state_dict(saved)
+        _assert_same(model, integer_net(), ("load_state_dict", size, dtype), dtype)
+
+
+def test_edit_in_every_idiom_shows_in_the_next_forward_of_all_replicas() -> None:
+    run_ranks(_edit_in_every_idiom, world_size=WORLD)
+
+
+def _edit_between_training_steps(rank: int) -> None:
+    for size in SIZES:
+        model, alone = _sharded(size=size), integer_net()
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        optimizer_alone = exact_sgd(alone.parameters())
+        for step in range(3):
+            whole = union([integer_batch(step=step, rank=r) for r in range(WORLD)])
+            mine = integer_batch(step=step, rank=rank)
+            for net, sgd, batch in ((model, optimizer, mine), (alone, optimizer_alone, whole)):
+                integer_loss(net, batch).backward()
+                if step == 1:
+                    EDITS["p.detach().add_"](net)
+                sgd.step()
+                sgd.zero_grad()
+                EDITS["p.data.copy_"](net)
+            _assert_same(model, alone, (size, step))
+
+
+def test_edit_between_training_steps_is_kept_by_the_next_step() -> None:
+    run_ranks(_edit_between_training_steps, world_size=WORLD)
+
+
+def _mend_by_refresh(rank: int) -> None:
+    for size in SIZES:
+        model = _sharded(size=size)
+        _output(model)
+        if rank == 3:
+            EDITS["p.to_local()[...] ="](model.second)
+        layerzero.refresh(model)
+        alone = integer_net()
+        alone.load_state_dict(full_parameters(model))
+        assert different(dict(alone.named_parameters()), dict(integer_net().named_parameters())), size
+        _assert_same(model, alone, size)
+
+
+def test_edit_on_one_rank_can_be_carried_by_refresh_on_all() -> None:
+    run_ranks(_mend_by_refresh, world_size=WORLD)
+
+
+def _edit_on_one_rank(rank: int, size: int, odd: int) -> str | None:
+    model = _sharded(size=size)
+    _output(model)
+    if rank != odd:
+        with contextlib.suppress(Exception):  # with S = 1 nothing in a forward could tell these ranks
+            _output(model)
+        return None
+    EDITS["p.to_local()[...] ="](model)
+    return _message_of(lambda: _output(model))
+
+
+@pytest.mark.parametrize(("size", "odd"), [(1, 0), (2, 3)])
+def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(size: int, odd: int) -> None:
+    message = run_ranks(_edit_on_one_rank, size, odd, world_size=WORLD, pg_timeout=3, timeout=30)[odd]
+    assert "refresh" in message and re.search(rf"\b{3 - odd}\b", message), message
+
+
+# --- unsharded ---
+
+
+def _show_whole_parameters(rank: int) -> None:
+    for size, dtype in SETTINGS:
+        model, alone = _sharded(size=size, dtype=dtype), integer_net()
+        with layerzero.unsharded(model):
+            inside = dict(model.named_parameters())
+            assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in inside.values()), size
+            assert not different(inside, dict(alone.named_parameters())), size
+            assert _message_of(lambda model=model: _output(model)), size
+            EDITS["p.detach().add_"](model)
+        _assert_same(model, alone, (size, dtype), dtype)
+        with layerzero.unsharded(model, writeback=True):
+            EDITS["p.detach().add_"](model)
+            model.head.weight.data = torch.ones(model.head.weight.shape)
+        EDITS["p.detach().add_"](alone)
+        nn.init.ones_(alone.head.weight)
+        _assert_same(model, alone, (size, dtype), dtype)
+
+
+def test_unsharded_shows_whole_parameters_and_writes_back_only_if_asked() -> None:
+    run_ranks(_show_whole_parameters, world_size=WORLD)
+
+
+def _edit_differently(rank: int) -> None:
+    for size in SIZES:
+        model, alone = _sharded(size=size), integer_net()
+
+        def edit(model: nn.Module = model) -> None:
+            with layerzero.unsharded(model, writeback=True), torch.no_grad():
+                model.second.weight.add_(1)
+                model.head.bias.add_(rank == 2)
+
+        assert re.search(r"head\.bias|\b2\b", message := _message_of(edit)), (size, message)
+        _assert_same(model, alone, size)
+
+
+def test_different_edits_on_different_ranks_are_refused_and_nothing_is_written() -> None:
+    run_ranks(_edit_differently, world_size=WORLD, pg_timeout=15)
+
+
+def _read_gradients(rank: int) -> None:
+    for size in SIZES:
+        model, alone = _sharded(Odd(), size), Odd()
+        (model(torch.zeros(())) * (rank + 1)).backward()  # average over the ranks: 2.5
+        (alone(torch.zeros(())) * 2.5).backward()
+        assert sum(p.to_local().shape[0] for p in model.parameters()) < sum(p.shape[0] for p in alone.parameters())
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert ours.shape == theirs.shape and ours.grad.shape == theirs.shape, (size, name)
+            assert torch.equal(ours.full_tensor(), theirs), (size, name)
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad), (size, name)
+
+
+def test_full_tensor_is_right_for_uneven_rows_and_ranks_without_rows() -> None:
+    run_ranks(_read_gradients, world_size=WORLD)
+
+
+DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "p * 2": lambda p: p * 2,
+    "p.data": lambda p: p.data,
+    "p.detach()": lambda p: p.detach(),
+    "p.detach().clone()": lambda p: p.detach().clone(),
+    "p.to(bf16)": lambda p: p.to(torch.bfloat16),
+    "p.abs().sqrt()": lambda p: p.abs().sqrt(),
+    "p.sum()": lambda p: p.sum(),
+    "p.sum(-1)": lambda p: p.sum(-1),
+    "p.norm()": lambda p: p.norm(),
+    "p.amax()": lambda p: p.amax(),
+    "p[0]": lambda p: p[0],
+    "p[:2]": lambda p: p[:2],
+    "p.mT @ p": lambda p: p.mT @ p,
+    "redistribute": lambda p: p.redistribute(placements=[Replicate()] * 2) if isinstance(p, DTensor) else p,
+}
+
+
+def _full(make: Callable[[], Tensor]) -> Tensor | None:
+    """The whole tensor that `make` derives; None if it raises on a rank."""
+    try:
+        derived = make()
+    except Exception:
+        derived = None
+    made = [False] * WORLD
+    dist.all_gather_object(made, derived is not None)
+    with contextlib.suppress(NotImplementedError):
+        if all(made):
+            return derived.full_tensor() if isinstance(derived, DTensor) else derived
+    return None
+
+
+def _derive(rank: int) -> list[str]:
+    """Derive tensors from sharded parameters; returns the derivations that raised."""
+    refused = []
+    for size in SIZES:
+        model, alone = _sharded(Odd(), size), Odd()
+        for index in (0, 7):
+            for name, derive in DERIVED.items():
+                got, expected = _full(lambda p=model.odd[index], d=derive: d(p)), derive(alone.odd[index])
+                if got is None:
+                    refused.append(name)
+                else:
+                    torch.testing.assert_close(got, expected, msg=lambda t, at=(name, size, index): f"{at} {t}")
+        ours, mesh = model.odd[0], model.odd[0].device_mesh
+        for name, placements in {"torch's cut": [Shard(0)] * 2, "replicated": [Replicate()] * 2}.items():
+            other = distribute_tensor(torch.ones(3, 7), mesh, placements)
+            for first, second in ((ours, other), (other, ours)):
+                got = _full(lambda a=first, b=second: a + b)
+                assert got is None or torch.equal(got, alone.odd[0] + 1), (size, name)
+    return refused
+
+
+def test_tensor_derived_from_a_parameter_is_right_or_raises() -> None:
+    for refused in run_ranks(_derive, world_size=WORLD, pg_timeout=15):
+        assert not {"p.detach()", "p.sum()"} & set(refused)
+
+
+# --- whole state ---
+
+
+def _transformer(seed: int = 0) -> TiedTransformer:
+    model = TiedTransformer(vocabulary=11, width=6, heads=1, seed=seed)
+    model.blocks[1].requires_grad_(False).to(torch.bfloat16)
+    model.register_buffer("count", torch.tensor(seed + 3))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    return model
+
+
+def _take_full_state(rank: int) -> None:
+    for size in SIZES:
+        model, expected = _sharded(_transformer(), size), _transformer().state_dict()
+        on_rank_0 = layerzero.full_state_dict(model)
+        assert on_rank_0.keys() == (expected.keys() if rank == 0 else set()), size
+        for cpu in (True, False):
+            state = layerzero.full_state_dict(model, rank0_only=False, cpu=cpu)
+            assert list(state) == list(expected) and not different(state, expected), size
+            for name, value in state.items():
+                assert type(value) is Tensor and value.dtype == expected[name].dtype, (size, name)
+                assert value.device.type == "cpu" and not value.requires_grad, (size, name)
+        fresh = _transformer(seed=1)
+        fresh.load_state_dict(state)
+        assert not different(fresh.state_dict(), expected), size
+
+
+def test_full_state_is_what_the_unsharded_model_would_save() -> None:
+    run_ranks(_take_full_state, world_size=WORLD)
+
+
+def _load_full_state(rank: int) -> None:
+    for size, dtype in SETTINGS:
+        model, alone = _sharded(size=size, dtype=dtype), integer_net(seed=1)
+        _output(model)
+        layerzero.load_full_state_dict(model, alone.state_dict() if rank == 0 else [{}, None][rank % 2])
+        _assert_same(model, alone, (size, dtype), dtype)
+        model = _sharded(_transformer(), size)
+        layerzero.load_full_state_dict(model, _transformer(seed=2).state_dict())
+        expected = _transformer(seed=2).state_dict()
+        assert not different(layerzero.full_state_dict(model, rank0_only=False), expected), size
+        assert model.head.weight is model.embedding.weight, size
+
+
+def test_loaded_full_state_of_rank_0_shows_in_the_next_forward() -> None:
+    run_ranks(_load_full_state, world_size=WORLD)
+
+
+def _load_a_bad_full_state(rank: int) -> None:
+    model = _sharded(_transformer(), 2)
+    state = _transformer(seed=1).state_dict()
+    del state["norm.weight"], state["count"]
+    state |= {"norm.scale": torch.zeros(6), "blocks.0.up.bias": torch.zeros(7)}
+    message = _message_of(lambda: layerzero.load_full_state_dict(model, state if rank == 0 else {}))
+    for name in (r"norm\.weight", "count", r"norm\.scale", r"blocks\.0\.up\.bias", "7", "24"):
+        assert re.search(rf"\b{name}\b", message), (name, message)
+    state = layerzero.full_state_dict(model, rank0_only=False)
+    assert not different(state, _transformer().state_dict())
+
+
+def test_wrong_full_state_is_one_error_with_all_names_and_changes_nothing() -> None:
+    run_ranks(_load_a_bad_full_state, world_size=WORLD, pg_timeout=15)
+
+
+def _save_and_load_with_torch(rank: int, path: str) -> None:
+    for make in (integer_net, Odd, _transformer):
+        for saved_size in SIZES:
+            folder = f"{path}/{make.__name__}-{saved_size}"
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, about its internals
+                dcp.save(_sharded(make(1), saved_size).state_dict(), checkpoint_id=folder)
+                for size in SIZES:
+                    model = _sharded(make(2), size)
+                    dcp.load(model.state_dict(), checkpoint_id=folder)
+                    state = layerzero.full_state_dict(model, rank0_only=False)
+                    assert not different(state, make(1).state_dict()), (make.__name__, saved_size, size)
+                    if make is integer_net:
+                        _assert_same(model, make(1), (saved_size, size))
+
+
+def test_torch_checkpoint_of_the_state_dict_loads_into_any_zero3_size(tmp_path: Path) -> None:
+    run_ranks(_save_and_load_with_torch, str(tmp_path), world_size=WORLD)

@@ -1,0 +1,399 @@
+"""The wrapped optimizer does what it would do in one process, or refuses; see invariants 1 and 10."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import layerzero
+from tests.models import (
+    GlobalScaling,
+    IntegerNet,
+    LayerwiseScaling,
+    assert_close,
+    assert_same_bits,
+    backward,
+    backward_alone,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    in_lockstep,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+)
+from tests.ranks import run_ranks
+
+Factory = Callable[[Iterable[Tensor]], Optimizer]
+
+
+def shard(net: nn.Module | None = None, zero3_size: int = 2) -> nn.Module:
+    return layerzero.shard_model(net or integer_net(), zero3_size=zero3_size, units=IntegerNet.UNITS)
+
+
+def shard_with_sgd(net: nn.Module | None = None) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
+    model = shard(net)
+    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+
+def alone(seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    net = integer_net(seed)
+    return net, exact_sgd(net.parameters())
+
+
+# Adam divides by the gradient's own size: eps is chosen well above the rounding noise of a gradient that cancels.
+OPTIMIZERS: dict[str, Factory] = {
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, nesterov=True, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, weight_decay=0.25, fused=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, eps=0.1, amsgrad=True, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, eps=0.1, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.1, maximize=True, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True, eps=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1, eps=0.1),
+}
+KINDS_OF_STATE = ("SGD fused", "Adam foreach", "Adagrad", "RMSprop", "NAdam")
+
+
+def _every_optimizer(rank: int) -> None:
+    for name, factory in OPTIMIZERS.items():
+        net, unsharded = integer_net(), integer_net()
+        theirs, built_before = factory(net.parameters()), factory(unsharded.named_parameters())
+        before, after = shard(unsharded), shard()
+        optimizer = layerzero.shard_optimizer(built_before, before)
+        in_lockstep(rank, (before, optimizer), (net, theirs), range(3))
+        train(after, layerzero.shard_optimizer(factory(after.parameters()), after), rank, range(3))
+        ours = full_parameters(before)
+        assert not different(full_parameters(after), ours), f"{name}: built before and after shard_model"
+        assert_close(ours, dict(net.named_parameters()), name)
+
+
+def test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding() -> None:
+    run_ranks(_every_optimizer)
+
+
+def four_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Two learning rates, and decay only for matrices."""
+    fast = [net.first.weight, net.second.bias, net.head.weight, net.shift]
+    slow = [net.first.bias, net.second.weight, net.head.bias]
+    return [
+        {"params": [p for p in parameters if (p.ndim >= 2) == decays], "lr": lr, "weight_decay": 0.5 if decays else 0}
+        for parameters, lr in ((fast, 2**-4), (slow, 2**-6))
+        for decays in (True, False)
+    ]
+
+
+def _four_groups(rank: int) -> set[int]:
+    for build_first in (True, False):
+        net, source = integer_net(), integer_net()
+        theirs = torch.optim.SGD(four_groups(net), lr=1.0, momentum=0.5)
+        early = torch.optim.SGD(four_groups(source), lr=1.0, momentum=0.5)
+        model = layerzero.shard_model(source, zero3_size=2)  # one unit: a shard holds rows of several parameters
+        late = torch.optim.SGD(four_groups(model), lr=1.0, momentum=0.5)
+        optimizer = layerzero.shard_optimizer(early if build_first else late, model)
+        in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
+        assert_same_bits(model, net, f"built first: {build_first}")
+        assert [group["lr"] for group in optimizer.param_groups] == [2**-4, 2**-4, 2**-6, 2**-6]
+    groups = enumerate(optimizer.param_groups)
+    return {index for index, group in groups for parameter in group["params"] if parameter.to_local().numel()}
+
+
+def test_groups_with_different_settings_may_share_a_shard() -> None:
+    groups_on_rank = run_ranks(_four_groups)
+    assert max(len(groups) for groups in groups_on_rank) > 1, groups_on_rank
+
+
+def is_cut(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _continue_gathered_state(rank: int) -> None:
+    for name, factory in {"exact": exact_sgd, **{name: OPTIMIZERS[name] for name in KINDS_OF_STATE}}.items():
+        net, source = integer_net(), integer_net()
+        theirs, gathered = factory(net.parameters()), factory(source.parameters())
+        for whole, stepper in ((net, theirs), (source, gathered)):
+            backward_alone(whole)
+            stepper.step()
+            stepper.zero_grad()
+        model = shard(source)
+        optimizer = layerzero.shard_optimizer(gathered, model)
+        for parameter, values in optimizer.state_dict()["state"].items():
+            for key, expected in theirs.state[net.get_parameter(parameter)].items():
+                value = values[key].full_tensor() if is_cut(expected) else values[key]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected)), f"{name} {parameter} {key}"
+        in_lockstep(rank, (model, optimizer), (net, theirs), (1, 2))
+        assert_close(full_parameters(model), dict(net.named_parameters()), name)
+        if name == "exact":
+            assert_same_bits(model, net, name)
+
+
+def test_state_from_before_sharding_is_cut_and_continued() -> None:
+    run_ranks(_continue_gathered_state)
+
+
+def _schedule(rank: int) -> None:
+    halving_schedule = functools.partial(LambdaLR, lr_lambda=lambda epoch: 2.0**-epoch)
+    for where in ("wrapper", "inner", "before shard_optimizer"):
+        (net, theirs), (source, original) = alone(), alone()
+        their_schedule = halving_schedule(theirs)
+        model = shard(source)
+        early = halving_schedule(original) if where == "before shard_optimizer" else None
+        optimizer = layerzero.shard_optimizer(original, model)
+        schedule = early or halving_schedule(optimizer if where == "wrapper" else optimizer.inner)
+        for step in range(3):
+            in_lockstep(rank, (model, optimizer), (net, theirs), [step])
+            schedule.step()
+            their_schedule.step()
+            rates = (optimizer.param_groups[0]["lr"], optimizer.inner.param_groups[0]["lr"], *schedule.get_last_lr())
+            assert rates == (2.0 ** (-5 - step),) * 3, f"scheduler on {where}, step {step}: {rates}"
+        assert_same_bits(model, net, f"scheduler on {where}")
+
+
+def test_learning_rate_schedulers_work_on_wrapper_and_inner_optimizer() -> None:
+    run_ranks(_schedule)
+
+
+def _closure_and_hooks(rank: int) -> None:
+    (net, theirs), (model, optimizer) = alone(), shard_with_sgd()
+    events: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: events.append("before"))
+    optimizer.register_step_post_hook(lambda *_: events.append("after"))
+    optimizer.inner.register_step_post_hook(lambda *_: events.append("inner"))
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        events.append("closure")
+        optimizer.zero_grad()
+        return backward(model, rank, 0)
+
+    assert optimizer.step(closure).item() == integer_loss(integer_net(), integer_batch(rank=rank)).item()
+    assert events == ["before", "closure", "inner", "after"], events
+    backward_alone(net, 0)
+    theirs.step()
+    assert_same_bits(model, net, "closure")
+    assert optimizer.step() is None
+
+
+def test_closure_and_step_hooks_run_once_a_step() -> None:
+    run_ranks(_closure_and_hooks)
+
+
+def _save_and_load(rank: int) -> None:
+    for name in KINDS_OF_STATE:
+        factory, model = OPTIMIZERS[name], shard()
+        optimizer = layerzero.shard_optimizer(factory(model.parameters()), model)
+        train(model, optimizer, rank, range(2))
+        optimizer.param_groups[0]["lr"] /= 2
+        saved = optimizer.state_dict()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        assert saved["state"].keys() == shapes.keys() == set(saved["param_groups"][0]["params"]), name
+        whole: dict[str, dict[str, Any]] = {}
+        for parameter_name, values in saved["state"].items():
+            sharded = {key: value for key, value in values.items() if is_cut(value)}
+            assert all(value.shape == shapes[parameter_name] for value in sharded.values()), f"{name} {values}"
+            whole[parameter_name] = values | {key: value.full_tensor() for key, value in sharded.items()}
+
+        # Into the same sharding, with sharded values as they are; into another one, with whole values.
+        runs = [(model, optimizer)]
+        for zero3_size, state in ((2, saved["state"]), (4, whole)):
+            fresh = shard(integer_net(seed=7), zero3_size)
+            layerzero.load_full_state_dict(fresh, layerzero.full_state_dict(model, rank0_only=False))
+            runs.append((fresh, layerzero.shard_optimizer(factory(fresh.parameters()), fresh)))
+            runs[-1][1].load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+            assert runs[-1][1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], name
+        for run in runs:
+            train(*run, rank, [2])
+        expected, same_sharding, other_sharding = (full_parameters(run[0]) for run in runs)
+        assert not different(same_sharding, expected), f"{name}: continued in the same sharding"
+        assert_close(other_sharding, expected, f"{name}: continued in another sharding")
+
+
+def test_state_dict_is_keyed_by_name_and_training_continues_from_it() -> None:
+    run_ranks(_save_and_load)
+
+
+def _load_nonsense(rank: int) -> None:
+    model = shard()
+    optimizer = layerzero.shard_optimizer(OPTIMIZERS["Adam fused"](model.parameters()), model)
+    train(model, optimizer, rank, [0])
+    saved = optimizer.state_dict()
+    before = {n: v["exp_avg"].to_local().clone() for n, v in saved["state"].items()}
+    (group,), weight = saved["param_groups"], saved["state"]["first.weight"]
+    for bad, culprit in (
+        (saved | {"state": saved["state"] | {"stranger": weight}}, "stranger"),
+        (saved | {"state": saved["state"] | {"first.weight": weight | {"exp_avg": torch.zeros(5, 6)}}}, "first.weight"),
+        (saved | {"param_groups": [group | {"lr": 7.0, "params": group["params"][:-1]}]}, group["params"][-1]),
+    ):
+        with pytest.raises(ValueError, match=culprit):
+            optimizer.load_state_dict(bad)
+        assert optimizer.param_groups[0]["lr"] == group["lr"], culprit
+        after = optimizer.state_dict()["state"]
+        assert all(after[n]["exp_avg"].to_local().equal(v) for n, v in before.items()), culprit
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    run_ranks(_load_nonsense)
+
+
+def _add_groups(rank: int) -> None:
+    net, source = integer_net(), integer_net()
+    head_before_sharding = list(source.head.parameters())
+    theirs = exact_sgd(net.first.parameters())
+    model = shard(source)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.first.parameters()), model)
+    in_lockstep(rank, (model, optimizer), (net, theirs), [0])
+    optimizer.add_param_group({"params": model.second.parameters(), "lr": 2**-5})
+    optimizer.add_param_group({"params": head_before_sharding})
+    optimizer.add_param_group({"params": model.shift})
+    theirs.add_param_group({"params": net.second.parameters(), "lr": 2**-5})
+    theirs.add_param_group({"params": [*net.head.parameters(), net.shift]})
+    in_lockstep(rank, (model, optimizer), (net, theirs), (1, 2))
+    assert_same_bits(model, net, "after add_param_group")
+    shown = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in shown} == {id(parameter) for parameter in model.parameters()}
+    with pytest.raises(ValueError, match=r"twice|already|more than one"):
+        optimizer.add_param_group({"params": [model.shift]})
+
+
+def test_add_param_group_takes_parameters_from_before_and_after_sharding() -> None:
+    run_ranks(_add_groups)
+
+
+def _state_by_parameter(rank: int) -> None:
+    model = shard()
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    assert len(optimizer.state) == 0 and model.first.weight not in optimizer.state
+    backward(model, rank, 0)
+    optimizer.step()
+    for parameter in model.parameters():
+        values = optimizer.state[parameter]
+        assert values["step"].item() == 1
+        assert torch.allclose(values["exp_avg"], 0.1 * parameter.grad.to_local()), "the moment of this very parameter"
+    optimizer.state[model.first.weight]["exp_avg"].fill_(7.0)
+    assert optimizer.state_dict()["state"]["first.weight"]["exp_avg"].full_tensor().eq(7.0).all()
+    with pytest.raises(KeyError):
+        optimizer.state[torch.zeros(1)]
+
+
+def test_state_is_found_by_sharded_parameter() -> None:
+    run_ranks(_state_by_parameter)
+
+
+REFUSED: dict[str, tuple[Factory, str]] = {
+    "Adafactor": (torch.optim.Adafactor, "rows|columns|factor"),
+    "LBFGS": (torch.optim.LBFGS, "inner product|closure|all parameters"),
+    "LayerwiseScaling": (LayerwiseScaling, "matrix"),
+    "GlobalScaling": (GlobalScaling, "matrix|together|all parameters"),
+}
+if hasattr(torch.optim, "Muon"):
+    REFUSED["Muon"] = (lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), "matri")
+
+
+def _refuse(rank: int, name: str) -> None:
+    factory, reason = REFUSED[name]
+    source = integer_net()
+    early = factory(source.parameters())
+    model = shard(source)
+    for optimizer in (early, factory(model.parameters())):
+        with pytest.raises(ValueError, match=reason) as raised:
+            layerzero.shard_optimizer(optimizer, model)
+        assert name in str(raised.value) and "element-wise" in str(raised.value), str(raised.value)
+        backward(model, rank, 0)
+        with pytest.raises(RuntimeError, match="shard_optimizer"):
+            optimizer.step(lambda: 0.0)
+        model.zero_grad()
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    net, theirs = alone()
+    in_lockstep(rank, (model, optimizer), (net, theirs), [0])
+    assert_same_bits(model, net, f"after refusing {name}")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_mixes_elements_is_refused_with_the_reason(name: str) -> None:
+    run_ranks(_refuse, name)
+
+
+def _refuse_strangers(rank: int) -> None:
+    (model, wrapped), stranger = shard_with_sgd(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.first.parameters(), *stranger.parameters()], lr=0.5)
+    plain = torch.optim.SGD(stranger.parameters(), lr=0.5, momentum=0.5)
+    stranger(torch.ones(1, 2)).sum().backward()
+    plain.step()
+    for theirs in (optimizer, plain, exact_sgd(shard().parameters())):
+        with pytest.raises(ValueError, match="does not own"):
+            layerzero.shard_optimizer(theirs, model)
+    with pytest.raises(TypeError, match="Optimizer"):
+        layerzero.shard_optimizer(model, model)
+    with pytest.raises(ValueError, match="shard_model"):
+        layerzero.shard_optimizer(plain, stranger)
+    with pytest.raises(ValueError, match="already"):
+        layerzero.shard_optimizer(wrapped, model)
+    # Refused optimizers are as they were: this one goes on with its momentum.
+    before = stranger.weight.detach().clone()
+    plain.step()
+    assert torch.equal(stranger.weight, before - 0.5 * 1.5)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_and_left_alone() -> None:
+    run_ranks(_refuse_strangers)
+
+
+def _forgotten(rank: int) -> None:
+    source, inner_to_be = alone()
+    built_before = exact_sgd(source.parameters())
+    model = shard(source)
+    built_after = exact_sgd(model.parameters())
+    of_a_part = torch.optim.Adam([model.shift])
+    optimizer = layerzero.shard_optimizer(inner_to_be, model)
+    before = full_parameters(model)
+    backward(model, rank, 0)
+    gradients = full_gradients(model)
+    for forgotten in (built_before, built_after, of_a_part, inner_to_be, optimizer.inner):
+        with pytest.raises(RuntimeError, match="shard_optimizer"):
+            forgotten.step()
+    assert not different(full_parameters(model), before) and not different(full_gradients(model), gradients)
+
+    other = nn.Linear(2, 2)
+    others = torch.optim.SGD(other.parameters(), lr=1.0)
+    expected = other.weight.detach() - 1.0
+    other(torch.ones(1, 2)).sum().backward()
+    others.step()
+    assert torch.equal(other.weight, expected), "an optimizer of another model keeps working"
+    second, second_optimizer = shard_with_sgd(integer_net(seed=1))
+    optimizer.zero_grad()
+    for seed, ours in enumerate([(model, optimizer), (second, second_optimizer)]):
+        reference = alone(seed)
+        in_lockstep(rank, ours, reference, range(2))
+        assert_same_bits(ours[0], reference[0], f"model {seed}")
+
+
+def test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model() -> None:
+    run_ranks(_forgotten)
+
+
+def _with_ignored(rank: int) -> None:
+    source = integer_net()
+    ignored = source.shift
+    model = layerzero.shard_model(source, zero3_size=2, units=IntegerNet.UNITS, ignored_params=[ignored])
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    net = integer_net()
+    integer_loss(net, integer_batch(rank=rank)).backward()
+    backward(model, rank)
+    assert model.shift is ignored and torch.equal(ignored.grad, net.shift.grad), "whole, and not averaged"
+    optimizer.step()
+    assert torch.equal(ignored, net.shift - 2**-4 * net.shift.grad)
+    assert torch.equal(optimizer.state_dict()["state"]["shift"]["momentum_buffer"], net.shift.grad)
+
+
+def test_ignored_parameters_are_stepped_as_they_are() -> None:
+    run_ranks(_with_ignored)

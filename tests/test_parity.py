@@ -1,0 +1,268 @@
+"""Training with layerzero equals one process that works on the union of the batches; see invariants 2 to 4."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.runtime import runtime_of
+from tests.models import (
+    IntegerNet,
+    Step,
+    TiedTransformer,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train_alone,
+    union,
+)
+from tests.ranks import run_ranks
+
+SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
+MICRO_BATCHES = (1, 3)
+STEPS = 3
+
+
+def unions(data_parallel: int, micro_batches: int, batch_of: Callable[..., tuple[Tensor, Tensor]] = integer_batch):
+    """What one process trains on: the micro-batches of each step."""
+    return [
+        [
+            union([batch_of(step=step, micro_batch=index, rank=rank) for rank in range(data_parallel)])
+            for index in range(micro_batches)
+        ]
+        for step in range(STEPS)
+    ]
+
+
+def exact_reference(data_parallel: int, micro_batches: int) -> list[Step]:
+    net = integer_net()
+    return train_alone(net, unions(data_parallel, micro_batches), exact_sgd(net.parameters()))
+
+
+def mean_over_ranks(losses: Sequence[Tensor]) -> Tensor:
+    mean = torch.stack([loss.detach() for loss in losses])
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def by_rank(tensor: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return gathered
+
+
+def assert_replicas_agree(model: nn.Module, case: str) -> None:
+    """Each ZeRO-3 shard is bitwise the cast masters inside it, hence the same on all replicas."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for handle in runtime_of(model).handles:
+        zero3_size = handle.layout.numel // handle.zero3.numel()
+        handle.finish_refresh()
+        masters = by_rank(handle.master)
+        inside = masters[rank % zero3_size :: zero3_size]  # of all replicas, in flat order
+        assert handle.zero3.equal(torch.cat(inside).to(handle.zero3.dtype)), f"{case}: {handle.name}"
+        shards = by_rank(handle.zero3)
+        assert all(torch.equal(shards[r], shards[r % zero3_size]) for r in range(world)), f"{case}: {handle.name}"
+
+
+def assert_nothing_is_gathered(model: nn.Module, case: str) -> None:
+    assert layerzero.memory(model).measured["full_buffer"] == 0, case
+    for handle in runtime_of(model).handles:
+        if handle.full is not handle.zero3:
+            assert handle.full.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
+            leaves = [member.leaf.untyped_storage().nbytes() for member in handle.members]
+            assert not any(leaves), f"{case}: {handle.name} {leaves}"
+
+
+def accumulate(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss_of: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = integer_loss,
+) -> Tensor:
+    """Forward and backward of each micro-batch, all but the last inside no_sync; the losses, averaged over ranks."""
+    losses = []
+    for index, batch in enumerate(batches):
+        with layerzero.no_sync(model) if index + 1 < len(batches) else nullcontext():
+            losses.append(loss_of(model, batch))
+            losses[-1].backward()
+    return mean_over_ranks(losses)
+
+
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+@pytest.mark.parametrize("data_parallel", SHARDINGS)
+def test_the_integer_net_is_exact_in_fp32(data_parallel: int, micro_batches: int) -> None:
+    steps = unions(data_parallel, micro_batches)
+    wide = [[(inputs.double(), targets.double()) for inputs, targets in step] for step in steps]
+    net = integer_net().double()
+    in_fp64 = train_alone(net, wide, exact_sgd(net.parameters()))
+    for ours, expected in zip(exact_reference(data_parallel, micro_batches), in_fp64, strict=True):
+        assert not different({k: v.double() for k, v in ours.gradients.items()}, expected.gradients)
+        assert not different({k: v.double() for k, v in ours.parameters.items()}, expected.parameters)
+        assert [loss.item() for loss in ours.losses] == [loss.item() for loss in expected.losses]
+        assert all(gradient.any() for gradient in ours.gradients.values()), "the data exercise every parameter"
+
+
+def train_exactly(rank: int, case: str, micro_batches: int, reference: Sequence[Step], **settings: object) -> None:
+    """Train an integer net under `settings`; everything must be bitwise as in `reference`."""
+    model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, **settings)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    assert_nothing_is_gathered(model, case)
+    for step, expected in enumerate(reference):
+        at = f"{case}, step {step}"
+        losses = accumulate(model, [integer_batch(step=step, micro_batch=i, rank=rank) for i in range(micro_batches)])
+        assert_nothing_is_gathered(model, at)
+        assert losses.tolist() == [loss.item() for loss in expected.losses], at
+        wrong = different(full_gradients(model), expected.gradients)
+        assert not wrong, f"{at}: gradients of {wrong}"
+        optimizer.step()
+        optimizer.zero_grad()
+        wrong = different(full_parameters(model), expected.parameters)
+        assert not wrong, f"{at}: parameters {wrong}"
+        assert_replicas_agree(model, at)
+        assert_nothing_is_gathered(model, at)
+
+
+def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
+    world = dist.get_world_size()
+    meshes = [layerzero.init_mesh(zero3_size) for zero3_size in zero3_sizes]
+    for micro_batches in MICRO_BATCHES:
+        reference = exact_reference(world, micro_batches)
+        for mesh, accumulation in itertools.product(meshes, ("sharded", "full")):
+            case = f"{mesh}, A={micro_batches}, {accumulation}"
+            train_exactly(rank, case, micro_batches, reference, mesh=mesh, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("data_parallel", SHARDINGS)
+def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int) -> None:
+    run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel)
+
+
+def _train_with_other_settings(rank: int) -> None:
+    mesh = layerzero.init_mesh(2)
+    reference = exact_reference(4, 3)
+    for settings in (
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"reshard_after_forward": False},
+        {"accumulation": lambda name, module: "full" if name == "second" else "sharded"},
+    ):
+        train_exactly(rank, str(settings), 3, reference, mesh=mesh, **settings)
+
+
+def test_settings_of_speed_and_memory_change_no_bit() -> None:
+    run_ranks(_train_with_other_settings)
+
+
+def _train_with_a_late_rank(rank: int) -> None:
+    # The others have issued their exchange long before the late rank does: who does not wait, computes with old bytes.
+    reference = exact_reference(4, 1)
+    for late, accumulation in ((0, "sharded"), (3, "full")):
+        nap = functools.partial(time.sleep, 0.03 if rank == late else 0.0)
+        model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, accumulation=accumulation)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for unit in IntegerNet.UNITS:
+            model.get_submodule(unit).register_forward_hook(functools.partial(_call_in_backward, nap))
+        for step, expected in enumerate(reference):
+            nap()
+            loss = integer_loss(model, integer_batch(step=step, rank=rank))
+            nap()
+            loss.backward()
+            nap()
+            optimizer.step()
+            nap()
+            case = f"rank {late} late, {accumulation}, step {step}"
+            assert mean_over_ranks([loss]).tolist() == [expected.losses[0].item()], case
+            assert not different(full_gradients(model), expected.gradients), case
+            assert not different(full_parameters(model), expected.parameters), case
+            optimizer.zero_grad()
+
+
+def _call_in_backward(function: Callable[[], None], module: nn.Module, args: object, output: Tensor) -> None:
+    output.register_hook(lambda gradient: function())
+
+
+def test_a_late_rank_changes_nothing() -> None:
+    run_ranks(_train_with_a_late_rank)
+
+
+def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1, eps=1e-6)
+
+
+def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
+    batch_of, loss_of = TiedTransformer.batch, TiedTransformer.loss
+    net = TiedTransformer()
+    reference = train_alone(net, unions(4, 3, batch_of), adamw(net.parameters()), loss_of)
+    results = []
+    for zero3_size, accumulation in ((1, "sharded"), (2, "sharded"), (2, "full"), (4, "full")):
+        mesh = layerzero.init_mesh(zero3_size)
+        for repetition in range(2 if zero3_size == 2 else 1):
+            case = f"S={zero3_size} {accumulation}, repetition {repetition}"
+            torch.manual_seed(rank)  # the bits may not hang on the generator's state
+            model = layerzero.shard_model(
+                TiedTransformer(seed=rank), mesh=mesh, units=TiedTransformer.UNITS, accumulation=accumulation
+            )
+            assert model.head.weight is model.embedding.weight, case
+            optimizer = layerzero.shard_optimizer(adamw(model.parameters()), model)
+            for step, expected in enumerate(reference):
+                batches = [batch_of(step=step, micro_batch=i, rank=rank) for i in range(3)]
+                losses = accumulate(model, batches, loss_of)
+                # fp32 has 1.2e-7 of relative rounding; sums of some tens of terms in another order lose a digit or so
+                # of it. AdamW divides by the gradient's own size, so eps is chosen well above that noise.
+                torch.testing.assert_close(
+                    losses, torch.stack(expected.losses), rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}"
+                )
+                gradients = full_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                parameters = full_parameters(model)
+                assert gradients.keys() == expected.gradients.keys(), case
+                for name, gradient in expected.gradients.items():
+                    torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+                    torch.testing.assert_close(parameters[name], expected.parameters[name], rtol=1e-4, atol=1e-5)
+                assert_replicas_agree(model, f"{case}, step {step}")
+                assert_nothing_is_gathered(model, f"{case}, step {step}")
+            if repetition:
+                assert not different(parameters, results[-1]), f"{case}: the same run gave other bits"
+            results.append(parameters)
+    return results
+
+
+def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits() -> None:
+    first, *others = run_ranks(_train_transformer)
+    for rank, result in enumerate(others, start=1):
+        for ours, expected in zip(result, first, strict=True):
+            assert not different(ours, expected), f"ranks 0 and {rank} show different parameters"
+
+
+def _train_in_bf16(rank: int) -> None:
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for zero3_size in (1, 2, 4):
+        model = layerzero.shard_model(
+            TiedTransformer(), zero3_size=zero3_size, units=TiedTransformer.UNITS, mp_policy=policy
+        )
+        optimizer = layerzero.shard_optimizer(adamw(model.parameters()), model)
+        for step in range(STEPS):
+            accumulate(model, [TiedTransformer.batch(step=step, rank=rank)], TiedTransformer.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            case = f"S={zero3_size}, step {step}"
+            assert_replicas_agree(model, case)
+            assert_nothing_is_gathered(model, case)
+            assert all(p.dtype == torch.float32 for p in model.parameters()), case
+
+
+def test_bf16_compute_shards_are_the_cast_masters_on_every_replica() -> None:
+    run_ranks(_train_in_bf16)

@@ -1,0 +1,365 @@
+"""Low-precision compute over fp32 masters, against a reference written by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from tests.models import (
+    different,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.ranks import run_ranks
+
+WORLD = 4
+SIZES = (1, 2, 4)
+ACCUMULATIONS = ("sharded", "full")
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+LR, MOMENTUM = 2**-4, 0.5
+
+
+class Smooth(nn.Module):
+    """A small net with a norm and a nonlinearity; every result is rounded."""
+
+    UNITS = ("up", "down")
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.norm = nn.LayerNorm(5)
+            self.up = nn.Linear(5, 9)
+            self.down = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Scale(nn.Module):
+    """Outputs its weight: shows the compute weight, and has a gradient that the caller chooses."""
+
+    def __init__(self, *values: float, dtype: torch.dtype = FP32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values, dtype=dtype))
+
+    def forward(self, x: Tensor | float = 1) -> Tensor:
+        return self.weight * x
+
+
+def _sharded(model: nn.Module, size: int, **settings: Any) -> nn.Module:
+    policy = {key: settings.pop(key) for key in ("param_dtype", "reduce_dtype", "output_dtype") if key in settings}
+    policy |= {key: settings.pop(key) for key in ("cast_forward_inputs",) if key in settings}
+    units = settings.pop("units", getattr(model, "UNITS", None))
+    return layerzero.shard_model(
+        model, zero3_size=size, units=units, mp_policy=MixedPrecisionPolicy(**policy), **settings
+    )
+
+
+def _sgd(model: nn.Module) -> layerzero.ShardedOptimizer:
+    return layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), model)
+
+
+# --- the reference ---
+
+
+def _train_by_hand(
+    model: nn.Module, *, steps: int, micro_batches: int
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """fp32 masters, bf16 weights and activations, fp32 mean of the ranks' gradients; yields gradients and masters."""
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    momenta = {name: torch.zeros_like(master) for name, master in masters.items()}
+    for step in range(steps):
+        gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
+        for rank in range(WORLD):
+            for micro_batch in range(micro_batches):
+                weights = {name: master.to(BF16).requires_grad_() for name, master in masters.items()}
+
+                def compute(x: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
+                    return torch.func.functional_call(model, weights, (x.to(BF16),))
+
+                integer_loss(compute, integer_batch(step=step, rank=rank, micro_batch=micro_batch)).backward()
+                for name, weight in weights.items():
+                    gradients[name] += weight.grad.float() / WORLD
+        for name, master in masters.items():
+            momenta[name].mul_(MOMENTUM).add_(gradients[name])
+            master.sub_(LR * momenta[name])
+        yield gradients, {name: master.clone() for name, master in masters.items()}
+
+
+def _train_sharded(
+    model: nn.Module, rank: int, *, steps: int, micro_batches: int
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    optimizer = _sgd(model)
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            loss = integer_loss(model, integer_batch(step=step, rank=rank, micro_batch=micro_batch))
+            if micro_batch + 1 < micro_batches:
+                with layerzero.no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield gradients, full_parameters(model)
+
+
+def _compare_integers(rank: int) -> None:
+    expected = list(_train_by_hand(integer_net(), steps=1, micro_batches=2))
+    for size in SIZES:
+        for accumulation in ACCUMULATIONS:
+            for reduce_dtype in (FP32, BF16, None):
+                case = (size, accumulation, reduce_dtype)
+                model = _sharded(
+                    integer_net(), size, param_dtype=BF16, reduce_dtype=reduce_dtype, accumulation=accumulation
+                )
+                ours = _train_sharded(model, rank, steps=1, micro_batches=2)
+                for (gradients, masters), (gradients_by_hand, masters_by_hand) in zip(ours, expected, strict=True):
+                    assert not different(gradients, gradients_by_hand), case
+                    assert not different(masters, masters_by_hand), case
+
+
+def test_integers_train_exactly_as_by_hand_in_every_reduce_dtype() -> None:
+    run_ranks(_compare_integers, world_size=WORLD)
+
+
+def _compare_smooth(rank: int) -> None:
+    expected = list(_train_by_hand(Smooth(), steps=3, micro_batches=2))
+    for size in SIZES:
+        for accumulation in ACCUMULATIONS:
+            # A weight that rounds to another bf16 number moves later gradients by a bf16 rounding.
+            for reduce_dtype, first, later in ((FP32, 1e-6, 0.03), (BF16, 0.02, 0.06)):
+                model = _sharded(Smooth(), size, param_dtype=BF16, reduce_dtype=reduce_dtype, accumulation=accumulation)
+                ours = _train_sharded(model, rank, steps=3, micro_batches=2)
+                for step, (got, by_hand) in enumerate(zip(ours, expected, strict=True)):
+                    for what, mine, theirs in zip(("gradient", "master"), got, by_hand, strict=True):
+                        for name, value in theirs.items():
+                            error = (mine[name] - value).abs().max() / value.abs().max()
+                            case = (size, accumulation, reduce_dtype, step, what, name)
+                            assert error <= (first if step == 0 else later), (case, error)
+
+
+def test_training_follows_the_one_by_hand_within_bf16_rounding() -> None:
+    run_ranks(_compare_smooth, world_size=WORLD)
+
+
+# --- updates below the resolution of bf16 ---
+
+
+def _make_tiny_updates(rank: int) -> None:
+    for size, dtype in ((1, FP32), (2, BF16), (4, FP32)):
+        model = _sharded(Scale(1, 1, 1, 1, 1, dtype=dtype), size, param_dtype=BF16)
+        optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-16), model)
+        for update in range(256):  # each 2^-16; bf16 has steps of 2^-8 below 1
+            output = model()
+            assert output.dtype == BF16 and (output == 1).all() == (update <= 128), (size, update)
+            output.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if update == 0:
+                assert (model.weight.full_tensor() == 1 - 2**-16).all(), size
+        assert (model.weight.full_tensor() == 1 - 2**-8).all(), size
+        assert (model() == 1 - 2**-8).all(), size
+
+
+def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight() -> None:
+    run_ranks(_make_tiny_updates, world_size=WORLD)
+
+
+# --- the dtypes of the two reductions ---
+
+# Rank 0 has a gradient of 256, the others have 1. The mean, 64.75, takes 9 bits, and so do 256 + 1 and its fractions.
+# Where bf16 travels between more than one rank, a backend may add in bf16 or in fp32; what hop 1 has added is rounded before
+# it travels on in bf16.
+EXACT, ROUNDED, EITHER = {True}, {False}, {True, False}
+EXCHANGES = [
+    # zero3_size, reduce_dtype, replica_reduce_dtype
+    (1, None, None, EITHER),
+    (1, BF16, None, EITHER),
+    (1, FP32, None, EXACT),
+    (1, FP32, BF16, EITHER),
+    (1, BF16, FP32, EXACT),  # hop 1 is between a rank and itself
+    (2, None, None, ROUNDED),
+    (2, FP32, None, EXACT),
+    (2, FP32, BF16, ROUNDED),
+    (2, BF16, FP32, EITHER),
+    (4, BF16, None, EITHER),
+    (4, FP32, None, EXACT),
+    (4, FP32, BF16, EXACT),  # hop 2 is between a rank and itself
+    (4, BF16, FP32, EITHER),
+]
+
+
+def _reduce(rank: int) -> None:
+    for accumulation in ACCUMULATIONS:
+        for size, reduce_dtype, replica_reduce_dtype, allowed in EXCHANGES:
+            case = (accumulation, size, reduce_dtype, replica_reduce_dtype)
+            model = _sharded(
+                Scale(*[1.0] * 16),
+                size,
+                param_dtype=BF16,
+                reduce_dtype=reduce_dtype,
+                replica_reduce_dtype=replica_reduce_dtype,
+                accumulation=accumulation,
+            )
+            layerzero.traffic(model, reset=True)
+            (model() * (256 if rank == 0 else 1)).sum().backward()
+            assert model.weight.grad.dtype == FP32, case
+            gradient = model.weight.grad.full_tensor()
+            assert (gradient == 64.75).all().item() in allowed, (case, gradient)
+            assert ((gradient - 64.75).abs() <= 0.75).all(), (case, gradient)
+
+            sent = layerzero.traffic(model).bytes
+            hop1_bytes = (reduce_dtype or BF16).itemsize
+            hop2_bytes = (replica_reduce_dtype or reduce_dtype or BF16).itemsize
+            assert sent.get("hop1", 0) == 16 * (size - 1) // size * hop1_bytes, (case, sent)
+            assert sent.get("hop2", 0) == 16 // size * (WORLD // size - 1) // (WORLD // size) * hop2_bytes, (case, sent)
+
+
+def test_reductions_use_the_dtypes_asked_for() -> None:
+    run_ranks(_reduce, world_size=WORLD)
+
+
+# --- inputs and outputs ---
+
+
+class Probe(nn.Module):
+    """Notes the dtypes that arrive, and passes the first input through a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, extra: dict[str, Any] | None = None, *, index: Tensor | None = None) -> Tensor:
+        tensors = [x, *(extra or {}).get("more", []), *([] if index is None else [index])]
+        self.seen = [tensor.dtype for tensor in tensors]
+        return x * self.weight
+
+
+class Probes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = Probe()
+        self.inner = Probe()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        index = torch.tensor([1])
+        first = self.inner(x, {"more": [x.double(), torch.ones(2)]}, index=index)
+        return {"parts": (self.outer(first), index), "text": "unchanged"}
+
+
+def _cast(rank: int) -> None:
+    for size in SIZES:
+        for cast_inputs in (True, False):
+            for output_dtype in (None, FP32, FP64):
+                case = (size, cast_inputs, output_dtype)
+                model = _sharded(
+                    Probes(),
+                    size,
+                    units=["inner"],
+                    param_dtype=BF16,
+                    output_dtype=output_dtype,
+                    cast_forward_inputs=cast_inputs,
+                )
+                x = torch.ones(3, requires_grad=True)
+                output = model(x)
+                # Floating-point inputs of each unit are cast; integers never are.
+                expected = [BF16] * 3 if cast_inputs else [FP32, FP64, FP32]
+                assert model.inner.seen == [*expected, torch.int64], (case, model.inner.seen)
+                computed = BF16 if cast_inputs else FP32
+                assert model.outer.seen == [output_dtype or computed], (case, model.outer.seen)
+                assert output["text"] == "unchanged" and output["parts"][1].dtype == torch.int64, case
+                promoted = torch.promote_types(output_dtype or computed, BF16)
+                assert output["parts"][0].dtype == output_dtype or promoted == output["parts"][0].dtype, case
+                output["parts"][0].sum().backward()
+                assert x.grad.dtype == FP32 and (x.grad == 1).all(), case
+
+
+def test_inputs_are_cast_if_asked_and_outputs_to_the_output_dtype() -> None:
+    run_ranks(_cast, world_size=WORLD)
+
+
+# --- masters of other models ---
+
+
+def _keep_fp64(rank: int) -> None:
+    for size in SIZES:
+        model, alone = _sharded(Smooth().double(), size), Smooth().double()
+        optimizer, optimizer_alone = _sgd(model), torch.optim.SGD(alone.parameters(), lr=LR, momentum=MOMENTUM)
+        for step in range(2):
+            batches = [[t.double() for t in integer_batch(step=step, rank=r)] for r in range(WORLD)]
+            integer_loss(model, batches[rank]).backward()
+            (sum(integer_loss(alone, batch) for batch in batches) / WORLD).backward()
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert p.dtype == p.grad.dtype == p.to_local().dtype == FP64, (size, name)
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-14)
+            for sgd in (optimizer, optimizer_alone):
+                sgd.step()
+                sgd.zero_grad()
+        for name, value in layerzero.full_state_dict(model, rank0_only=False).items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
+def test_fp64_model_keeps_fp64_masters() -> None:
+    run_ranks(_keep_fp64, world_size=WORLD)
+
+
+def _promote_masters(rank: int) -> None:
+    for size in SIZES:
+        for dtype in (BF16, torch.float16):
+            original = Smooth().to(dtype)
+            model = _sharded(copy.deepcopy(original), size)
+            output = model(torch.ones(1, 5, dtype=dtype))
+            assert output.dtype == dtype, (size, dtype)  # param_dtype None: computes as the model is
+            output.float().sum().backward()
+            for name, p in model.named_parameters():
+                assert p.dtype == p.grad.dtype == FP32, (size, dtype, name)
+            state = layerzero.full_state_dict(model, rank0_only=False)
+            assert not different(state, {name: value.float() for name, value in original.state_dict().items()}), size
+
+
+def test_low_precision_model_gets_fp32_masters_and_computes_as_before() -> None:
+    run_ranks(_promote_masters, world_size=WORLD)
+
+
+def _freeze(rank: int) -> None:
+    third = torch.tensor([1 / 3, 2 / 3, 1 + 2**-20, 5.0, 7.0], dtype=FP64)  # not representable in anything smaller
+    for size in SIZES:
+        for dtype in (torch.float16, BF16, FP32, FP64):
+            for param_dtype in (None, BF16):
+                case = (size, dtype, param_dtype)
+                model = integer_net()
+                model.first.requires_grad_(False)
+                model.second.bias.requires_grad_(False)
+                model.register_parameter("constant", nn.Parameter(third.to(dtype), requires_grad=False))
+                frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+                model = _sharded(model, size, param_dtype=param_dtype)
+                optimizer = _sgd(model)
+                for step in range(2):
+                    integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                    optimizer.step()
+                parameters = dict(model.named_parameters())
+                for name, value in frozen.items():
+                    p = parameters[name]
+                    assert p.dtype == value.dtype and torch.equal(p.full_tensor(), value), (case, name)
+                    assert p.grad is None and not p.requires_grad and not optimizer.state.get(p), (case, name)
+                assert all(p.grad is not None for name, p in parameters.items() if name not in frozen), case
+                rows = sum(p.to_local().numel() for name, p in parameters.items() if name not in frozen)
+                assert layerzero.memory(model).measured["optimizer"] == 4 * rows, case
+
+
+def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_bytes() -> None:
+    run_ranks(_freeze, world_size=WORLD)
