@@ -16,8 +16,9 @@ from layerzero.buffers import BufferPool
 from layerzero.build import build_unit, check_meta, describe
 from layerzero.config import Accumulation, LayerZeroConfig, Units
 from layerzero.guard import guard_optimizers
+from layerzero.hooks import attach, runtime_of
 from layerzero.partition import partition
-from layerzero.runtime import Runtime, runtime_of
+from layerzero.runtime import Runtime
 from layerzero.topology import Topology, check_mesh, init_mesh
 
 __all__ = ["no_sync", "refresh", "shard_model"]
@@ -124,6 +125,7 @@ def shard_model(
         units_built.append(build_unit(plan, config, topology, pool, param_init_fn))
     runtime = Runtime(model, units_built, config, topology, pool)
     runtime.remember_origins(origins)
+    attach(runtime)
     guard_optimizers(runtime)
     return model
 

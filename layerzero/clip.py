@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.collectives import Exchange, all_reduce
-from layerzero.runtime import runtime_of
+from layerzero.hooks import runtime_of
 from layerzero.sharded_tensor import plain
 
 __all__ = ["clip_grad_norm_"]

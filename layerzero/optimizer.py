@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from layerzero.elementwise import require_elementwise
 from layerzero.handle import Member
-from layerzero.runtime import Runtime, runtime_of
+from layerzero.hooks import runtime_of
+from layerzero.runtime import Runtime
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]

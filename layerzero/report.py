@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from layerzero.handle import Handle
-from layerzero.runtime import Runtime, runtime_of
+from layerzero.hooks import runtime_of
+from layerzero.runtime import Runtime
 
 __all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
 

@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from layerzero.structures import cast_floating, tensors_in
 from layerzero.topology import Topology
 from layerzero.unit import Unit, Use
 
-__all__ = ["Runtime", "runtime_of"]
+__all__ = ["Runtime"]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Backward:
 
 
 class Runtime:
-    """Runs one sharded model. Its hooks on the modules keep it, and :func:`runtime_of` finds it there."""
+    """Runs one sharded model. The hooks on its modules keep it; see :mod:`layerzero.hooks`."""
 
     def __init__(
         self,
@@ -94,17 +94,6 @@ class Runtime:
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self._queue = ReductionQueue([handle for unit in reversed(self.units) for handle in unit.trainable])
         self._order_agreed = False
-        for unit in self.units:
-            self._attach(unit)
-
-    def _attach(self, unit: Unit) -> None:
-        # First before, last after: the user's own hooks see gathered parameters.
-        unit.module.register_forward_pre_hook(BeforeForward(self, unit), prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(AfterForward(self, unit), always_call=True)
-        for handle in unit.trainable:
-            for slot, member in enumerate(handle.members):
-                hook = functools.partial(self._on_gradient, unit, handle, slot)
-                member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # Parameters
 
@@ -212,7 +201,8 @@ class Runtime:
         if use.unit.idle:
             use.unit.reshard()
 
-    def _on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: nn.Parameter) -> None:
+    def on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: Tensor) -> None:
+        """The gradient of one whole parameter has arrived in ``leaf.grad``."""
         backward = self._enter_backward()
         gradient, leaf.grad = leaf.grad, None
         flow = handle.flow
@@ -369,49 +359,6 @@ class Runtime:
             )
             agree(subject, {"changed": names}, ranks=self.topology.ranks)
             self.refresh(edited)
-
-
-class _Hook:
-    """A module hook that holds the runtime. A copy of it would drive the original's storage."""
-
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
-        self.runtime = runtime
-        self.unit = unit
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
-            "or load layerzero.full_state_dict(model) into a new one"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
-
-
-class BeforeForward(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self.runtime.before_forward(self.unit, args, kwargs)
-
-
-class AfterForward(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.runtime.after_forward(self.unit, output)
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model.
-
-    Raises:
-        TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, BeforeForward):
-            if hook.runtime.model is not model:
-                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
-            return hook.runtime
-    raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
 def _inside_backward() -> bool:

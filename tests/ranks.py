@@ -8,6 +8,7 @@ takes the processes with it; the next call starts new ones.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -116,6 +117,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: 
     try:
         return fn(rank, *args)
     finally:
+        gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
         dist.destroy_process_group()
 
 

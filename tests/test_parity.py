@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.runtime import runtime_of
+from layerzero.hooks import runtime_of
 from tests.models import (
     IntegerNet,
     Step,

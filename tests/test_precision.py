@@ -181,8 +181,8 @@ def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight
 # --- the dtypes of the two reductions ---
 
 # Rank 0 has a gradient of 256, the others have 1. The mean, 64.75, takes 9 bits, and so do 256 + 1 and its fractions.
-# Where bf16 travels between more than one rank, a backend may add in bf16 or in fp32; what hop 1 has added is rounded before
-# it travels on in bf16.
+# Where bf16 travels between more than one rank, a backend may add in bf16 or in fp32; what hop 1 has added is rounded
+# before it travels on in bf16.
 EXACT, ROUNDED, EITHER = {True}, {False}, {True, False}
 EXCHANGES = [
     # zero3_size, reduce_dtype, replica_reduce_dtype
@@ -338,7 +338,7 @@ def test_low_precision_model_gets_fp32_masters_and_computes_as_before() -> None:
 def _freeze(rank: int) -> None:
     third = torch.tensor([1 / 3, 2 / 3, 1 + 2**-20, 5.0, 7.0], dtype=FP64)  # not representable in anything smaller
     for size in SIZES:
-        for dtype in (torch.float16, BF16, FP32, FP64):
+        for dtype in (BF16, FP32, FP64):
             for param_dtype in (None, BF16):
                 case = (size, dtype, param_dtype)
                 model = integer_net()

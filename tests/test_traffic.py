@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.runtime import runtime_of
+from layerzero.hooks import runtime_of
 from tests.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.ranks import run_ranks
 

@@ -1,0 +1,85 @@
+"""The hooks through which a model drives its runtime, and through which the runtime is found again.
+
+Nothing else is attached to the user's modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from layerzero.handle import Handle
+from layerzero.runtime import Runtime
+from layerzero.unit import Unit
+
+__all__ = ["attach", "runtime_of"]
+
+
+def attach(runtime: Runtime) -> None:
+    """Let the modules and parameters of a model drive its runtime."""
+    for unit in runtime.units:
+        # First before, last after: the user's own hooks see gathered parameters.
+        unit.module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
+        for handle in unit.trainable:
+            for slot, member in enumerate(handle.members):
+                hook = _gradient_hook(runtime, unit, handle, slot)
+                member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _BeforeForward):
+            if hook.runtime.model is not model:
+                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
+            return hook.runtime
+    raise ValueError("the model is not sharded; call layerzero.shard_model first")
+
+
+def _gradient_hook(runtime: Runtime, unit: Unit, handle: Handle, slot: int) -> Callable[[Tensor], None]:
+    # Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
+    weak_runtime, weak_unit, weak_handle = weakref.ref(runtime), weakref.ref(unit), weakref.ref(handle)
+
+    def hook(leaf: Tensor) -> None:
+        runtime, unit, handle = weak_runtime(), weak_unit(), weak_handle()
+        if runtime is not None and unit is not None and handle is not None:
+            runtime.on_gradient(unit, handle, slot, leaf)
+
+    return hook
+
+
+class _Hook:
+    """A module hook that holds the runtime. A copy of it would drive the original's storage."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self.runtime = runtime
+        self.unit = unit
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
+            "or load layerzero.full_state_dict(model) into a new one"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.runtime.before_forward(self.unit, args, kwargs)
+
+
+class _AfterForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.runtime.after_forward(self.unit, output)
