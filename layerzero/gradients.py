@@ -151,7 +151,10 @@ class GradientFlow:
         if self.landing is Landing.ACCUMULATOR:
             yield from self._reduce_accumulator()
         elif self.landing is Landing.BUFFER and self.topology.replicas > 1:
-            yield from self._hop2(self._sharded_accumulator())
+            node = self._sharded_accumulator()
+            if not self._accumulated:
+                node.zero_()  # what was there has been dropped, or sent
+            yield from self._hop2(node)
             self._accumulated = False
 
     def abort(self) -> None:
@@ -281,7 +284,7 @@ class GradientFlow:
     # Zeroing
 
     def drop(self, slot: int) -> None:
-        """Forget every contribution to one parameter."""
+        """Forget every contribution to one parameter: it has no gradient."""
         self.contributed[slot] = False
         self._landed[slot] = False
         if not any(self.contributed):
@@ -296,3 +299,14 @@ class GradientFlow:
             start, stop = max(place.offset, node.start), min(place.end, node.stop)
             if start < stop:
                 self._sharded_accumulator()[start - node.start : stop - node.start].zero_()
+
+    def zero(self, slot: int) -> None:
+        """Forget every contribution to one parameter, but let it have a gradient of zero."""
+        self.drop(slot)
+        if self.landing is Landing.SHARD:
+            self.grad_view(slot).zero_()
+            self._landed[slot] = True
+        elif not self._grad_valid:
+            self.gradient_shard().zero_()
+            self._grad_valid = True
+        self.contributed[slot] = True

@@ -249,7 +249,7 @@ class Handle:
             if watch.zeroed:
                 watch.zeroed = False
                 if self._owns_gradient(slot):
-                    member.parameter.grad = None
+                    self.flow.zero(slot)
             if not self.flow.contributed[slot] or self._owns_gradient(slot):
                 continue
             if member.parameter.grad is None:

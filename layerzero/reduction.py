@@ -86,11 +86,12 @@ class ReductionQueue:
             ahead = running if running in self._running else ahead
 
     def abandon(self) -> None:
-        """Forget everything in flight, after a backward that failed."""
-        for running in self._running:
-            running.pending.work.wait()
-            running.phases.close()
-        self._running.clear()
+        """End the pass after a backward that failed.
+
+        What was started is carried to its end: how far it has come is a matter of timing and differs between ranks,
+        and their lanes must stay in step.
+        """
+        self.settle()
         self._next = 0
 
     def _start(self, handle: Handle, *, across_replicas: bool) -> None:

@@ -141,7 +141,7 @@ class Runtime:
         use = unit.running.pop()
         if self.shows_full:  # before_forward has refused
             return output
-        if not unit.running:
+        if unit.idle:
             unit.show_sharded()
         if self.config.mp_policy.output_dtype is not None:
             output = cast_floating(output, self.config.mp_policy.output_dtype)
@@ -151,7 +151,7 @@ class Runtime:
         if not _inside_backward() and unit.idle and not (comes_back and not self.config.reshard_after_forward):
             unit.reshard()
         if self._forward is not None and self._forward.entry is unit and not unit.running:
-            self._end_forward(self._forward)
+            self._end_forward(self._forward, comes_back=comes_back)
         return output
 
     def _begin_forward(self, entry: Unit) -> None:
@@ -159,10 +159,11 @@ class Runtime:
         self.refresh_edited()
         self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
 
-    def _end_forward(self, forward: _Forward) -> None:
+    def _end_forward(self, forward: _Forward, *, comes_back: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry] = forward.called
-        for unit in forward.prefetched.difference(forward.called):
+        # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
+        for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
             if unit.idle:
                 unit.reshard()
 
@@ -194,12 +195,13 @@ class Runtime:
         for earlier in use.before(self.config.prefetch):
             earlier.unit.gather()
         unit.wait()
+        unit.show_leaves()
         self._queue.advance()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
         use.unit.in_backward.discard(use)
         if use.unit.idle:
-            use.unit.reshard()
+            use.unit.release()
 
     def on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: Tensor) -> None:
         """The gradient of one whole parameter has arrived in ``leaf.grad``."""
@@ -222,7 +224,7 @@ class Runtime:
             if all(other in backward.arrived for other in unit.trainable):
                 unit.in_backward = {use for use in unit.in_backward if use.sees_inputs}
                 if unit.idle:
-                    unit.reshard()
+                    unit.release()
             self._queue.start_ready(across_replicas=backward.reduces)
 
     def _enter_backward(self) -> _Backward:
@@ -239,7 +241,7 @@ class Runtime:
         for unit in self.units:
             unit.in_backward.clear()
             if unit.idle:
-                unit.reshard()
+                unit.release()
         used = self._agree_on_use() if backward.reduces else None
         self._queue.finish(across_replicas=backward.reduces)
         self._publish(used)
@@ -261,8 +263,7 @@ class Runtime:
         for unit in self.units:
             unit.running.clear()
             unit.in_backward.clear()
-            unit.show_sharded()
-            unit.reshard()
+            unit.release()
 
     # Gradients
 

@@ -107,7 +107,9 @@ class LocalRows(torch.Tensor):
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
-            out = func(*args, **kwargs)
+            out = _norm_of_nothing(func, args) if _is_norm(func) else None
+            if out is None:
+                out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return out
         aliases = any(result.alias_info is not None for result in func._schema.returns)
@@ -211,6 +213,25 @@ def plain(tensor: Tensor) -> Tensor:
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
+
+
+def _is_norm(func: Any) -> bool:
+    return func._schema.name in ("aten::linalg_vector_norm", "aten::_foreach_norm")
+
+
+def _norm_of_nothing(func: Any, args: Sequence[Any]) -> Any:
+    """The total norms of tensors of which some have no row here; None where torch can do it.
+
+    torch refuses the infinite norm of an empty tensor, though what such a rank adds to the whole norm is 0.
+    """
+    if isinstance(args[0], Tensor):
+        whole = len(args) < 3 or args[2] is None  # no dim given
+        return plain(args[0]).new_zeros(()) if args[0].numel() == 0 and whole else None
+    if all(tensor.numel() for tensor in args[0]):
+        return None
+    filled = [tensor for tensor in args[0] if tensor.numel()]
+    norms = iter(func(filled, *args[1:]) if filled else ())
+    return [next(norms) if tensor.numel() else plain(tensor).new_zeros(()) for tensor in args[0]]
 
 
 def _refuse_moving_rows(func: Any, span: RowSpan) -> None:

@@ -35,7 +35,8 @@ class Use:
 class Unit:
     """The handles of one module, and which parameters the module shows.
 
-    Between passes the module shows sharded parameters; while its forward runs, the gathered leaves.
+    Between passes the module shows sharded parameters. It shows the gathered leaves while its forward runs, and while
+    its backward does, for a checkpoint inside the module that computes again.
     """
 
     def __init__(self, name: str, module: nn.Module, handles: tuple[Handle, ...]) -> None:
@@ -76,6 +77,11 @@ class Unit:
     def reshard(self) -> None:
         for handle in self.handles:
             handle.reshard()
+
+    def release(self) -> None:
+        """Free the full buffer and show sharded parameters again."""
+        self.show_sharded()
+        self.reshard()
 
     def show_leaves(self) -> None:
         for parameters, attribute, member in self._places:
