@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import layerzero
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig, next_token_loss  # noqa: E402
+from gpt import GPT, Block, GPTConfig, next_token_loss
 
 LR = 1e-3
 
@@ -105,8 +105,8 @@ def measure(contestant: Contestant, batches: list[Tensor], *, counts: bool) -> N
 def report(args: argparse.Namespace, contestants: list[Contestant]) -> None:
     numel = sum(p.numel() for p in make_model(args).parameters())
     print(
-        f"torch {torch.__version__}, {args.ranks} gloo ranks, nodes of {args.zero3_size}, {numel / 1e6:.1f} M parameters, "
-        f"{args.micro_batches} micro-batches of {args.seq_len} tokens, bf16 compute, {args.reduce_dtype} reduction, "
+        f"torch {torch.__version__}, {args.ranks} gloo ranks, nodes of {args.zero3_size}, "
+        f"{numel / 1e6:.1f} M parameters, {args.micro_batches} micro-batches of {args.seq_len} tokens, bf16 compute, {args.reduce_dtype} reduction, "
         f"{args.accumulation} accumulation; median of {args.steps} steps"
     )
     print(f"{'':<34}{'step, s':>9}{'(min - max)':>16}{'ratio':>8}{'MB on the wire':>17}{'loss':>9}")

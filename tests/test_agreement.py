@@ -217,6 +217,24 @@ def test_exception_in_param_init_fn_on_one_rank_is_an_error_on_every_rank() -> N
         assert error.seconds < SECONDS, error
 
 
+def _build_on_meta(rank: int) -> None:
+    torch.manual_seed(rank)  # each rank would start with weights of its own
+    with torch.device("meta"):
+        models = [Net(), Net()]
+    zero = _shard(models[0], param_init_fn=_zero_own)
+    assert not any(value.any() for value in full_parameters(zero).values())
+    reset = full_parameters(_shard(models[1]))
+    assert all(value.std() > 0 and value.abs().max() < 0.5 for value in reset.values()), reset  # as nn.Linear does
+    alone = Net()
+    alone.load_state_dict(reset)
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(models[1](x), alone(x))
+
+
+def test_meta_model_is_initialised_alike_on_all_ranks() -> None:
+    run_ranks(_build_on_meta, world_size=WORLD)
+
+
 def _leave_out(rank: int, absent: int) -> Raised | None:
     if rank == absent:
         return None

@@ -109,6 +109,12 @@ def _backward_through_sparse_embedding() -> None:
     model(torch.tensor([1, 2])).sum().backward()
 
 
+def _change_weight_in_forward() -> None:
+    model = _shard(units=["first"])
+    model.first.register_forward_pre_hook(lambda module, args: module.weight.data.zero_() is None or None)
+    model(torch.ones(1, 5)).sum().backward()
+
+
 def _deepcopy_parameter() -> None:
     copy.deepcopy(next(_shard().parameters()))
 
@@ -236,6 +242,7 @@ CASES: dict[str, Case] = {
     "sparse gradient": Case(
         _backward_through_sparse_embedding, Exception, ("sparse", r"table\.weight", "sparse=False|ignored_params")
     ),
+    "weight changed in a forward": Case(_change_weight_in_forward, RuntimeError, ("first", "in.?place")),
     "sharding twice": Case(_shard_twice, ValueError, ("already|twice",)),
     "sharding a model with a sharded part": Case(_shard_around_a_sharded_part, ValueError, ("second", "already")),
     "sharding a part of a sharded model": Case(_shard_a_part_of_a_sharded_model, ValueError, ("already|part of",)),

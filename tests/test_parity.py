@@ -266,3 +266,21 @@ def _train_in_bf16(rank: int) -> None:
 
 def test_bf16_compute_shards_are_the_cast_masters_on_every_replica() -> None:
     run_ranks(_train_in_bf16)
+
+
+def _with_ignored(rank: int) -> None:
+    source = integer_net()
+    ignored = source.shift
+    model = layerzero.shard_model(source, zero3_size=2, units=IntegerNet.UNITS, ignored_params=[ignored])
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    net = integer_net()
+    integer_loss(net, integer_batch(rank=rank)).backward()
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    assert model.shift is ignored and torch.equal(ignored.grad, net.shift.grad), "whole, and not averaged"
+    optimizer.step()
+    assert torch.equal(ignored, net.shift - 2**-4 * net.shift.grad)
+    assert torch.equal(optimizer.state_dict()["state"]["shift"]["momentum_buffer"], net.shift.grad)
+
+
+def test_ignored_parameters_are_stepped_as_they_are() -> None:
+    run_ranks(_with_ignored)
