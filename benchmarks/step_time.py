@@ -106,7 +106,8 @@ def report(args: argparse.Namespace, contestants: list[Contestant]) -> None:
     numel = sum(p.numel() for p in make_model(args).parameters())
     print(
         f"torch {torch.__version__}, {args.ranks} gloo ranks, nodes of {args.zero3_size}, "
-        f"{numel / 1e6:.1f} M parameters, {args.micro_batches} micro-batches of {args.seq_len} tokens, bf16 compute, {args.reduce_dtype} reduction, "
+        f"{numel / 1e6:.1f} M parameters, {args.micro_batches} micro-batches of {args.seq_len} tokens, "
+        f"bf16 compute, {args.reduce_dtype} reduction, "
         f"{args.accumulation} accumulation; median of {args.steps} steps"
     )
     print(f"{'':<34}{'step, s':>9}{'(min - max)':>16}{'ratio':>8}{'MB on the wire':>17}{'loss':>9}")
