@@ -16,7 +16,7 @@ __all__ = ["guard_optimizers"]
 def guard_optimizers(runtime: Runtime) -> None:
     """Make every optimizer that steps this model's parameters go through `shard_optimizer`.
 
-    The hook lives as long as the runtime. Sharded parameters stepped on their own would miss the reduction of
+    The hook does nothing once the runtime is gone. Sharded parameters stepped on their own would miss the reduction of
     accumulated gradients and the refresh; parameters from before sharding are no longer the model's.
     """
     # A weak reference: a global hook must not keep a model alive.
@@ -35,5 +35,6 @@ def guard_optimizers(runtime: Runtime) -> None:
                         "use optimizer = layerzero.shard_optimizer(optimizer, model)"
                     )
 
-    removable = register_optimizer_step_pre_hook(check)
-    weakref.finalize(runtime, removable.remove)
+    # Never removed: a model may be collected while torch walks its hooks, which must not change then. What stays behind
+    # is this function with a dead reference.
+    register_optimizer_step_pre_hook(check)

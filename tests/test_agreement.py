@@ -217,8 +217,11 @@ def test_exception_in_param_init_fn_on_one_rank_is_an_error_on_every_rank() -> N
         assert error.seconds < SECONDS, error
 
 
-def _build_on_meta(rank: int) -> None:
-    torch.manual_seed(rank)  # each rank would start with weights of its own
+def _start_differently(rank: int) -> None:
+    torch.manual_seed(0)
+    of_rank_0 = Net().state_dict()
+    torch.manual_seed(rank)
+    assert not different(full_parameters(_shard(Net())), of_rank_0)
     with torch.device("meta"):
         models = [Net(), Net()]
     zero = _shard(models[0], param_init_fn=_zero_own)
@@ -231,8 +234,8 @@ def _build_on_meta(rank: int) -> None:
     torch.testing.assert_close(models[1](x), alone(x))
 
 
-def test_meta_model_is_initialised_alike_on_all_ranks() -> None:
-    run_ranks(_build_on_meta, world_size=WORLD)
+def test_ranks_that_would_start_differently_start_alike_from_meta_too() -> None:
+    run_ranks(_start_differently, world_size=WORLD)
 
 
 def _leave_out(rank: int, absent: int) -> Raised | None:

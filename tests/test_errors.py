@@ -109,9 +109,14 @@ def _backward_through_sparse_embedding() -> None:
     model(torch.tensor([1, 2])).sum().backward()
 
 
+@torch.no_grad()
+def _halve_weight(module: nn.Module, args: object) -> None:
+    module.weight.mul_(0.5)
+
+
 def _change_weight_in_forward() -> None:
     model = _shard(units=["first"])
-    model.first.register_forward_pre_hook(lambda module, args: module.weight.data.zero_() is None or None)
+    model.first.register_forward_pre_hook(_halve_weight)
     model(torch.ones(1, 5)).sum().backward()
 
 
