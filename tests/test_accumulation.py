@@ -121,7 +121,7 @@ FORGET: dict[str, Callable[[nn.Module, Optimizer], None]] = {
 def _forget_in_every_way(rank: int, way: str) -> None:
     forget = FORGET[way]
     mesh = layerzero.init_mesh(2)
-    for mode, pattern in itertools.product(MODES, ("rrr", "rur", "uur", "uuu")):  # r: reduced, u: inside no_sync
+    for mode, pattern in itertools.product(MODES, ("rrr", "rur", "uuu")):  # r: reduced, u: inside no_sync
         case = f"{way}, {mode}, {pattern}"
         net = integer_net()
         theirs = exact_sgd(net.parameters())
@@ -138,14 +138,14 @@ def _forget_in_every_way(rank: int, way: str) -> None:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert bool(gradients) == ("set_to_none=False" in way), case
         assert not any(gradient.to_local().any() for gradient in gradients), case
-        for when in ("without a gradient", "with the next", "by momentum alone"):
-            at = f"{case}: step {when}"
-            theirs.step()
-            assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), at)
-            forget(net, theirs)
-            forget(model, optimizer)
-            if when == "without a gradient":
+        for when in ("without a gradient", "with the next"):
+            if when == "with the next":
+                forget(net, theirs)
+                forget(model, optimizer)
                 both_backward(2)
+            theirs.step()
+            expected = Step([], gradients_of(net), dict(net.named_parameters()))
+            assert_step(model, optimizer, expected, f"{case}: step {when}")
 
 
 @pytest.mark.parametrize("way", FORGET)
@@ -206,7 +206,7 @@ def torch_clips(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
 
 
 def _clip(rank: int) -> None:
-    for zero3_size, mode in itertools.product((1, 2, 4), MODES):
+    for zero3_size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (4, "full")):
         model, optimizer = prepare(mode, zero3_size=zero3_size)
         every_rank_holds_rows = all(0 not in parameter.to_local().shape for parameter in model.parameters())
         for norm_type, clip in itertools.product((2.0, math.inf, 1.0), (torch_clips, layerzero.clip_grad_norm_)):

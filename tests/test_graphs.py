@@ -231,7 +231,7 @@ def _compare(rank: int, name: str, case: Case, **settings: Any) -> None:
     alone = case.make()
     model = _shard(copy.deepcopy(alone), **((case.settings or {}) | settings))
     optimizer, optimizer_alone = layerzero.shard_optimizer(_sgd(model), model), _sgd(alone)
-    for step in range(3):
+    for step in range(2):
         case.step(model, rank, step)
         for r in range(WORLD):
             case.step(alone, r, step)

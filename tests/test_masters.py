@@ -379,12 +379,12 @@ def test_wrong_full_state_is_one_error_with_all_names_and_changes_nothing() -> N
 
 def _save_and_load_with_torch(rank: int, path: str) -> None:
     for make in (integer_net, Odd, _transformer):
-        for saved_size in SIZES:
+        for saved_size, sizes in {1: (4,), 2: (2, 1), 4: (2,)}.items():
             folder = f"{path}/{make.__name__}-{saved_size}"
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, about its internals
                 dcp.save(_sharded(make(1), saved_size).state_dict(), checkpoint_id=folder)
-                for size in SIZES:
+                for size in sizes:
                     model = _sharded(make(2), size)
                     dcp.load(model.state_dict(), checkpoint_id=folder)
                     state = layerzero.full_state_dict(model, rank0_only=False)

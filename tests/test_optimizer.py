@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -39,8 +40,8 @@ from tests.ranks import run_ranks
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
 
-def shard(net: nn.Module | None = None, zero3_size: int = 2) -> nn.Module:
-    return layerzero.shard_model(net or integer_net(), zero3_size=zero3_size, units=IntegerNet.UNITS)
+def shard(net: nn.Module | None = None, mesh: DeviceMesh | None = None) -> nn.Module:
+    return layerzero.shard_model(net or integer_net(), mesh=mesh or layerzero.init_mesh(2), units=IntegerNet.UNITS)
 
 
 def shard_with_sgd(net: nn.Module | None = None) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
@@ -69,10 +70,11 @@ KINDS_OF_STATE = ("SGD fused", "Adam foreach", "Adagrad", "RMSprop", "NAdam")
 
 
 def _every_optimizer(rank: int) -> None:
+    mesh = layerzero.init_mesh(2)
     for name, factory in OPTIMIZERS.items():
         net, unsharded = integer_net(), integer_net()
         theirs, built_before = factory(net.parameters()), factory(unsharded.named_parameters())
-        before, after = shard(unsharded), shard()
+        before, after = shard(unsharded, mesh), shard(mesh=mesh)
         optimizer = layerzero.shard_optimizer(built_before, before)
         in_lockstep(rank, (before, optimizer), (net, theirs), range(3))
         train(after, layerzero.shard_optimizer(factory(after.parameters()), after), rank, range(3))
@@ -187,8 +189,9 @@ def test_closure_and_step_hooks_run_once_a_step() -> None:
 
 
 def _save_and_load(rank: int) -> None:
+    mesh, other_mesh = layerzero.init_mesh(2), layerzero.init_mesh(4)
     for name in KINDS_OF_STATE:
-        factory, model = OPTIMIZERS[name], shard()
+        factory, model = OPTIMIZERS[name], shard(mesh=mesh)
         optimizer = layerzero.shard_optimizer(factory(model.parameters()), model)
         train(model, optimizer, rank, range(2))
         optimizer.param_groups[0]["lr"] /= 2
@@ -203,8 +206,8 @@ def _save_and_load(rank: int) -> None:
 
         # Into the same sharding, with sharded values as they are; into another one, with whole values.
         runs = [(model, optimizer)]
-        for zero3_size, state in ((2, saved["state"]), (4, whole)):
-            fresh = shard(integer_net(seed=7), zero3_size)
+        for fresh_mesh, state in ((mesh, saved["state"]), (other_mesh, whole)):
+            fresh = shard(integer_net(seed=7), fresh_mesh)
             layerzero.load_full_state_dict(fresh, layerzero.full_state_dict(model, rank0_only=False))
             runs.append((fresh, layerzero.shard_optimizer(factory(fresh.parameters()), fresh)))
             runs[-1][1].load_state_dict({"state": state, "param_groups": saved["param_groups"]})
@@ -385,7 +388,7 @@ def _step_while_a_model_dies(rank: int) -> None:
     gc.disable()
     collecting = register_optimizer_step_pre_hook(lambda *_: [gc.collect(), None][1])
     doomed = weakref.ref(shard())
-    in_lockstep(rank, ours, reference, range(2))
+    in_lockstep(rank, ours, reference, [0])
     collecting.remove()
     gc.enable()
     assert doomed() is None

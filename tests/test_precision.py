@@ -159,7 +159,7 @@ def test_training_follows_the_one_by_hand_within_bf16_rounding() -> None:
 
 
 def _make_tiny_updates(rank: int) -> None:
-    for size, dtype in ((1, FP32), (2, BF16), (4, FP32)):
+    for size, dtype in ((1, FP32), (2, BF16)):
         model = _sharded(Scale(1, 1, 1, 1, 1, dtype=dtype), size, param_dtype=BF16)
         optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-16), model)
         for update in range(256):  # each 2^-16; bf16 has steps of 2^-8 below 1
