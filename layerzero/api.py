@@ -32,6 +32,8 @@ def shard_model(
     units: Units = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     replica_reduce_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
     offload_grads: bool = False,
     reshard_after_forward: bool = True,
@@ -58,6 +60,10 @@ def shard_model(
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
             for every unit.
         replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
+        buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
+            do.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None: D, which gives their mean.
+            With 1.0 they are summed: for a loss that is already divided by the tokens of all ranks.
         accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
             node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
             ``callable(name, module)`` that chooses for each unit.
@@ -101,6 +107,8 @@ def shard_model(
             units=units,
             mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
             replica_reduce_dtype=replica_reduce_dtype,
+            buffer_dtype=buffer_dtype,
+            gradient_divide_factor=gradient_divide_factor,
             accumulation=accumulation,
             offload_grads=offload_grads,
             reshard_after_forward=reshard_after_forward,

@@ -11,7 +11,7 @@ from layerzero.agreement import agree
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, broadcast
 from layerzero.config import LayerZeroConfig
-from layerzero.handle import Handle
+from layerzero.handle import Handle, share_hooks
 from layerzero.layout import plan_layouts
 from layerzero.partition import Found, UnitPlan
 from layerzero.topology import Topology
@@ -57,6 +57,7 @@ def build_unit(
 ) -> Unit:
     """The unit of a plan, its parameters replaced in the model; no more than this unit is ever whole."""
     _materialise_together(plan, topology, param_init_fn)
+    _cast_buffers(plan, config.buffer_dtype)
     if config.sync_module_states:
         _take_rank_0(plan, topology)
     accumulation = config.accumulation_of(plan.name, plan.module)
@@ -83,6 +84,7 @@ def build_unit(
                     precision=precision,
                     trainable=trainable,
                     accumulation=accumulation,
+                    divide_factor=config.gradient_divide_factor or topology.data_parallel,
                     topology=topology,
                     pool=pool,
                 )
@@ -120,6 +122,7 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
         if found.parameter.is_meta:
             empty = torch.empty_like(found.parameter, device=device)
             parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
+            share_hooks(found.parameter, gradient=parameter, accumulated=parameter)
             for owner, attribute in found.owners:
                 owner._parameters[attribute] = parameter
             plan.parameters[index] = Found(found.name, parameter, found.owners)
@@ -133,6 +136,13 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
             param_init_fn(module)
         else:
             module.reset_parameters()  # type: ignore[operator]
+
+
+def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> None:
+    for module in plan.modules:
+        for name, buffer in module._buffers.items():
+            if dtype is not None and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 @torch.no_grad()

@@ -46,7 +46,8 @@ class Exchange(enum.Enum):
     HOP1 = "hop1"  # gradients, inside the node
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    AGREE = "agree"  # which parameters were used, one bit each
+    AGREE = "agree"  # which parameters were used, one byte each
+    ORDER = "order"  # which unit is gathered next, where that was not foreseen
     NORM = "norm"  # gradient norms
     UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
     BROADCAST = "broadcast"  # initial weights
@@ -75,7 +76,7 @@ class Lane:
     Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
     """
 
-    axis: str  # "zero3", "replica" or "zero1"
+    axis: str  # "zero3", "replica" or "control"
     group: dist.ProcessGroup
     ledger: Ledger
     size: int

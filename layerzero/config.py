@@ -39,6 +39,8 @@ class LayerZeroConfig:
     units: Units = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     replica_reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    gradient_divide_factor: float | None = None
     accumulation: Accumulation = "sharded"
     offload_grads: bool = False
     reshard_after_forward: bool = True
@@ -58,9 +60,15 @@ class LayerZeroConfig:
             "mp_policy.reduce_dtype": policy.reduce_dtype,
             "mp_policy.output_dtype": policy.output_dtype,
             "replica_reduce_dtype": self.replica_reduce_dtype,
+            "buffer_dtype": self.buffer_dtype,
         }.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+        factor = self.gradient_divide_factor
+        if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool)):
+            raise TypeError(f"gradient_divide_factor must be a number or None, got {factor!r}")
+        if factor is not None and not 0 < factor < float("inf"):
+            raise ValueError(f"gradient_divide_factor must be positive and finite, got {factor}")
         if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
         if self.offload_grads:
@@ -100,6 +108,8 @@ class LayerZeroConfig:
             "mp_policy.output_dtype": str(policy.output_dtype),
             "mp_policy.cast_forward_inputs": policy.cast_forward_inputs,
             "replica_reduce_dtype": str(self.replica_reduce_dtype),
+            "buffer_dtype": str(self.buffer_dtype),
+            "gradient_divide_factor": self.gradient_divide_factor,
             "reshard_after_forward": self.reshard_after_forward,
             "prefetch": self.prefetch,
             "sync_module_states": self.sync_module_states,

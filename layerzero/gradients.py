@@ -11,8 +11,8 @@ Hop 1 leads to the accumulator [G / S] (sharded, R > 1) or straight to the gradi
 Hop 2 leads to the gradient shard, in a backward that reduces.
 
 [Note: Where the mean is taken]
-Contributions are summed and multiplied by 1/D once, when they enter the gradient shard. Only fp16 on the wire, which
-would overflow, is scaled when the gradient lands.
+Contributions are summed and divided once, by D or by the user's factor, when they enter the gradient shard. Only where
+fp16 travels, which would overflow, and where nothing travels, they are divided when they land.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class GradientFlow:
         *,
         precision: Precision,
         accumulation: str,
+        divide_factor: float,
         topology: Topology,
         pool: BufferPool,
     ) -> None:
@@ -70,15 +71,17 @@ class GradientFlow:
             self.landing = Landing.ACCUMULATOR
         else:
             self.landing = Landing.BUFFER
-        on_wire = (precision.reduce, precision.replica_reduce)
-        self._scale_on_landing = 1.0 / topology.data_parallel if torch.float16 in on_wire else 1.0
-        self._scale_at_end = 1.0 / (topology.data_parallel * self._scale_on_landing)
+        early = self.landing is Landing.SHARD or torch.float16 in (precision.reduce, precision.replica_reduce)
+        self._scale_on_landing = 1.0 / divide_factor if early else 1.0
+        self._scale_at_end = 1.0 if early else 1.0 / divide_factor
 
         self.grad: Tensor | None = None  # 1-D [L], master dtype: the ZeRO-1 gradient shard
         self.accumulator: Tensor | None = None  # 1-D [G] or [G / S], master dtype
         self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
         slots = len(layout.slots)
-        self.arrived = [False] * slots  # in the round under way: all True -> ready to reduce
+        self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
+        self._arrived = [False] * slots  # in the round under way
+        self._missing = slots  # awaited and not arrived
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
         self._accumulated = False  # the sharded accumulator holds something
@@ -98,11 +101,11 @@ class GradientFlow:
 
     @property
     def round_complete(self) -> bool:
-        return all(self.arrived)
+        return self._missing == 0
 
     @property
     def round_begun(self) -> bool:
-        return any(self.arrived)
+        return any(self._arrived)
 
     @property
     def accumulator_numel(self) -> int:
@@ -125,12 +128,19 @@ class GradientFlow:
         else:
             place.add_(gradient, alpha=self._scale_on_landing)
         self._landed[slot] = True
-        self.arrived[slot] = True
+        self._missing -= not self._arrived[slot]
+        self._arrived[slot] = True
         self.contributed[slot] = True
 
     def end_round(self) -> None:
         """The pass needs no more of this flow: the next arrival starts a new round."""
-        self.arrived = [False] * len(self.arrived)
+        self._arrived = [False] * len(self._arrived)
+        self._missing = sum(self.awaited)
+
+    def await_only(self, awaited: Sequence[bool]) -> None:
+        """From the next round on, expect gradients of these slots."""
+        self.awaited = list(awaited)
+        self.end_round()
 
     def reduce(self, *, across_replicas: bool) -> Phases:
         """Carry what has landed to the accumulator, or (`across_replicas`) to the gradient shard.

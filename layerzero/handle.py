@@ -7,8 +7,9 @@ shard and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and no
 [Note: Version counters]
 `full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
 views. gloo bumps the counter of its output from another thread, which autograd would take for an edit; the alias
-keeps that away. All leaves share the counter of `compute`, so one comparison tells whether a forward has edited
-weights that will be thrown away, and one increment makes autograd refuse a graph that outlived an optimizer step.
+keeps that away. All leaves share the counter of `compute` (those with strides of their own have one each). So one
+comparison tells whether a forward has edited weights that will be thrown away, and one increment makes autograd refuse
+a graph that outlived an optimizer step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +28,10 @@ from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
 from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sharded
+from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
 
-__all__ = ["Handle", "Member", "ShardState"]
+__all__ = ["Handle", "Member", "ShardState", "share_hooks"]
 
 
 class ShardState(enum.Enum):
@@ -77,13 +80,14 @@ class Handle:
         precision: Precision,
         trainable: bool,
         accumulation: str,
+        divide_factor: float,
         topology: Topology,
         pool: BufferPool,
     ) -> None:
         self.name = name
         self.layout = layout
         self.precision = precision
-        self.trainable = trainable
+        self.trainable = trainable  # some parameter of it requires a gradient
         self.topology = topology
         self.state = ShardState.SHARDED
         self.watch = Watch()
@@ -111,21 +115,25 @@ class Handle:
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
         local = self._take_values([parameter for parameter, _ in originals])
+        self._strided: list[StridedCopy] = []
         self.members = tuple(
-            self._make_member(slot, owners, rows)
-            for slot, (_, owners), rows in zip(layout.slots, originals, local, strict=True)
+            self._make_member(slot, original, owners, rows)
+            for slot, (original, owners), rows in zip(layout.slots, originals, local, strict=True)
         )
-        self.flow: GradientFlow | None = None
-        if trainable:
-            self.flow = GradientFlow(
-                layout,
-                [member.local for member in self.members],
-                precision=precision,
-                accumulation=accumulation,
-                topology=topology,
-                pool=pool,
-            )
-        self._version = self.compute._version
+        self._make_flow = partial(
+            GradientFlow,
+            layout,
+            [member.local for member in self.members],
+            precision=precision,
+            accumulation=accumulation,
+            divide_factor=divide_factor,
+            topology=topology,
+            pool=pool,
+        )
+        self.flow: GradientFlow | None = self._make_flow() if trainable else None  # frozen from birth: no gradients
+        self._version = self._leaves_version
+        for strided in self._strided:
+            strided.free()
         if self.gathers:
             self.full.untyped_storage().resize_(0)
 
@@ -148,14 +156,23 @@ class Handle:
             local.append(slice(start - shard.start, stop - shard.start))
         return local
 
-    def _make_member(self, slot: Slot, owners: tuple[tuple[nn.Module, str], ...], local: slice) -> Member:
+    def _make_member(
+        self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...], local: slice
+    ) -> Member:
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
         span = RowSpan(slot.name, slot.shape, bounds, topology)
         master = self.master[local].view(len(span.rows), *slot.shape[1:])
-        leaf = nn.Parameter(self.compute[slot.offset : slot.end].view(slot.shape), requires_grad=self.trainable)
+        whole = self.compute[slot.offset : slot.end].view(slot.shape)
+        if not keeps_order(original):
+            self._strided.append(StridedCopy(whole, like=original))
+            whole = self._strided[-1].tensor
+        leaf = nn.Parameter(whole, requires_grad=self.trainable)
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
+        assert isinstance(parameter, RowShardedTensor)
+        parameter.gathered = leaf
+        share_hooks(original, gradient=leaf, accumulated=parameter)
         return Member(slot.name, owners, leaf, parameter, master, span, local)
 
     # Gather and reshard
@@ -177,6 +194,8 @@ class Handle:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        for strided in self._strided:
+            strided.fill()
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
@@ -184,8 +203,10 @@ class Handle:
         self.wait()
         if self.state is ShardState.SHARDED:
             return
-        edited = self.compute._version != self._version
-        self._version = self.compute._version
+        edited = self._leaves_version != self._version
+        self._version = self._leaves_version
+        for strided in self._strided:
+            strided.free()
         if self.gathers:
             self.full.untyped_storage().resize_(0)
         self._move_to(ShardState.SHARDED)
@@ -194,6 +215,17 @@ class Handle:
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
                 "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
             )
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that are there only while the unit computes."""
+        full = self.full.untyped_storage().nbytes() if self.gathers else 0
+        return full + sum(strided.nbytes for strided in self._strided)
+
+    @property
+    def _leaves_version(self) -> int:
+        """Grows with every edit of a gathered parameter."""
+        return self.compute._version + sum(strided.tensor._version for strided in self._strided)
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
@@ -212,8 +244,8 @@ class Handle:
         if replica.size > 1:
             self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own)
         self.watch.edited = False
-        torch.autograd.graph.increment_version(self.compute)
-        self._version = self.compute._version
+        torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
+        self._version = self._leaves_version
 
     def finish_refresh(self) -> None:
         if self._refreshing is not None:
@@ -260,6 +292,24 @@ class Handle:
                 self.flow.grad_view(slot).view(member.master.shape).copy_(plain(member.parameter.grad))
                 member.parameter.grad = self._gradient_of(slot)
 
+    def heed_requires_grad(self) -> None:
+        """Follow what the user has frozen and unfrozen since the last forward."""
+        for member in self.members:
+            wanted = member.parameter.requires_grad
+            if wanted and self.flow is None and self.precision.master.itemsize < 4:
+                raise ValueError(
+                    f"parameter {member.name!r} was frozen when it was sharded, and its master is "
+                    f"{self.precision.master}, too coarse to train; unfreeze it before shard_model, or convert it to "
+                    "float32 before"
+                )
+            member.leaf.requires_grad_(wanted)
+        awaited = [member.leaf.requires_grad for member in self.members]
+        self.trainable = any(awaited)
+        if self.trainable and self.flow is None:
+            self.flow = self._make_flow()
+        if self.flow is not None:
+            self.flow.await_only(awaited)
+
     def _gradient_of(self, slot: int) -> RowShardedTensor:
         assert self.flow is not None
         if slot not in self._gradients:
@@ -267,6 +317,15 @@ class Handle:
             rows = self.flow.grad_view(slot).view(member.master.shape)
             self._gradients[slot] = sharded(rows, member.span, self._grad_watches[slot])
         return self._gradients[slot]
+
+
+def share_hooks(source: nn.Parameter, *, gradient: nn.Parameter, accumulated: nn.Parameter) -> None:
+    """Let the user's hooks on a parameter, and their removal handles, work on what takes its place."""
+    if source._backward_hooks is not None:
+        gradient._backward_hooks = source._backward_hooks
+    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
+    if hooks is not None:
+        accumulated._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 _UNREDUCED = (

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from layerzero.handle import Handle
@@ -24,10 +25,13 @@ def attach(runtime: Runtime) -> None:
         # First before, last after: the user's own hooks see gathered parameters.
         unit.module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
-        for handle in unit.trainable:
+        for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _gradient_hook(runtime, unit, handle, slot)
+                requires_grad = member.leaf.requires_grad
+                member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
                 member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                member.leaf.requires_grad_(requires_grad)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -75,11 +79,23 @@ class _Hook:
         raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
 
 
+# torch.compile compiles a unit's forward and must not trace into the schedule, which has collectives and state.
+
+
 class _BeforeForward(_Hook):
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        super().__init__(runtime, unit)
+        self._run = torch.compiler.disable(runtime.before_forward)  # type: ignore[no-untyped-call]
+
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self.runtime.before_forward(self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.unit, args, kwargs)
+        return changed
 
 
 class _AfterForward(_Hook):
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        super().__init__(runtime, unit)
+        self._run = torch.compiler.disable(runtime.after_forward)  # type: ignore[no-untyped-call]
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.runtime.after_forward(self.unit, output)
+        return self._run(self.unit, output)

@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         self._runtime.notice_failure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if set_to_none or self._runtime.failed:
+                if set_to_none or self._runtime.gradients.failed:
                     parameter.grad = None
         if set_to_none:
             return

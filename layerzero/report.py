@@ -41,11 +41,11 @@ class TrafficReport:
     """What this rank has sent since the last reset.
 
     Attributes:
-        calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one bit a parameter), ``norm``,
-            ``unshard``, ``broadcast``.
+        calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
+            (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``.
         bytes: by exchange.
-        bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``zero1`` (all ranks; only the
-            few bytes of ``agree``).
+        bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
+            ``agree`` and ``order``, on the CPU).
     """
 
     calls: dict[str, int]
@@ -105,7 +105,7 @@ def _measure(runtime: Runtime) -> dict[str, int]:
         flow = handle.flow
         measured["zero3_shard"] += _bytes(handle.zero3)
         measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
-        measured["full_buffer"] += _bytes(handle.full) if handle.gathers else 0
+        measured["full_buffer"] += handle.full_bytes
         measured["accumulator"] += _bytes(flow.accumulator) if flow else 0
         measured["gradient_shard"] += _bytes(flow.grad) if flow else 0
     measured["reduce_buffer"] = runtime.pool.allocated_bytes

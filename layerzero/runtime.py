@@ -20,18 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.agreement import agree
 from layerzero.buffers import BufferPool
-from layerzero.collectives import Exchange, all_reduce, broadcast
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle, Member
-from layerzero.reduction import ReductionQueue
+from layerzero.order import GatherOrder
 from layerzero.structures import cast_floating, tensors_in
+from layerzero.sync import GradientSync
 from layerzero.topology import Topology
 from layerzero.unit import Unit, Use
 
@@ -89,11 +88,10 @@ class Runtime:
         self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
         self._forward: _Forward | None = None
         self._backward: _Backward | None = None
-        self.failed = False  # a backward failed after it had begun to add gradients
-        self._owes_reduction = False  # the last backward ran inside no_sync
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
-        self._queue = ReductionQueue([handle for unit in reversed(self.units) for handle in unit.trainable])
-        self._order_agreed = False
+        self.gradients = GradientSync(self.handles, topology)
+        self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._order = GatherOrder([unit.name for unit in self.units], topology.node_control)
 
     # Parameters
 
@@ -121,13 +119,13 @@ class Runtime:
             raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
         if self._forward is None and not _inside_backward():
             self._begin_forward(unit)
-        unit.gather()
+        self._gather(unit)
         if self._forward is not None:
             self._forward.called.append(unit)
             for upcoming in self._forward.upcoming(self.config.prefetch):
                 self._forward.prefetched.add(upcoming)
-                upcoming.gather()
-        unit.wait()
+                self._gather(upcoming)
+        self._wait(unit)
         unit.show_leaves()
         policy = self.config.mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
@@ -156,6 +154,7 @@ class Runtime:
 
     def _begin_forward(self, entry: Unit) -> None:
         self.notice_failure()
+        self.gradients.heed_requires_grad()
         self.refresh_edited()
         self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
 
@@ -185,18 +184,31 @@ class Runtime:
             tensor.register_hook(functools.partial(self._before_backward, use))  # type: ignore[no-untyped-call]
         return bool(outputs)
 
+    # Gather
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.must_gather:
+            self._order.check(self._index[unit])
+        unit.gather()
+
+    def _wait(self, unit: Unit) -> None:
+        try:
+            unit.wait()
+        except RuntimeError as error:
+            raise self._order.explain(error) from error
+
     # Backward
 
     def _before_backward(self, use: Use, gradient: Tensor) -> None:
-        self._enter_backward()
         unit = use.unit
+        self._enter_backward(f"unit {unit.name!r}")
         unit.in_backward.add(use)
-        unit.gather()
+        self._gather(unit)
         for earlier in use.before(self.config.prefetch):
-            earlier.unit.gather()
-        unit.wait()
+            self._gather(earlier.unit)
+        self._wait(unit)
         unit.show_leaves()
-        self._queue.advance()
+        self.gradients.advance()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
         use.unit.in_backward.discard(use)
@@ -205,36 +217,31 @@ class Runtime:
 
     def on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: Tensor) -> None:
         """The gradient of one whole parameter has arrived in ``leaf.grad``."""
-        backward = self._enter_backward()
+        backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
-        flow = handle.flow
-        assert flow is not None and gradient is not None
-        name = handle.members[slot].name
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False")
-        if gradient.requires_grad:
-            raise RuntimeError(f"backward(create_graph=True) through parameter {name!r} is not supported")
-        if flow.in_flight:
-            self._queue.settle()
-        with torch.no_grad():
-            flow.arrive(slot, gradient)
-            if not flow.round_complete:
-                return
-            backward.arrived[handle] = None
-            if all(other in backward.arrived for other in unit.trainable):
-                unit.in_backward = {use for use in unit.in_backward if use.sees_inputs}
-                if unit.idle:
-                    unit.release()
-            self._queue.start_ready(across_replicas=backward.reduces)
+        assert gradient is not None
+        if not self.gradients.arrive(handle, slot, gradient):
+            return
+        backward.arrived[handle] = None
+        if all(other in backward.arrived for other in unit.trainable):
+            unit.in_backward = {use for use in unit.in_backward if use.sees_inputs}
+            if unit.idle:
+                unit.release()
+        self.gradients.start_ready(across_replicas=backward.reduces)
 
-    def _enter_backward(self) -> _Backward:
+    def _enter_backward(self, name: str) -> _Backward:
+        if torch.is_grad_enabled():  # the engine's own mode inside a backward
+            raise RuntimeError(
+                f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients of "
+                "gradients would need weights that are freed by then. Compute such a penalty on an unsharded model, or "
+                "by finite differences"
+            )
         if self._backward is None:
-            self._heed_user()
+            self.gradients.heed_user()
             self._backward = _Backward(reduces=self.reduces)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
-    @torch.no_grad()
     def _end_backward(self) -> None:
         backward = self._backward
         assert backward is not None
@@ -242,101 +249,27 @@ class Runtime:
             unit.in_backward.clear()
             if unit.idle:
                 unit.release()
-        used = self._agree_on_use() if backward.reduces else None
-        self._queue.finish(across_replicas=backward.reduces)
-        self._publish(used)
-        self._owes_reduction = not backward.reduces
-        if backward.reduces and not self._order_agreed:
-            self._agree_on_order(backward)
+        self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
         self._backward = None
+        if backward.reduces:
+            self.gradients.run_hooks()
 
-    def _abandon_backward(self) -> None:
-        """A backward has raised. What it added cannot be told from what was there before."""
+    def notice_failure(self) -> None:
+        """Outside a backward, one that has begun and not ended has raised."""
+        if self._backward is None or _inside_backward():
+            return
         self._backward = None
-        self.failed = True
-        self._queue.abandon()
-        for handle in self._queue.order:
-            assert handle.flow is not None
-            handle.flow.abort()
-            for member in handle.members:
-                member.leaf.grad = None
+        self.gradients.abandon()
         for unit in self.units:
             unit.running.clear()
             unit.in_backward.clear()
             unit.release()
 
-    # Gradients
-
-    def notice_failure(self) -> None:
-        """Outside a backward, one that has begun and not ended has raised."""
-        if self._backward is not None and not _inside_backward():
-            self._abandon_backward()
-
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
         self.notice_failure()
-        self._heed_user()
-        contributed = any(any(handle.flow.contributed) for handle in self._queue.order if handle.flow is not None)
-        if self._owes_reduction and contributed:
-            with torch.no_grad():
-                used = self._agree_on_use()
-                self._queue.finish_rest()
-                self._publish(used)
-        self._owes_reduction = False
-
-    def drop_gradients(self) -> None:
-        """Forget every contribution, and a failed backward."""
-        for handle in self._queue.order:
-            assert handle.flow is not None
-            for slot, member in enumerate(handle.members):
-                handle.flow.drop(slot)
-                member.parameter.grad = None
-        self.failed = False
-        self._owes_reduction = False
-
-    def _heed_user(self) -> None:
-        for handle in self._queue.order:
-            handle.heed_user()
-        if self.failed:
-            if any(m.parameter.grad is not None for handle in self._queue.order for m in handle.members):
-                raise RuntimeError(
-                    "the last backward raised an exception and left incomplete gradients; call optimizer.zero_grad()"
-                )
-            self.drop_gradients()
-
-    def _agree_on_use(self) -> tuple[Tensor, dist.Work | None]:
-        """Start finding out which parameters any rank has used since the last zero_grad."""
-        local = [used for handle in self._queue.order if handle.flow is not None for used in handle.flow.contributed]
-        bitmap = torch.tensor(local, dtype=torch.uint8)
-        control = self.topology.control
-        work = None
-        if control.size > 1 and local:
-            work = all_reduce(control, Exchange.AGREE, bitmap, dist.ReduceOp.MAX)
-        return bitmap, work
-
-    def _publish(self, used: tuple[Tensor, dist.Work | None] | None) -> None:
-        anywhere: list[bool] | None = None
-        if used is not None:
-            bitmap, work = used
-            if work is not None:
-                work.wait()
-            anywhere = bitmap.bool().tolist()
-        position = 0
-        for handle in self._queue.order:
-            assert handle.flow is not None
-            stop = position + len(handle.members)
-            handle.publish_gradients(handle.flow.contributed if anywhere is None else anywhere[position:stop])
-            position = stop
-
-    def _agree_on_order(self, backward: _Backward) -> None:
-        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
-        order = self._queue.order
-        seen = [*backward.arrived, *(handle for handle in order if handle not in backward.arrived)]
-        places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
-        if self.topology.control.size > 1 and order:
-            broadcast(self.topology.control, Exchange.AGREE, places)
-        self._queue.reorder([order[place] for place in places.tolist()])
-        self._order_agreed = True
+        if self.gradients.complete():
+            self.gradients.run_hooks()
 
     # Refresh
 

@@ -17,7 +17,7 @@ miss ``p.data``. The engine itself works on plain views of the same storage, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,17 @@ class RowShardedTensor(DTensor):
     """A DTensor of uneven rows; made by :func:`sharded`."""
 
     _local_tensor: LocalRows
+    gathered: Tensor | None = None  # of a sharded parameter: what the model computes with
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As ``torch.Tensor.register_hook``.
+
+        On a sharded parameter, `hook` gets the whole gradient of this rank's batch, once for each backward, in the
+        compute dtype and before it is averaged over the ranks (as with DDP); what it returns takes its place.
+        """
+        if self.gathered is not None:
+            return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank, in this tensor's dtype, without gradient. Every rank must call this."""

@@ -36,7 +36,9 @@ class Topology:
     gather: Lane
     reduce: Lane
     replica: Lane
-    control: Lane  # gloo, over all ranks, for a few bytes that the CPU must read
+    # gloo, for a few bytes that the CPU must read: over all ranks, and over the node's.
+    control: Lane
+    node_control: Lane
 
     @cached_property
     def zero3_size(self) -> int:
@@ -62,9 +64,11 @@ class Topology:
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
-        reduce = _new_group(dist.get_process_group_ranks(zero3), like=zero3, device_type=kind)
+        node = dist.get_process_group_ranks(zero3)
+        reduce = _new_group(node, like=zero3, device_type=kind)
         control_backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
         control = _new_group(ranks, like=zero3, device_type=kind, backend=control_backend)
+        node_control = _new_group(node, like=zero3, device_type=kind, backend=control_backend)
         return cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
@@ -74,7 +78,8 @@ class Topology:
             gather=Lane.over("zero3", zero3, ledger, kind),
             reduce=Lane.over("zero3", reduce, ledger, kind),
             replica=Lane.over("replica", replica, ledger, kind),
-            control=Lane.over("zero1", control, ledger, "cpu"),
+            control=Lane.over("control", control, ledger, "cpu"),
+            node_control=Lane.over("control", node_control, ledger, "cpu"),
         )
 
 

@@ -62,6 +62,11 @@ class Unit:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
+    def must_gather(self) -> bool:
+        """A gather would send something."""
+        return any(handle.gathers and handle.state is ShardState.SHARDED for handle in self.handles)
+
+    @property
     def idle(self) -> bool:
         """No forward and no backward of it is under way."""
         return not self.running and not self.in_backward

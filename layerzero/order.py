@@ -1,0 +1,149 @@
+"""That the ranks of a node gather the same units in the same order.
+
+[Note: Surprises are announced]
+A gather takes a part of its result from each rank of the ZeRO-3 group. If one rank gathers unit A where another gathers
+B, the result is garbage of the right size, or the backend aborts. To ask before each gather would cost a round trip
+each. Instead every rank predicts its next gather from those before it, by looking for the last place in the history
+that looked like the present. While all histories are equal, so are all predictions. So whenever two ranks differ, at
+least one of them is surprised by itself; a surprised rank compares with the others before it gathers. After the first
+step, a loop that repeats itself is never surprised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from layerzero.collectives import Exchange, Lane, all_gather
+
+__all__ = ["GatherOrder"]
+
+_REMEMBERED = 4096  # gathers in which a repetition is looked for
+_CONTEXT = 64  # gathers that must look alike at most
+_SHOWN = 6  # gathers before a difference that its error names
+
+
+class GatherOrder:
+    """The gathers of one model on one rank, compared with its node's where they are not foreseen."""
+
+    def __init__(self, names: Sequence[str], lane: Lane) -> None:
+        self._names = tuple(names)
+        self._lane = lane
+        self._history: list[int] = []  # indices into names
+        self._repeats = -1  # history[_repeats] is what came next in the last place that looked like this one; -1: none
+        self._count = 0  # gathers so far
+        self._ranks = dist.get_process_group_ranks(lane.group)
+        # Models are told apart by how many each rank has had in this group, which the store counts.
+        group = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
+        own = f"layerzero/order/{group}/{dist.get_rank()}"
+        self._scope = f"layerzero/order/{group}/{_get_default_store().add(own, 1)}" if lane.size > 1 else ""
+
+    def check(self, unit: int) -> None:
+        """Raise unless the other ranks of the node gather the same unit next; to be called before each gather.
+
+        Raises:
+            RuntimeError: the orders differ; names both.
+        """
+        if self._lane.size == 1:
+            return
+        foreseen = self._repeats >= 0 and self._history[self._repeats] == unit
+        if not foreseen:
+            self._compare(unit)
+        self._count += 1
+        self._history.append(unit)
+        if foreseen:
+            self._repeats += 1
+            if len(self._history) >= 2 * _REMEMBERED:
+                self._forget()
+        else:
+            self._repeats = self._place_like_this()
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for a gather that has failed: says so if another rank has announced another order."""
+        if self._lane.size == 1:
+            return error
+        try:
+            announced = self._announcements()
+        except RuntimeError:  # the store is gone
+            return error
+        if not announced:
+            return error
+        here = self._spell(self._history[-_SHOWN:])
+        return RuntimeError(_difference({dist.get_rank(): here} | announced))
+
+    def _compare(self, unit: int) -> None:
+        sent = torch.tensor([self._count, unit])
+        everyone = torch.empty(self._lane.size * 2, dtype=torch.int64)
+        mine = self._spell([*self._history[-_SHOWN + 1 :], unit])
+        surprised = self._repeats >= 0  # with no prediction all ranks come here, and need no notice
+        if surprised:
+            _get_default_store().set(self._key(dist.get_rank()), json.dumps({"count": self._count, "order": mine}))
+        try:
+            all_gather(self._lane, Exchange.ORDER, everyone, sent).wait()
+        except RuntimeError as error:
+            raise self._unconfirmed(mine) from error
+        if surprised:
+            _get_default_store().delete_key(self._key(dist.get_rank()))
+        if everyone.view(-1, 2).ne(sent).any():
+            counts, units = everyone.view(-1, 2).unbind(1)
+            orders = {
+                rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
+                for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
+            }
+            raise RuntimeError(_difference(orders))
+
+    def _unconfirmed(self, mine: str) -> RuntimeError:
+        orders = {dist.get_rank(): mine}
+        if self._repeats >= 0:
+            usual = self._spell([*self._history[-_SHOWN + 1 :], self._history[self._repeats]])
+            orders |= {rank: f"{usual} (as usual)" for rank in self._ranks if rank != dist.get_rank()}
+        return RuntimeError(_difference(orders) + "; no other order was confirmed within the timeout")
+
+    def _announcements(self) -> dict[int, str]:
+        """By rank: the orders that others have announced, and that this rank does not share."""
+        store = _get_default_store()
+        found = {}
+        for rank in self._ranks:
+            if rank != dist.get_rank() and store.check([self._key(rank)]):
+                found[rank] = json.loads(store.get(self._key(rank)))["order"]
+        return found
+
+    def _key(self, rank: int) -> str:
+        return f"{self._scope}/{rank}"
+
+    def _spell(self, units: Sequence[int]) -> str:
+        return " -> ".join(repr(self._names[unit]) for unit in units)
+
+    def _place_like_this(self) -> int:
+        """Where in the history the longest context like the present one ended last; -1 if nowhere."""
+        history, end = self._history, len(self._history)
+        best, longest = -1, 0
+        for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the present gather
+            length = 0
+            limit = min(place, _CONTEXT)
+            while length < limit and history[place - 1 - length] == history[end - 1 - length]:
+                length += 1
+            if length > longest:
+                best, longest = place, length
+                if length == _CONTEXT:
+                    break
+        return best
+
+    def _forget(self) -> None:
+        dropped = len(self._history) - _REMEMBERED
+        del self._history[:dropped]
+        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._place_like_this()
+
+
+def _difference(orders: dict[int, str]) -> str:
+    told = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
+    return (
+        f"layerzero: the ranks of a node gather units in different orders: {told}. Every rank of a ZeRO-3 group must "
+        "call the same units in the same order. If which one is called depends on data (experts, early exits, a random "
+        "depth with a seed of each rank), make the module that chooses the unit instead, or use zero3_size=1"
+    )

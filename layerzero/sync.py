@@ -1,0 +1,180 @@
+"""The gradients of a whole model: their reduction, what the user sees of them, and what the user does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.agreement import agree
+from layerzero.collectives import Exchange, all_reduce, broadcast
+from layerzero.handle import Handle
+from layerzero.reduction import ReductionQueue
+from layerzero.topology import Topology
+
+__all__ = ["GradientSync"]
+
+
+class GradientSync:
+    """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
+
+    A backward calls :meth:`arrive` per parameter and :meth:`finish` at its end, or :meth:`abandon` where it has raised.
+    """
+
+    def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
+        self.failed = False  # a backward failed after it had begun to add gradients
+        self._handles = tuple(handles)
+        self._topology = topology
+        self._owes_reduction = False  # the last backward ran inside no_sync
+        self._order_agreed = False
+        self._queue = ReductionQueue(self._taking_part())
+        self._members = tuple(member for handle in handles for member in handle.members)
+
+    def _taking_part(self) -> list[Handle]:
+        """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
+        return [h for h in reversed(self._handles) if h.flow is not None and (h.trainable or any(h.flow.contributed))]
+
+    @property
+    def _with_flow(self) -> list[Handle]:
+        return [handle for handle in self._handles if handle.flow is not None]
+
+    # One backward
+
+    @torch.no_grad()
+    def arrive(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
+        """Take one parameter's whole gradient; True if it completes the handle."""
+        member, flow = handle.members[slot], handle.flow
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
+        if flow is None or not member.leaf.requires_grad:
+            raise RuntimeError(
+                f"parameter {member.name!r} was frozen after the forward whose backward runs now; "
+                "change requires_grad between steps"
+            )
+        if flow.in_flight:
+            self._queue.settle()
+        flow.arrive(slot, gradient)
+        return flow.round_complete
+
+    def start_ready(self, *, across_replicas: bool) -> None:
+        with torch.no_grad():
+            self._queue.start_ready(across_replicas=across_replicas)
+
+    def advance(self) -> None:
+        self._queue.advance()
+
+    @torch.no_grad()
+    def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
+        """End a backward: reduce what is left of it, and show the result."""
+        used = self._agree_on_use() if reduces else None
+        self._queue.finish(across_replicas=reduces)
+        self._publish(used)
+        self._owes_reduction = not reduces
+        if reduces and not self._order_agreed:
+            self._agree_on_order(arrived)
+
+    def abandon(self) -> None:
+        """A backward has raised. What it added cannot be told from what was there before."""
+        self.failed = True
+        self._queue.abandon()
+        for handle in self._with_flow:
+            assert handle.flow is not None
+            handle.flow.abort()
+            for member in handle.members:
+                member.leaf.grad = None
+
+    # Between backwards
+
+    def complete(self) -> bool:
+        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
+        self.heed_user()
+        contributed = any(any(handle.flow.contributed) for handle in self._with_flow if handle.flow is not None)
+        owed = self._owes_reduction and contributed
+        if owed:
+            with torch.no_grad():
+                used = self._agree_on_use()
+                self._queue.finish_rest()
+                self._publish(used)
+        self._owes_reduction = False
+        return owed
+
+    def drop(self) -> None:
+        """Forget every contribution, and a failed backward."""
+        for handle in self._with_flow:
+            assert handle.flow is not None
+            for slot, member in enumerate(handle.members):
+                handle.flow.drop(slot)
+                member.parameter.grad = None
+        self.failed = False
+        self._owes_reduction = False
+
+    def heed_user(self) -> None:
+        """Follow what the user has done to ``.grad``."""
+        for handle in self._with_flow:
+            handle.heed_user()
+        if self.failed:
+            if any(member.parameter.grad is not None for member in self._members):
+                raise RuntimeError(
+                    "the last backward raised an exception and left incomplete gradients; call optimizer.zero_grad()"
+                )
+            self.drop()
+
+    def heed_requires_grad(self) -> None:
+        """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
+        changed = [
+            member for member in self._members if member.parameter.requires_grad is not member.leaf.requires_grad
+        ]
+        if not changed:
+            return
+        subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
+        agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._topology.ranks)
+        for handle in self._handles:
+            handle.heed_requires_grad()
+        self._queue = ReductionQueue(self._taking_part())
+        self._order_agreed = False
+
+    def run_hooks(self) -> None:
+        """Call the user's post-accumulate-grad hooks: each sharded parameter's gradient is final now."""
+        for member in self._members:
+            hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
+            if hooks and member.parameter.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(member.parameter)
+
+    # Agreement
+
+    def _agree_on_use(self) -> tuple[Tensor, dist.Work | None]:
+        """Start finding out which parameters any rank has used since the last zero_grad."""
+        local = [used for handle in self._queue.order if handle.flow is not None for used in handle.flow.contributed]
+        bitmap = torch.tensor(local, dtype=torch.uint8)
+        control = self._topology.control
+        work = None
+        if control.size > 1 and local:
+            work = all_reduce(control, Exchange.AGREE, bitmap, dist.ReduceOp.MAX)
+        return bitmap, work
+
+    def _publish(self, used: tuple[Tensor, dist.Work | None] | None) -> None:
+        anywhere: list[bool] | None = None
+        if used is not None:
+            bitmap, work = used
+            if work is not None:
+                work.wait()
+            anywhere = bitmap.bool().tolist()
+        position = 0
+        for handle in self._queue.order:
+            assert handle.flow is not None
+            stop = position + len(handle.members)
+            handle.publish_gradients(handle.flow.contributed if anywhere is None else anywhere[position:stop])
+            position = stop
+
+    def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
+        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
+        order = self._queue.order
+        seen = [*arrived, *(handle for handle in order if handle not in arrived)]
+        places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
+        if self._topology.control.size > 1 and order:
+            broadcast(self._topology.control, Exchange.AGREE, places)
+        self._queue.reorder([order[place] for place in places.tolist()])
+        self._order_agreed = True
