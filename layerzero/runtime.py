@@ -61,6 +61,7 @@ class _Backward:
 
     reduces: bool  # outside no_sync
     arrived: dict[Handle, None] = field(default_factory=dict)  # complete handles, in order
+    begun: set[Use] = field(default_factory=set)  # uses that have been gathered for
 
 
 class Runtime:
@@ -86,6 +87,7 @@ class Runtime:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})
         self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
+        self._running: list[Use] = []  # calls of units under way, outermost first
         self._forward: _Forward | None = None
         self._backward: _Backward | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
@@ -113,8 +115,9 @@ class Runtime:
     # Forward
 
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        use = Use(unit)
+        use = Use(unit, around=tuple(self._running))
         unit.running.append(use)  # first: after_forward runs even where this raises
+        self._running.append(use)
         if self.shows_full:
             raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
         if self._forward is None and not _inside_backward():
@@ -137,6 +140,7 @@ class Runtime:
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
         use = unit.running.pop()
+        self._running.remove(use)
         if self.shows_full:  # before_forward has refused
             return output
         if unit.idle:
@@ -201,8 +205,14 @@ class Runtime:
 
     def _before_backward(self, use: Use, gradient: Tensor) -> None:
         unit = use.unit
-        self._enter_backward(f"unit {unit.name!r}")
+        backward = self._enter_backward(f"unit {unit.name!r}")
         unit.in_backward.add(use)
+        # Outermost first, whichever output the backward reaches first: that may differ between ranks.
+        for around in use.around:
+            if around not in backward.begun:
+                backward.begun.add(around)
+                self._gather(around.unit)
+        backward.begun.add(use)
         self._gather(unit)
         for earlier in use.before(self.config.prefetch):
             self._gather(earlier.unit)
@@ -264,6 +274,7 @@ class Runtime:
             unit.running.clear()
             unit.in_backward.clear()
             unit.release()
+        self._running.clear()
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""

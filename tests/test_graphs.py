@@ -9,63 +9,41 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from tests.models import different, full_gradients, full_parameters
+from tests.graphs import (
+    IN_FLIGHT,
+    MODES,
+    WIDTH,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    assert_same_gradients,
+    batch,
+    blocks,
+    compare,
+    freeze,
+    join,
+    loss_of,
+    one_pass,
+    run_script,
+    sgd,
+    shard,
+)
+from tests.models import different, full_parameters
 from tests.ranks import run_ranks
-
-WORLD, SIZE, WIDTH = 4, 2, 6
-
-
-def _x(rank: int, step: int, micro_batch: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def _loss(output: Tensor) -> Tensor:
-    return (output * output).mean() + output.sum()
-
-
-class Block(nn.Module):
-    """A layer, which is recomputed in the backward pass if `reentrant` is given."""
-
-    def __init__(self, *, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(_call(self.linear, x, self.reentrant))
-
-
-def _call(module: nn.Module, x: Tensor, reentrant: bool | None) -> Tensor:
-    return module(x) if reentrant is None else checkpoint(module, x, use_reentrant=reentrant)
-
-
-class Chain(nn.Module):
-    """Calls its units one after the other, in `order` if given. Serves as root and as nested unit."""
-
-    def __init__(self, *units: nn.Module, order: Any = None, own: bool = True, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(units)
-        self.order = range(len(units)) if order is None else order
-        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=torch.float64)) if own else None
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place in self.order:
-            x = _call(self.units[place], x, self.reentrant)
-        return x if self.scale is None else x * self.scale
 
 
 class Odd(nn.Module):
     """Parameters that are empty, of one element, shorter than the world, non-contiguous, of another dtype."""
+
+    UNIT = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,11 +76,7 @@ class Wrapping(nn.Module):
         self.wrap, self.unwrap = wrap, unwrap
 
     def forward(self, x: Tensor) -> Any:
-        return self.wrap(_join(self, self.part(x)), x * self.bias)
-
-
-def _join(model: nn.Module, output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else sum(model.unwrap(output))
+        return self.wrap(join(self, self.part(x)), x * self.bias)
 
 
 CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] = {
@@ -114,70 +88,38 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] 
 }
 
 
-def _run_script(model: nn.Module, rank: int, step: int, *, script: str) -> None:
-    """F0: the forward of micro-batch 0; B0: its backward; R0: the same, but the graph is kept; B01: of both losses."""
-    losses = {}
-    for action, *micro_batches in script.split():
-        if action == "F":
-            x = _x(rank, step, int(micro_batches[0])).requires_grad_()
-            losses[micro_batches[0]] = _loss(_join(model, model(x)))
-        else:
-            sum(losses[m] for m in micro_batches).backward(retain_graph=action == "R")
-
-
-_pass = partial(_run_script, script="F0 B0")
-IN_FLIGHT = partial(_run_script, script="F0 F1 B0 F2 B1 B2")
-
-
 def _choose(model: nn.Module, rank: int, step: int, *, used: Callable[[int, int], bool]) -> None:
     """Whether the first half of the second unit is used, depends on rank and step."""
     model.units[1].order = (0, 1) if used(rank, step) else (1,)
-    _pass(model, rank, step)
-
-
-def _blocks(count: int = 3, **settings: Any) -> Chain:
-    return Chain(*(Block() for _ in range(count)), **settings)
+    one_pass(model, rank, step)
 
 
 def _tied() -> Chain:
-    model = _blocks()
+    model = blocks()
     model.units[2].linear.weight = model.units[0].linear.weight
     return model
 
 
 def _fork() -> Chain:
-    return Chain(Block(), _blocks(2), Block())
-
-
-def _freeze(model: nn.Module, *prefixes: str) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(prefixes))
-    return model
+    return Chain(Block(), blocks(2), Block())
 
 
 # --- against one process ---
 
 
-class Case(NamedTuple):
-    make: Callable[[], nn.Module]
-    step: Callable[[nn.Module, int, int], None] = _pass
-    settings: dict[str, Any] | None = None
-
-
-UNITS = {Block, Chain, Odd}
 OUTER = {"units": ["units.0", "units.1"]}
 
 CASES: dict[str, Case] = {
-    "several forwards before their backwards": Case(_blocks, IN_FLIGHT),
-    "two forwards and one backward": Case(_blocks, partial(_run_script, script="F0 F1 B01")),
-    "two backwards through one graph": Case(_blocks, partial(_run_script, script="F0 R0 B0")),
-    "forward without a backward": Case(_blocks, partial(_run_script, script="F0 F1 B1")),
-    "unit called twice": Case(lambda: _blocks(order=(0, 1, 0, 2))),
-    "unit called twice in flight": Case(lambda: _blocks(order=(0, 0, 1, 1)), IN_FLIGHT),
+    "several forwards before their backwards": Case(blocks, IN_FLIGHT),
+    "two forwards and one backward": Case(blocks, partial(run_script, script="F0 F1 B01")),
+    "two backwards through one graph": Case(blocks, partial(run_script, script="F0 R0 B0")),
+    "forward without a backward": Case(blocks, partial(run_script, script="F0 F1 B1")),
+    "unit called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
+    "unit called twice in flight": Case(lambda: blocks(order=(0, 0, 1, 1)), IN_FLIGHT),
     "nested units": Case(lambda: Chain(Chain(Block()), Block(), Chain(Block()))),
     "nested units in flight": Case(lambda: Chain(Chain(Block()), Chain(Block()), order=(0, 1, 0)), IN_FLIGHT),
-    "root without parameters": Case(lambda: _blocks(own=False)),
-    "root only": Case(_blocks, settings={"units": None}),
+    "root without parameters": Case(lambda: blocks(own=False)),
+    "root only": Case(blocks, settings={"units": None}),
     "tied within a unit": Case(lambda: Chain(_tied(), Block()), settings=OUTER),
     "tied across units": Case(_tied, IN_FLIGHT),
     "tied across nested units": Case(lambda: Chain(_tied(), Block())),
@@ -187,12 +129,12 @@ CASES: dict[str, Case] = {
     "unit used in one step": Case(_fork, partial(_choose, used=lambda rank, step: step == 1)),
     "unit used in one node": Case(_fork, partial(_choose, used=lambda rank, step: rank < 2)),
     "unit used on one rank, S = 1": Case(_fork, partial(_choose, used=lambda rank, step: rank == 3), {"size": 1}),
-    "never used": Case(lambda: _blocks(order=(0, 2))),
-    "frozen unit first": Case(lambda: _freeze(_blocks(), "units.0")),
-    "frozen unit last": Case(lambda: _freeze(_blocks(), "units.2", "scale")),
-    "partly frozen units": Case(lambda: _freeze(_blocks(), "units.0.linear.weight", "units.1.linear.bias"), IN_FLIGHT),
+    "never used": Case(lambda: blocks(order=(0, 2))),
+    "frozen unit first": Case(lambda: freeze(blocks(), "units.0")),
+    "frozen unit last": Case(lambda: freeze(blocks(), "units.2", "scale")),
+    "partly frozen units": Case(lambda: freeze(blocks(), "units.0.linear.weight", "units.1.linear.bias"), IN_FLIGHT),
     "odd shapes and several dtypes": Case(lambda: Chain(Odd(), Block()), IN_FLIGHT),
-    "partly frozen odd shapes": Case(lambda: _freeze(Chain(Odd()), "units.0.odd.3", "units.0.odd.5")),
+    "partly frozen odd shapes": Case(lambda: freeze(Chain(Odd()), "units.0.odd.3", "units.0.odd.5")),
     **{
         f"outputs in a {name}": Case(partial(Wrapping, *container), settings={"units": ["part"]})
         for name, container in CONTAINERS.items()
@@ -201,7 +143,7 @@ CASES: dict[str, Case] = {
         f"{what}, {'' if reentrant else 'non-'}reentrant checkpoint": Case(make)
         for reentrant in (True, False)
         for what, make in {
-            "whole units": lambda r=reentrant: _blocks(reentrant=r),
+            "whole units": lambda r=reentrant: blocks(reentrant=r),
             "nested units": lambda r=reentrant: Chain(Chain(Block()), Block(), reentrant=r),
             "parts of units": lambda r=reentrant: Chain(Block(reentrant=r), Block()),
         }.items()
@@ -209,49 +151,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def _shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
-    present = UNITS & {type(module) for module in model.children() for module in module.modules()}
-    return layerzero.shard_model(model, zero3_size=size, **({"units": present} | settings))
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _assert_same_gradients(model: nn.Module, alone: nn.Module, case: object) -> None:
-    """`alone` has added up the gradients of all ranks. In fp64, with its fp64 masters, rounding hides nothing."""
-    theirs = {name: p.grad.div_(WORLD) for name, p in alone.named_parameters() if p.grad is not None}
-    exact = all(p.dtype == torch.float64 for p in alone.parameters())
-    close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(full_gradients(model), theirs, msg=lambda text: f"{case}: {text}", **close)
-
-
-def _compare(rank: int, name: str, case: Case, **settings: Any) -> None:
-    torch.manual_seed(0)
-    alone = case.make()
-    model = _shard(copy.deepcopy(alone), **((case.settings or {}) | settings))
-    optimizer, optimizer_alone = layerzero.shard_optimizer(_sgd(model), model), _sgd(alone)
-    for step in range(2):
-        case.step(model, rank, step)
-        for r in range(WORLD):
-            case.step(alone, r, step)
-        _assert_same_gradients(model, alone, (name, settings, step))
-        assert layerzero.memory(model).measured["full_buffer"] == 0, (name, settings, step)
-        for sgd in (optimizer, optimizer_alone):
-            sgd.step()
-            sgd.zero_grad()
-
-
-MODES = (
-    {"accumulation": "sharded"},
-    {"accumulation": "full", "prefetch": 0},
-    {"accumulation": "sharded", "prefetch": 3, "reshard_after_forward": False},
-)
-
-
 def _compare_modes(rank: int, name: str) -> None:
     for settings in MODES:
-        _compare(rank, name, CASES[name], **settings)
+        compare(rank, name, CASES[name], **settings)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -262,18 +164,18 @@ def test_graph_has_the_gradients_of_one_process(name: str) -> None:
 # --- the same bits, whatever happens between the steps ---
 
 
-def _train(rank: int, make: Callable[[], nn.Module] = _blocks, disturb: Any = None, **settings: Any) -> Any:
+def _train(rank: int, make: Callable[[], nn.Module] = blocks, disturb: Any = None, **settings: Any) -> Any:
     """Train for 3 steps, after `disturb(model)` each; the parameters, and the number of gathers in the last step."""
     torch.manual_seed(0)
-    model = _shard(make(), **settings)
-    optimizer = layerzero.shard_optimizer(_sgd(model), model)
+    model = shard(make(), **settings)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(3):
         if disturb is not None:
             disturb(model)
             optimizer.zero_grad()
             assert layerzero.memory(model).measured["full_buffer"] == 0 or "reshard_after_forward" in settings, step
         layerzero.traffic(model, reset=True)
-        _pass(model, rank, step)
+        one_pass(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
     return full_parameters(model), layerzero.traffic(model).calls.get("gather", 0)
@@ -282,9 +184,9 @@ def _train(rank: int, make: Callable[[], nn.Module] = _blocks, disturb: Any = No
 def _evaluate(model: nn.Module) -> None:
     model.eval()
     with torch.no_grad():
-        unrecorded = model(_x(0, 9))
+        unrecorded = model(batch(0, 9))
     with torch.inference_mode():
-        assert torch.equal(model(_x(0, 9)), unrecorded)
+        assert torch.equal(model(batch(0, 9)), unrecorded)
     model.train()
 
 
@@ -295,11 +197,11 @@ def _fail(place: str, *, backward: bool, micro_batches: int) -> Callable[[nn.Mod
     def disturb(model: nn.Module) -> None:
         for micro_batch in range(micro_batches):
             with layerzero.no_sync(model):
-                _pass(model, 0, micro_batch)
+                one_pass(model, 0, micro_batch)
         hook = (lambda module, args, output: output.register_hook(boom) and None) if backward else boom
         handle = model.get_submodule(place).register_forward_hook(hook)
         with pytest.raises(LookupError, match="boom"):
-            _pass(model, 0, 9)
+            one_pass(model, 0, 9)
         handle.remove()
 
     return disturb
@@ -330,7 +232,7 @@ def _count_gathers(rank: int) -> None:
         assert not different(parameters, expected) and again == gathers, units
     assert _train(rank, reshard_after_forward=False)[1] <= 4
     for reentrant in (True, False):
-        _, again = _train(rank, lambda r=reentrant: _blocks(reentrant=r))
+        _, again = _train(rank, lambda r=reentrant: blocks(reentrant=r))
         assert again <= gathers + 3, (reentrant, again)
 
 
@@ -345,26 +247,26 @@ def _play(models: list[nn.Module], ranks: list[int], place: int, step: int) -> N
     """The backward of the discriminator (place 1), or of the generator (0)."""
     generator, discriminator = models
     for rank in ranks:
-        made = generator(_x(rank, step))
-        _loss(discriminator(made.detach() if place else made) * (place - 0.5)).backward()
+        made = generator(batch(rank, step))
+        loss_of(discriminator(made.detach() if place else made) * (place - 0.5)).backward()
 
 
 def _train_adversaries(rank: int) -> None:
     torch.manual_seed(0)
-    alone = [_blocks(2), _blocks(2)]
-    models = [_shard(copy.deepcopy(model), size) for model, size in zip(alone, (2, 4), strict=True)]
-    optimizers = [layerzero.shard_optimizer(_sgd(model), model) for model in models]
-    optimizers_alone = [_sgd(model) for model in alone]
+    alone = [blocks(2), blocks(2)]
+    models = [shard(copy.deepcopy(model), size) for model, size in zip(alone, (2, 4), strict=True)]
+    optimizers = [layerzero.shard_optimizer(sgd(model), model) for model in models]
+    optimizers_alone = [sgd(model) for model in alone]
     for step in range(3):
         for place in (1, 0):
             _play(models, [rank], place, step)
             _play(alone, list(range(WORLD)), place, step)
             for model, expected in zip(models, alone, strict=True):
-                _assert_same_gradients(model, expected, (place, step))
+                assert_same_gradients(model, expected, (place, step))
             for sgds in (optimizers, optimizers_alone):
                 sgds[place].step()
-                for sgd in sgds:
-                    sgd.zero_grad()
+                for each in sgds:
+                    each.zero_grad()
 
 
 def test_two_models_of_different_zero3_size_train_alternately() -> None:
@@ -378,14 +280,14 @@ def _live_tensors() -> int:
 
 def _train_and_forget(rank: int) -> None:
     before = _live_tensors()
-    model = _shard(Chain(Chain(Block()), _blocks(reentrant=False)))
-    optimizer = layerzero.shard_optimizer(_sgd(model), model)
+    model = shard(Chain(Chain(Block()), blocks(reentrant=False)))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
     counts = []
-    for step in range(50):
+    for step in range(200):
         IN_FLIGHT(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-        if step in (5, 49):
+        if step in (10, 199):
             counts.append(_live_tensors())
     assert counts[1] <= counts[0] + 8, counts  # scratch buffers that timing has not asked for before
     dead = [weakref.ref(thing) for thing in (model, optimizer, model.units[0], *model.parameters())]
