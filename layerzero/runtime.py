@@ -4,7 +4,8 @@
 A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it) or
 `reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a use's inputs
 are known: autograd runs later nodes first, so all of the use's nodes have run by then. A use whose inputs need no
-gradient ends when the unit's last parameter gradient arrives. The end of the backward frees what is left.
+gradient ends when the unit's last parameter gradient arrives. The end of the backward frees what is left, such as a
+unit whose inputs are leaves.
 
 [Note: Forward order]
 A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
@@ -93,7 +94,7 @@ class Runtime:
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._order = GatherOrder([unit.name for unit in self.units], topology.node_control)
+        self._order = GatherOrder([unit.name or "the root" for unit in self.units], topology.node_control)
 
     # Parameters
 
@@ -171,14 +172,13 @@ class Runtime:
                 unit.reshard()
 
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        use.leads_to_inputs = bool(inputs)
         # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        if not inputs:
-            return
-        use.sees_inputs = True
+        inputs = [tensor for tensor in inputs if tensor.grad_fn is not None]
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
-        else:
+        elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self._after_backward, use))
 
     def _watch_outputs(self, use: Use, output: Any) -> bool:
@@ -229,12 +229,13 @@ class Runtime:
         """The gradient of one whole parameter has arrived in ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is None:  # frozen since its forward: torch drops the gradient, too
+            return
         if not self.gradients.arrive(handle, slot, gradient):
             return
         backward.arrived[handle] = None
         if all(other in backward.arrived for other in unit.trainable):
-            unit.in_backward = {use for use in unit.in_backward if use.sees_inputs}
+            unit.in_backward = {use for use in unit.in_backward if use.leads_to_inputs}
             if unit.idle:
                 unit.release()
         self.gradients.start_ready(across_replicas=backward.reduces)

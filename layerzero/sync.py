@@ -48,11 +48,7 @@ class GradientSync:
         member, flow = handle.members[slot], handle.flow
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
-        if flow is None or not member.leaf.requires_grad:
-            raise RuntimeError(
-                f"parameter {member.name!r} was frozen after the forward whose backward runs now; "
-                "change requires_grad between steps"
-            )
+        assert flow is not None
         if flow.in_flight:
             self._queue.settle()
         flow.arrive(slot, gradient)
@@ -131,6 +127,7 @@ class GradientSync:
         subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
         agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._topology.ranks)
         for handle in self._handles:
+            handle.heed_user()  # what zero_grad has dropped need not be reduced
             handle.heed_requires_grad()
         self._queue = ReductionQueue(self._taking_part())
         self._order_agreed = False

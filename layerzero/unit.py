@@ -14,12 +14,12 @@ __all__ = ["Unit", "Use"]
 class Use:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("_order", "_position", "around", "sees_inputs", "unit")
+    __slots__ = ("_order", "_position", "around", "leads_to_inputs", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Use, ...]) -> None:
         self.unit = unit
         self.around = around  # the uses that call this one, outermost first
-        self.sees_inputs = False  # the gradients of its inputs will tell when its backward is over
+        self.leads_to_inputs = False  # some input wants a gradient: those of the parameters do not end its backward
         self._order: list[Use] = []  # all uses of the forward, by return
         self._position = 0
 

@@ -1,0 +1,174 @@
+"""Which units a forward calls, and in what order: experts without tokens, random depth, ranks that differ."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from tests.graphs import MODES, WIDTH, WORLD, Block, Case, Chain, blocks, compare, one_pass, run_script, sgd, shard
+from tests.ranks import run_ranks
+
+
+class Expert(nn.Module):
+    """A unit only where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Experts(nn.Module):
+    """Each token goes to the one expert that a fixed router chooses; an expert without tokens is not called."""
+
+    UNIT = True
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(count))
+        self.register_buffer("router", torch.randn(WIDTH, count, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x @ self.router).argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            tokens = (chosen == index).nonzero().squeeze(-1)
+            if len(tokens):
+                out = out.index_add(0, tokens, expert(x[tokens]))
+        return x + out
+
+
+def _mixture() -> Chain:
+    return Chain(Block(), Experts(), Block(), Experts(6))
+
+
+def _compare_mixture(rank: int, script: str) -> None:
+    case = Case(_mixture, partial(run_script, script=script))
+    for settings in MODES:
+        compare(rank, script, case, **settings)
+    compare(rank, script, case, size=1, units={Block, Expert})  # nothing is gathered: experts may be units
+    compare(rank, script, case, size=4)
+
+
+@pytest.mark.parametrize("script", ["F0 B0", "F0 F1 B0 F2 B1 B2"])
+def test_experts_without_tokens_on_some_ranks_train_like_one_process(script: str) -> None:
+    run_ranks(_compare_mixture, script, world_size=WORLD)
+
+
+def test_the_routing_of_the_test_differs_between_ranks_and_leaves_experts_idle() -> None:
+    torch.manual_seed(0)
+    model = _mixture()
+    idle = []
+    for rank in range(WORLD):
+        model.zero_grad()
+        one_pass(model, rank, 0)
+        idle.append(frozenset(name for name, p in model.named_parameters() if p.grad is None))
+    assert len(set(idle)) > 1 and any(idle)
+
+
+def _random_depth(model: nn.Module, rank: int, step: int) -> None:
+    kept = torch.rand(4, generator=torch.Generator().manual_seed(step)) < 0.6
+    model.order = [place for place in range(4) if kept[place]]
+    one_pass(model, rank, step)
+
+
+def _compare_random_depth(rank: int) -> None:
+    for settings in MODES:
+        compare(rank, "random depth", Case(partial(blocks, 4), _random_depth), **settings)
+
+
+def test_random_depth_with_one_seed_trains_like_one_process() -> None:
+    run_ranks(_compare_random_depth, world_size=WORLD)
+
+
+def _count_order(rank: int, evaluates: bool) -> list[int]:
+    """How often the ranks compared their orders, per step of a pipeline."""
+    model = shard(blocks(4))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    counts = []
+    for step in range(9):
+        layerzero.traffic(model, reset=True)
+        run_script(model, rank, step, script="F0 F1 B0 F2 B1 F3 B2 B3")
+        if evaluates and step % 3 == 2:
+            with torch.no_grad():
+                model(torch.ones(1, WIDTH, dtype=torch.float64))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(layerzero.traffic(model).calls.get("order", 0))
+    return counts
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loop_that_repeats_itself_is_foreseen(evaluates: bool) -> None:
+    counts = run_ranks(_count_order, evaluates, world_size=WORLD)
+    assert all(each == counts[0] for each in counts)
+    assert max(counts[0][2:]) <= (3 if evaluates else 0), counts[0]
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -> str:
+    """The blocks have equal sizes: nothing but a comparison of names can notice."""
+    model = shard(blocks(3))
+    for step in range(steps):
+        one_pass(model, rank, step)
+    model.order = order if rank == odd else (0, 1, 2)
+    return _message(lambda: one_pass(model, rank, steps))
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (0, 2), (0, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders(steps: int, order: Any) -> None:
+    for odd in (0, 1):
+        messages = run_ranks(_swap_on_one_rank, odd, steps, order, world_size=2, pg_timeout=3)
+        assert any("different orders" in message for message in messages), messages
+        for rank, message in enumerate(messages):
+            assert message != "nothing was raised", rank
+            if "different orders" in message:
+                assert "rank 0: " in message and "rank 1: " in message and "units." in message, message
+
+
+def _experts_as_units(rank: int) -> str:
+    torch.manual_seed(0)
+    model = shard(_mixture(), units={Expert})
+
+    def steps() -> None:
+        for step in range(4):
+            one_pass(model, rank, step)
+
+    return _message(steps)
+
+
+def test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_to_do() -> None:
+    messages = run_ranks(_experts_as_units, world_size=2, pg_timeout=3)
+    assert any("different orders" in message for message in messages), messages
+    assert any("experts" in message and "zero3_size=1" in message for message in messages), messages
+    assert "nothing was raised" not in messages
+
+
+def _leave_early(rank: int) -> str:
+    model = shard(blocks(3))
+    for step in range(2):
+        one_pass(model, rank, step)
+    if rank == 1:
+        raise LookupError("this rank only")
+    return _message(lambda: one_pass(model, rank, 2))
+
+
+def test_an_exception_on_one_rank_ends_the_others_within_the_timeout() -> None:
+    with pytest.raises(AssertionError, match="this rank only") as caught:
+        run_ranks(_leave_early, world_size=WORLD, pg_timeout=3)
+    assert "had not returned" not in str(caught.value)

@@ -1,0 +1,200 @@
+"""What is trained may change: frozen and unfrozen between steps, adapters beside frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from tests.graphs import (
+    IN_FLIGHT,
+    MODES,
+    WIDTH,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    batch,
+    blocks,
+    compare,
+    freeze,
+    loss_of,
+    one_pass,
+    sgd,
+    shard,
+)
+from tests.models import full_gradients
+from tests.ranks import run_ranks
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter of its own (LoRA, Hu et al. 2021)."""
+
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(1, WIDTH, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def _train_only(model: nn.Module, rank: int, step: int, *, frozen: Callable[[int], tuple[str, ...]]) -> None:
+    """Freeze the parameters under these prefixes, train the others."""
+    freeze(model, *frozen(step))
+    IN_FLIGHT(model, rank, step)
+
+
+CHANGES: dict[str, Callable[[int], tuple[str, ...]]] = {
+    "unfrozen: a unit": lambda step: ("units.0",) if step < 1 else (),
+    "unfrozen: one parameter of a unit": lambda step: ("units.1.linear.bias",) if step < 1 else (),
+    "unfrozen: all but one": lambda step: ("units.0", "units.1", "scale") if step < 1 else (),
+    "frozen: a unit": lambda step: ("units.2",) if step >= 1 else (),
+    "frozen: one parameter of a unit": lambda step: ("units.0.linear.weight",) if step >= 1 else (),
+    "frozen: the root": lambda step: ("scale",) if step >= 1 else (),
+    "in turns": lambda step: (f"units.{step % 3}", f"units.{(step + 1) % 3}.linear.weight"),
+}
+
+CASES: dict[str, Case] = {
+    **{name: Case(blocks, partial(_train_only, frozen=frozen)) for name, frozen in CHANGES.items()},
+    "adapters": Case(lambda: Chain(Adapted(), Block(), Adapted()), IN_FLIGHT),
+    "adapters only": Case(lambda: freeze(Chain(Adapted(), Adapted()), "scale", "units.0.base", "units.1.base")),
+    **{
+        f"frozen unit, {'' if reentrant else 'non-'}reentrant checkpoint": Case(
+            lambda r=reentrant: freeze(blocks(reentrant=r), "units.1", "units.2.linear.bias")
+        )
+        for reentrant in (True, False)
+    },
+}
+
+
+def _compare_sizes(rank: int, name: str) -> None:
+    for settings in MODES:
+        compare(rank, name, CASES[name], **settings)
+    for size in (1, 4):
+        compare(rank, name, CASES[name], size=size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_frozen_and_unfrozen_trains_like_one_process(name: str) -> None:
+    run_ranks(_compare_sizes, name, world_size=WORLD)
+
+
+def _traffic_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, int]:
+    layerzero.traffic(model, reset=True)
+    one_pass(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return layerzero.traffic(model).calls
+
+
+def _freeze_to_save_traffic(rank: int) -> None:
+    model = shard(blocks())
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    units = 4  # three blocks and the root
+    _traffic_of(model, optimizer, rank)
+    for frozen, trained in ((("units.0",), 3), (("units.0", "units.1", "units.2"), 1), ((), 4)):
+        freeze(model, *frozen)
+        for _ in range(2):  # the first step after a change agrees on the order anew
+            calls = _traffic_of(model, optimizer, rank)
+        assert [calls.get(name, 0) for name in ("hop1", "hop2", "refresh")] == [trained] * 3, (frozen, calls)
+        assert calls["gather"] <= 2 * units
+
+
+def test_what_is_frozen_is_not_reduced_or_refreshed() -> None:
+    run_ranks(_freeze_to_save_traffic, world_size=WORLD)
+
+
+def _keep_pending_gradients(rank: int) -> list[Any]:
+    """Gradients that came before a freeze stay, as in torch, and are still reduced by the step."""
+    model = shard(blocks(2))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 0)
+    freeze(model, "units.0")
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 1)
+    layerzero.clip_grad_norm_(model, float("inf"))
+    gradients = full_gradients(model)
+    optimizer.step()
+    return [sorted(gradients), gradients["units.0.linear.weight"]]
+
+
+def test_gradients_from_before_a_freeze_are_not_lost() -> None:
+    torch.manual_seed(0)
+    results = run_ranks(_seeded, "_keep_pending_gradients", world_size=WORLD)
+    alone = _seeded_blocks()
+    for rank in range(WORLD):
+        loss_of(alone(batch(rank, 0))).backward()
+    expected = alone.units[0].linear.weight.grad / WORLD
+    for names, gradient in results:
+        assert names == sorted(dict(alone.named_parameters()))
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+
+def _seeded_blocks() -> Chain:
+    torch.manual_seed(0)
+    return blocks(2)
+
+
+def _seeded(rank: int, name: str) -> Any:
+    torch.manual_seed(0)
+    return globals()[name](rank)
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def _unfreeze_on_one_rank(rank: int) -> str:
+    model = shard(freeze(blocks(), "units.0"))
+    one_pass(model, rank, 0)
+    if rank == 1:
+        model.units[0].linear.weight.requires_grad_(True)
+    return _refusal(lambda: one_pass(model, rank, 1)) if rank == 1 else ""
+
+
+def test_unfreezing_on_one_rank_only_is_an_error_there() -> None:
+    message = run_ranks(_unfreeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
+    assert "frozen or unfrozen" in message and "every rank" in message
+
+
+def _unfreeze_coarse(rank: int) -> str:
+    model = layerzero.shard_model(nn.Linear(4, 4).bfloat16().requires_grad_(False), zero3_size=2)
+    model(torch.ones(1, 4, dtype=torch.bfloat16))
+    model.weight.requires_grad = True
+    return _refusal(lambda: model(torch.ones(1, 4, dtype=torch.bfloat16)))
+
+
+def test_a_frozen_bf16_master_is_too_coarse_to_be_unfrozen() -> None:
+    for message in run_ranks(_unfreeze_coarse, world_size=WORLD):
+        assert "'weight'" in message and "bfloat16" in message and "before" in message
+
+
+def _freeze_in_flight(model: nn.Module, rank: int, step: int) -> None:
+    """Torch drops the gradient of a parameter that was frozen after its forward; so must we."""
+    freeze(model)
+    first = loss_of(model(batch(rank, step)))
+    freeze(model, "units.1.linear.weight", "units.2")
+    second = loss_of(model(batch(rank, step, 1)))
+    first.backward()
+    second.backward()
+
+
+def _compare_frozen_in_flight(rank: int) -> None:
+    for settings in MODES:
+        compare(rank, "frozen in flight", Case(blocks, _freeze_in_flight), **settings)
+
+
+def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does() -> None:
+    run_ranks(_compare_frozen_in_flight, world_size=WORLD)
