@@ -1,0 +1,281 @@
+"""Hooks and autograd functions of users: they fire as in one process, and see what they would see there."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+import layerzero
+from tests.graphs import (
+    IN_FLIGHT,
+    MODES,
+    WIDTH,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    assert_same_gradients,
+    batch,
+    blocks,
+    compare,
+    loss_of,
+    one_pass,
+    sgd,
+    shard,
+)
+from tests.models import full_gradients
+from tests.ranks import run_ranks
+
+
+class _Product(torch.autograd.Function):
+    """``x @ w``, keeping a view of the weight in `keep`'s way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, keep: str) -> Tensor:
+        ctx.keep = keep
+        if keep == "saved":
+            ctx.save_for_backward(x, w.t())
+        else:
+            ctx.save_for_backward(x)
+            ctx.weight = w.t() if keep == "attribute" else w.detach()[:]
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.keep == "saved":
+            x, turned = ctx.saved_tensors
+        else:
+            (x,) = ctx.saved_tensors
+            turned = ctx.weight if ctx.keep == "attribute" else ctx.weight.t()
+        return gradient @ turned, x.t() @ gradient, None
+
+
+class Custom(nn.Module):
+    UNIT = True
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.keep = keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(_Product.apply(x, self.weight, self.keep))
+
+
+def _custom(rank: int) -> None:
+    for keep in ("saved", "attribute", "detached slice"):
+        for settings in MODES:
+            compare(rank, keep, Case(lambda k=keep: Chain(Custom(k), Block(), Custom(k)), IN_FLIGHT), **settings)
+
+
+def test_an_autograd_function_may_keep_a_view_of_a_weight() -> None:
+    run_ranks(_custom, world_size=WORLD)
+
+
+# --- hooks on modules and tensors ---
+
+Log = Counter[str]
+
+
+def _log_modules(model: nn.Module, log: Log) -> None:
+    """Every kind of module hook on a unit, on a module inside one, and on the root; some change what passes."""
+
+    def note(name: str, kind: str, result: Any = None) -> Any:
+        def hook(module: nn.Module, *args: Any) -> Any:
+            log[f"{name} {kind}"] += 1
+            if kind == "forward pre":
+                assert not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)), "not gathered yet"
+            return None if result is None else result(*args)
+
+        return hook
+
+    for name in ("units.1", "units.1.linear", "units.2", ""):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(note(name, "forward pre"))
+        module.register_forward_hook(note(name, "forward", lambda args, output: output * 2))
+        module.register_full_backward_pre_hook(note(name, "backward pre"))
+        module.register_full_backward_hook(note(name, "backward", lambda gin, gout: tuple(g / 2 for g in gin)))
+
+
+def _log_tensors(model: nn.Module, log: Log) -> None:
+    def watch(name: str, output: Tensor) -> None:
+        def hook(gradient: Tensor) -> Tensor:
+            log[f"{name} tensor"] += 1
+            return gradient / 4
+
+        output.register_hook(hook)
+
+    for name in ("units.0", "units.1.linear"):
+        model.get_submodule(name).register_forward_hook(lambda m, args, output, n=name: watch(n, output))
+
+
+def _with_hooks(rank: int, when: str, attach: Callable[[nn.Module, Log], None]) -> None:
+    for settings in MODES:
+        torch.manual_seed(0)
+        alone, logs = blocks(), (Counter(), Counter())
+        model = copy.deepcopy(alone)
+        if when == "before":
+            attach(model, logs[0])
+        shard(model, **settings)
+        if when == "after":
+            attach(model, logs[0])
+        attach(alone, logs[1])
+        optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+        for step in range(2):
+            IN_FLIGHT(model, rank, step)
+            for r in range(WORLD):
+                IN_FLIGHT(alone, r, step)
+            assert_same_gradients(model, alone, (when, settings, step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert logs[0] and {key: count * WORLD for key, count in logs[0].items()} == dict(logs[1]), (when, settings)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("attach", [_log_modules, _log_tensors])
+def test_module_and_tensor_hooks_fire_as_in_one_process(when: str, attach: Callable[[nn.Module, Log], None]) -> None:
+    run_ranks(_with_hooks, when, attach, world_size=WORLD)
+
+
+# --- hooks on parameters ---
+
+
+def _mask_rows(model: nn.Module, log: Log) -> list[RemovableHandle]:
+    """Hooks that zero and scale parts of whole gradients, as people do to embeddings."""
+    handles = []
+    for name, parameter in model.named_parameters():
+        if not name.startswith("units.2"):
+            mask = torch.ones(parameter.shape, dtype=torch.float64)
+            mask[1::2] = 0
+
+            def hook(gradient: Tensor, mask: Tensor = mask, name: str = name) -> Tensor:
+                log[name] += 1
+                return gradient * mask
+
+            handles.append(parameter.register_hook(hook))
+    return handles
+
+
+def _mask(rank: int, when: str) -> None:
+    for settings in MODES:
+        torch.manual_seed(0)
+        alone, log = blocks(), Counter()
+        model = copy.deepcopy(alone)
+        ours = _mask_rows(model, log) if when == "before" else []
+        shard(model, **settings)
+        ours += _mask_rows(model, log) if when == "after" else []
+        theirs = _mask_rows(alone, Counter())
+        for removed in (False, True):
+            if removed:
+                for handle in (*ours, *theirs):
+                    handle.remove()
+            log.clear()
+            one_pass(model, rank, 0)
+            for r in range(WORLD):
+                one_pass(alone, r, 0)
+            assert_same_gradients(model, alone, (when, settings, removed))
+            assert set(log.values()) == (set() if removed else {1}), log
+            model.zero_grad()
+            alone.zero_grad()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed(when: str) -> None:
+    run_ranks(_mask, when, world_size=WORLD)
+
+
+def _step_in_hooks(rank: int, when: str) -> None:
+    """Post-accumulate hooks see the final gradient: of a backward that reduces, or when the step completes them."""
+    for settings in MODES:
+        torch.manual_seed(0)
+        model, seen = blocks(), []
+        hook = seen.append
+        parameters = dict(model.named_parameters())
+        if when == "before":
+            handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters.values()]
+        shard(model, **settings)
+        if when == "after":
+            handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        with layerzero.no_sync(model):
+            one_pass(model, rank, 0)
+        assert seen == []
+        one_pass(model, rank, 1)
+        assert {id(p) for p in seen} == {id(p) for p in model.parameters()} and len(seen) == len(parameters)
+        assert all(p.grad is not None for p in seen)
+        assert full_gradients(model).keys() == parameters.keys()
+        seen.clear()
+        with layerzero.no_sync(model):
+            one_pass(model, rank, 0)
+        optimizer.step()
+        assert len(seen) == len(parameters)
+        for handle in handles:
+            handle.remove()
+        one_pass(model, rank, 1)
+        assert len(seen) == len(parameters)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_post_accumulate_hooks_see_final_gradients_once(when: str) -> None:
+    run_ranks(_step_in_hooks, when, world_size=WORLD)
+
+
+# --- gradients of inputs, and of gradients ---
+
+
+def _differentiate_inputs(rank: int) -> None:
+    """Saliency: gradients of inputs between training steps leave no trace in those of parameters."""
+    for settings in MODES:
+        torch.manual_seed(0)
+        alone = blocks()
+        model = shard(copy.deepcopy(alone), **settings)
+        for step in range(2):
+            x, y = (batch(rank, step).requires_grad_() for _ in range(2))
+            (ours,) = torch.autograd.grad(loss_of(model(x)), x)
+            (theirs,) = torch.autograd.grad(loss_of(alone(y)), y)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            assert all(p.grad is None for p in model.parameters()) or step
+            one_pass(model, rank, step)
+            for r in range(WORLD):
+                one_pass(alone, r, step)
+        assert_same_gradients(model, alone, settings)
+        assert layerzero.memory(model).measured["full_buffer"] == 0 or "reshard_after_forward" in settings
+
+
+def test_gradients_of_inputs_by_autograd_grad() -> None:
+    run_ranks(_differentiate_inputs, world_size=WORLD)
+
+
+def _differentiate_twice(rank: int) -> list[str]:
+    model = shard(blocks())
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    messages = []
+    x = batch(rank, 0).requires_grad_()
+    for call in (
+        lambda: torch.autograd.grad(loss_of(model(x)), x, create_graph=True),
+        lambda: loss_of(model(x)).backward(create_graph=True),
+        lambda: model(x).sum().backward(create_graph=True),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        messages.append(str(caught.value))
+        optimizer.zero_grad()
+    one_pass(model, rank, 0)
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.filterwarnings("default")
+def test_create_graph_is_an_error_that_says_what_to_do() -> None:
+    for messages in run_ranks(_differentiate_twice, world_size=WORLD):
+        for message in messages:
+            assert "create_graph=True" in message and "unsharded" in message and "unit" in message, message

@@ -1,0 +1,291 @@
+"""Parameters and buffers of unusual shapes, strides and places."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from tests.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
+from tests.models import full_gradients, full_parameters
+from tests.ranks import run_ranks
+
+FP64 = torch.float64
+
+
+class Strided(nn.Module):
+    """Weights that are transposed, channels_last, permuted, or views with gaps."""
+
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(WIDTH, 5, dtype=FP64).t())
+        self.conv = nn.Conv2d(2, 3, 2, dtype=FP64).to(memory_format=torch.channels_last)
+        self.permuted = nn.Parameter(torch.randn(2, 3, WIDTH, dtype=FP64).permute(1, 2, 0))
+        self.plain = nn.Linear(5, WIDTH, dtype=FP64)
+        self.gaps = nn.Parameter(torch.randn(WIDTH, 4, dtype=FP64)[:, ::2])
+        self.strides: dict[str, tuple[int, ...]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.strides = {name: parameter.stride() for name, parameter in self.named_parameters()}
+        image = x.new_ones(1, 2, 3, 3).to(memory_format=torch.channels_last) * x.mean()
+        curved = self.conv(image).mean() + (x @ self.permuted.sum(0)).mean() + (x @ self.gaps).mean()
+        return x + torch.tanh(self.plain(F.linear(x, self.turned))) * curved
+
+
+def _strided(rank: int) -> None:
+    torch.manual_seed(0)
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        model = Chain(Strided(), Block(), Strided())
+        compare(rank, "strided", Case(partial(copy.deepcopy, model), IN_FLIGHT), **settings)
+    expected = {name: p.stride() for name, p in model.units[0].named_parameters()}
+    sharded = shard(copy.deepcopy(model))
+    sharded(batch(rank, 0))
+    ours = sharded.units[0].strides
+    assert {n: s for n, s in ours.items() if n != "gaps"} == {n: s for n, s in expected.items() if n != "gaps"}
+    for name, whole in full_parameters(sharded).items():
+        assert torch.equal(whole, model.get_parameter(name)), name
+
+
+def test_strides_of_parameters_are_kept_in_compute() -> None:
+    run_ranks(_strided, world_size=WORLD)
+
+
+def _edit_strided(rank: int) -> None:
+    model = layerzero.shard_model(Chain(Strided()), zero3_size=2, units={Strided})
+
+    def edit(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.turned.mul_(2)
+
+    model.units[0].register_forward_pre_hook(edit)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(batch(rank, 0))
+
+
+def test_an_edit_of_a_gathered_weight_with_strides_of_its_own_is_noticed() -> None:
+    run_ranks(_edit_strided, world_size=WORLD)
+
+
+class Small(nn.Module):
+    """More ranks than rows: one row, one element, no element."""
+
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, WIDTH, dtype=FP64))
+        self.one = nn.Parameter(torch.randn(1, dtype=FP64))
+        self.none = nn.Parameter(torch.randn(0, WIDTH, dtype=FP64))
+        self.flat = nn.Parameter(torch.randn(3, 0, dtype=FP64))
+        self.two = nn.Parameter(torch.randn(2, 1, 1, dtype=FP64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = self.none.sum() + self.flat.sum()
+        return torch.tanh(x * self.row + self.one + self.two.sum() + nothing)
+
+
+def _small(rank: int) -> None:
+    for make in (lambda: Chain(Small(), own=False), lambda: Chain(Small(), Block(), Small())):
+        for settings in (*MODES, {"size": 1}, {"size": 4}, {"units": None}):
+            compare(rank, "small", Case(make, IN_FLIGHT), **settings)
+
+
+def test_fewer_rows_than_ranks_and_no_elements() -> None:
+    run_ranks(_small, world_size=WORLD)
+
+
+# --- sums instead of means ---
+
+
+def _train_on_tokens(rank: int) -> dict[str, Tensor]:
+    """Each rank has another number of tokens; the loss is divided by the tokens of all ranks and micro-batches."""
+    torch.manual_seed(0)
+    model = shard(blocks(), accumulation="full" if rank is None else "sharded", gradient_divide_factor=1)
+    counts = [[1 + r, 5 - r] for r in range(WORLD)]
+    total = sum(map(sum, counts))
+    for micro_batch, tokens in enumerate(counts[rank]):
+        with layerzero.no_sync(model):
+            (model(batch(rank, 0, micro_batch).repeat(2, 1)[:tokens]).sum() / total).backward()
+    layerzero.clip_grad_norm_(model, float("inf"))
+    return full_gradients(model)
+
+
+def test_a_divide_factor_of_one_sums_gradients_as_per_token_losses_need() -> None:
+    ours = run_ranks(_train_on_tokens, world_size=WORLD)[0]
+    torch.manual_seed(0)
+    alone = blocks()
+    outputs = [
+        alone(batch(rank, 0, micro_batch).repeat(2, 1)[:tokens])
+        for rank in range(WORLD)
+        for micro_batch, tokens in enumerate([1 + rank, 5 - rank])
+    ]
+    (sum(output.sum() for output in outputs) / sum(len(output) for output in outputs)).backward()
+    theirs = {name: p.grad for name, p in alone.named_parameters()}
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def _factors(rank: int, world: int) -> None:
+    """Exactly the mean's gradient, times D / factor, on every path that a gradient can take."""
+    fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    for settings in (*MODES, {"mp_policy": fp16}):
+        for size in (s for s in (1, 2, 4) if world % s == 0):
+            gradients = []
+            for factor in (None, 2.0, 0.5):
+                model = layerzero.shard_model(
+                    nn.Linear(4, 4), zero3_size=size, gradient_divide_factor=factor, **settings
+                )
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(1.0)
+                for _ in range(2):
+                    model(torch.full((2, 4), float(rank + 1))).sum().backward()
+                gradients.append(full_gradients(model)["weight"] * (factor or world) / world)
+            assert gradients[0].any() and torch.equal(gradients[0], gradients[1]), (settings, size)
+            assert torch.equal(gradients[0], gradients[2]), (settings, size)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_divide_factor_replaces_the_number_of_ranks(world: int) -> None:
+    run_ranks(_factors, world, world_size=world)
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "4", True])
+def test_a_divide_factor_that_is_no_positive_number_is_refused(factor: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="gradient_divide_factor"):
+        layerzero.LayerZeroConfig(gradient_divide_factor=factor)
+
+
+# --- buffers ---
+
+
+class Buffered(nn.Module):
+    UNIT = True
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=FP64)
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=FP64)
+        self.register_buffer("angles", torch.linspace(0, 1, WIDTH, dtype=FP64) + rank)
+        self.register_buffer("scratch", torch.zeros(2, dtype=torch.float32), persistent=False)
+        self.register_buffer("table", torch.tensor([3, 1 + rank], dtype=torch.int32))
+        self.register_buffer("missing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch += 1
+        return x + self.norm(self.linear(x) * self.angles.to(x.dtype))
+
+
+def _buffers(rank: int) -> None:
+    for settings in MODES:
+        compare(rank, "buffers", Case(lambda: Chain(Buffered(), Block(), Buffered())), **settings)
+    model = shard(Chain(Buffered(rank)))
+    unit = model.units[0]
+    assert unit.angles.dtype == FP64 and unit.scratch.dtype == torch.float32 and unit.table.dtype == torch.int32
+    assert unit.table.tolist() == [3, 1] and unit.angles[0] == 0, "of the first rank"
+    model(batch(rank, 0))
+    assert unit.norm.num_batches_tracked == 1 and unit.norm.running_mean.any() and unit.scratch.tolist() == [1, 1]
+    assert "units.0.scratch" not in model.state_dict() and "units.0.table" in model.state_dict()
+
+    model = shard(Chain(Buffered(rank)), buffer_dtype=torch.bfloat16)
+    unit = model.units[0]
+    assert {unit.angles.dtype, unit.scratch.dtype, unit.norm.running_mean.dtype} == {torch.bfloat16}
+    assert unit.table.dtype == torch.int32 and unit.norm.num_batches_tracked.dtype == torch.int64
+    assert torch.equal(unit.angles, Buffered().angles.bfloat16())
+
+
+def test_buffers_are_left_alone_or_cast_once() -> None:
+    run_ranks(_buffers, world_size=WORLD)
+
+
+# --- the meta device ---
+
+BIG = 64
+
+
+class Big(nn.Module):
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(BIG, BIG))
+        self.bias = nn.Parameter(torch.empty(BIG))
+        self.register_buffer("shift", torch.empty(BIG))
+
+    def reset_parameters(self) -> None:
+        _peaks.append(_live_bytes())
+        with torch.no_grad():
+            self.weight.copy_(torch.randn(BIG, BIG, generator=_generator) / 8)
+            self.bias.zero_()
+            self.shift.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, self.weight, self.bias) + self.shift)
+
+
+_generator = torch.Generator()
+_peaks: list[int] = []
+
+
+def _live_bytes() -> int:
+    """Bytes of all storages on the CPU."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and type(thing) in _PLAIN]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    return sum(storages.values())
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _start_from_meta(rank: int, init: str, count: int) -> None:
+    torch.manual_seed(rank)  # ranks that draw different values must still start alike
+    _generator.manual_seed(rank)
+    with torch.device("meta"):
+        model = nn.Sequential(*(Big() for _ in range(count)))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    _peaks.clear()
+    gc.collect()
+    before = _live_bytes()
+    chosen: Callable[[nn.Module], None] | None = (lambda m: m.reset_parameters()) if init == "param_init_fn" else None
+    layerzero.shard_model(model, zero3_size=2, units={Big}, param_init_fn=chosen)
+    unit = 4 * (BIG * BIG + 2 * BIG)
+    shards = [unit * index / 2 for index in range(count)]  # of the units before: N/S in fp32, masters inside
+    assert len(_peaks) == count
+    for index, (peak, held) in enumerate(zip(_peaks, shards, strict=True)):
+        assert peak - before <= held + 1.5 * unit, f"{index} units done: {peak - before} bytes, {held} of them shards"
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    whole = full_parameters(model)
+    starts = [torch.empty_like(whole["0.weight"]) for _ in range(WORLD)]
+    dist.all_gather(starts, whole["0.weight"])
+    assert all(torch.equal(start, starts[0]) for start in starts) and starts[0].std() > 0.05
+    expected = [torch.randn(BIG, BIG, generator=torch.Generator().manual_seed(0)) / 8]
+    assert torch.equal(whole["0.weight"], expected[0]), "of the first rank"
+
+    plain = nn.Sequential(*(Big() for _ in range(count)))
+    plain.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
+    x = torch.randn(WORLD, 3, BIG, generator=torch.Generator().manual_seed(1))
+    optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(plain)
+    for _ in range(2):
+        model(x[rank]).pow(2).mean().backward()
+        plain(x.flatten(0, 1)).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("init", ["param_init_fn", "reset_parameters"])
+def test_a_model_on_meta_is_initialised_unit_by_unit(init: str) -> None:
+    run_ranks(_start_from_meta, init, 6, world_size=WORLD)
