@@ -56,13 +56,15 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float32, device=topology.device)
     if shards:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(shards, norm_type)])
-        total = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        total = norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
+    sent = total.view(torch.int32) if math.isinf(norm_type) else total
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for lane in (topology.gather, topology.replica):
         if lane.size > 1:
-            all_reduce(lane, Exchange.NORM, total, op).wait()
+            all_reduce(lane, Exchange.NORM, sent, op).wait()
     for group in extra_groups:
-        dist.all_reduce(total, op=op, group=group)
+        dist.all_reduce(sent, op=op, group=group)
     if not math.isinf(norm_type):
         total = total.pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
