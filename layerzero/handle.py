@@ -254,10 +254,11 @@ class Handle:
 
     # Gradients that the user sees
 
-    def publish_gradients(self, used: Sequence[bool]) -> None:
+    def publish_gradients(self, used: Sequence[bool], *, agreed: bool) -> None:
         """Give each used sharded parameter its ``.grad``, a view of the gradient shard.
 
-        While contributions still wait for an exchange, the ``.grad`` is there but refuses to be used.
+        While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold rows
+        that only another used), the ``.grad`` is there but refuses to be used.
         """
         assert self.flow is not None
         for slot, member in enumerate(self.members):
@@ -265,7 +266,7 @@ class Handle:
                 self.flow.contributed[slot] = True
                 if not self._owns_gradient(slot):
                     member.parameter.grad = self._gradient_of(slot)
-            self._grad_watches[slot].forbidden = _UNREDUCED if self.flow.unreduced else None
+            self._grad_watches[slot].forbidden = _UNREDUCED if self.flow.unreduced or not agreed else None
 
     def _owns_gradient(self, slot: int) -> bool:
         """The parameter's ``.grad`` is the one that this handle published."""

@@ -159,11 +159,13 @@ class GradientSync:
             if work is not None:
                 work.wait()
             anywhere = bitmap.bool().tolist()
+        agreed = anywhere is not None or self._topology.data_parallel == 1
         position = 0
         for handle in self._queue.order:
             assert handle.flow is not None
             stop = position + len(handle.members)
-            handle.publish_gradients(handle.flow.contributed if anywhere is None else anywhere[position:stop])
+            here = handle.flow.contributed if anywhere is None else anywhere[position:stop]
+            handle.publish_gradients(here, agreed=agreed)
             position = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
