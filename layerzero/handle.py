@@ -257,8 +257,8 @@ class Handle:
     def publish_gradients(self, used: Sequence[bool], *, agreed: bool) -> None:
         """Give each used sharded parameter its ``.grad``, a view of the gradient shard.
 
-        While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold rows
-        that only another used), the ``.grad`` is there but refuses to be used.
+        While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold
+        rows that only another used), the ``.grad`` is there but refuses to be used.
         """
         assert self.flow is not None
         for slot, member in enumerate(self.members):
