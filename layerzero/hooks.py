@@ -72,7 +72,7 @@ class _Hook:
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
-            "or load layerzero.full_state_dict(model) into a new one"
+            "or load layerzero.full_state_dict(model) into a new one; layerzero.EMA(model) averages its weights"
         )
 
     def __reduce__(self) -> NoReturn:

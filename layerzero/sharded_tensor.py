@@ -190,7 +190,8 @@ class RowShardedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
         raise TypeError(
             "deepcopy of a parameter or a model sharded by layerzero is not supported: copy the model before "
-            "shard_model, load layerzero.full_state_dict(model) into a new one, or use parameter.detach().clone()"
+            "shard_model, load layerzero.full_state_dict(model) into a new one, or use parameter.detach().clone(); "
+            "layerzero.EMA(model) averages a model's weights"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
