@@ -288,7 +288,7 @@ def _cut(key: str, value: Any, member: Member) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, DTensor):
         local = value._local_tensor
-        if not isinstance(local, LocalRows) or local.span.bounds != member.span.bounds:
+        if not isinstance(local, LocalRows) or not local.span.cut_like(member.span):
             raise ValueError(
                 f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
             )

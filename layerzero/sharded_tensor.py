@@ -61,6 +61,10 @@ class RowSpan:
         k = self.topology.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 
+    def cut_like(self, other: RowSpan) -> bool:
+        """Every rank holds the same rows of both. Equal bounds are not enough: S decides whose is flat position k."""
+        return self.bounds == other.bounds and self.topology.zero3_size == other.topology.zero3_size
+
     def gather(self, local: Tensor) -> Tensor:
         """The whole parameter, from every rank's rows `local`; every rank must call this."""
         topology, rest = self.topology, self.shape[1:]
