@@ -5,6 +5,7 @@
 >>> optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)  # doctest: +SKIP
 """
 
+from layerzero import optimizers
 from layerzero.api import no_sync, refresh, shard_model
 from layerzero.clip import clip_grad_norm_
 from layerzero.config import LayerZeroConfig
@@ -27,6 +28,7 @@ __all__ = [
     "memory",
     "mesh_from_groups",
     "no_sync",
+    "optimizers",
     "refresh",
     "shard_model",
     "shard_optimizer",

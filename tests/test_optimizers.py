@@ -1,0 +1,298 @@
+"""layerzero.optimizers computes what torch does, takes the fastest kernel there is, and says which."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+import layerzero
+from layerzero import optimizers
+from layerzero.sharded_tensor import plain
+from tests.models import (
+    IntegerNet,
+    assert_close,
+    assert_same_bits,
+    backward,
+    backward_alone,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    in_lockstep,
+    integer_net,
+    train,
+)
+from tests.ranks import run_ranks
+
+Factory = Callable[[Iterable[Tensor]], Optimizer]
+
+
+def by_decay(parameters: Iterable[Tensor]) -> list[dict[str, object]]:
+    parameters = list(parameters)
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2]},
+        {"params": (p for p in parameters if p.ndim < 2), "weight_decay": 0.0, "lr": 0.05},
+    ]
+
+
+# Ours and torch's. Adam divides by the gradient's own size: eps is far above the rounding noise of one that cancels.
+PAIRS: dict[str, tuple[Factory, Factory]] = {
+    "AdamW": (
+        lambda p: optimizers.adamw(p, lr=0.1, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25),
+        lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25, foreach=False),
+    ),
+    "AdamW of groups, amsgrad, maximize": (
+        lambda p: optimizers.adamw(by_decay(p), lr=0.1, eps=0.1, amsgrad=True, maximize=True),
+        lambda p: torch.optim.AdamW(by_decay(p), lr=0.1, eps=0.1, amsgrad=True, maximize=True, foreach=False),
+    ),
+    "SGD": (
+        lambda p: optimizers.sgd(p, lr=2**-4, momentum=0.5, nesterov=True, weight_decay=0.25),
+        lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, nesterov=True, weight_decay=0.25, foreach=False),
+    ),
+    "SGD with dampening, maximize": (
+        lambda p: optimizers.sgd(p, lr=2**-4, momentum=0.5, dampening=0.5, maximize=True),
+        lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, dampening=0.5, maximize=True, foreach=False),
+    ),
+}
+
+
+def shard(net: nn.Module, zero3_size: int = 2) -> nn.Module:
+    return layerzero.shard_model(net, zero3_size=zero3_size, units=IntegerNet.UNITS)
+
+
+def _follow_torch(rank: int) -> None:
+    for name, (ours, theirs) in PAIRS.items():
+        net, source = integer_net(), integer_net()
+        reference, early = theirs(net.parameters()), ours(source.parameters())
+        before, after = shard(source), shard(integer_net())
+        optimizer = layerzero.shard_optimizer(early, before)
+        in_lockstep(rank, (before, optimizer), (net, reference), range(3))
+        train(after, layerzero.shard_optimizer(ours(after.parameters()), after), rank, range(3))
+        assert not different(full_parameters(after), full_parameters(before)), f"{name}: built before and after"
+        assert_close(full_parameters(before), dict(net.named_parameters()), name)
+        assert optimizers.implementation(optimizer) == "fused", "seen through shard_optimizer"
+
+
+def test_both_follow_torch_in_one_process_built_before_or_after_sharding() -> None:
+    run_ranks(_follow_torch)
+
+
+def _exact(rank: int) -> None:
+    for zero3_size in (1, 2, 4):
+        net, model = integer_net(), shard(integer_net(), zero3_size)
+        theirs = exact_sgd(net.parameters())
+        optimizer = layerzero.shard_optimizer(optimizers.sgd(model.named_parameters(), lr=2**-4, momentum=0.5), model)
+        for step in range(3):
+            backward(model, rank, step)
+            backward_alone(net, step)
+            assert not different(full_gradients(model), {n: p.grad for n, p in net.named_parameters()}), zero3_size
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+            assert_same_bits(model, net, f"S={zero3_size} step {step}")
+
+
+def test_sgd_with_momentum_is_exact() -> None:
+    run_ranks(_exact)
+
+
+def _one_step_of_defaults(rank: int) -> None:
+    # One step only: with the default eps every later one would compare rounding noise.
+    for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):
+        net, model = integer_net(), shard(integer_net())
+        reference = theirs(net.parameters())
+        in_lockstep(
+            rank, (model, layerzero.shard_optimizer(ours(model.parameters()), model)), (net, reference), range(1)
+        )
+        assert_close(full_parameters(model), dict(net.named_parameters()), ours.__name__)
+
+
+def test_defaults_are_those_of_torch() -> None:
+    choice = {"fused": None, "foreach": None}
+    for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):
+        parameter = nn.Parameter(torch.ones(2))
+        assert ours([parameter]).defaults | choice == theirs([parameter]).defaults | choice
+    run_ranks(_one_step_of_defaults)
+
+
+def test_one_line_says_what_was_taken(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, logger="layerzero")
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert optimizers.implementation(optimizers.adamw(parameters)) == "fused"
+    (record,) = caplog.records
+    assert record.name == "layerzero" and record.levelno == logging.INFO
+    assert record.getMessage() == "AdamW on cpu: torch's fused kernels, as NVIDIA Apex needs all parameters on CUDA"
+    caplog.clear()
+    monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["elsewhere"])
+    assert optimizers.implementation(optimizers.sgd(parameters)) == "foreach"
+    assert "SGD on cpu: torch's foreach kernels" in caplog.text and len(caplog.records) == 1
+
+
+def test_the_implementation_of_any_optimizer_can_be_asked_for() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert optimizers.implementation(torch.optim.Adam(parameters)) == "torch's choice"
+    assert optimizers.implementation(torch.optim.Adagrad(parameters, foreach=True)) == "foreach"
+    with pytest.raises(TypeError, match="Optimizer"):
+        optimizers.implementation(nn.Linear(1, 1))
+
+
+def test_bad_settings_raise_what_torch_raises() -> None:
+    for bad in (lambda: optimizers.adamw([]), lambda: optimizers.sgd([nn.Parameter(torch.ones(1))], lr=-1.0)):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(TypeError):
+        optimizers.adamw(nn.Parameter(torch.ones(1)))
+
+
+def on_cuda(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A parameter that says it is on CUDA, on any machine."""
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(2, 3, device="cuda", dtype=dtype))
+
+
+def without_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored afterwards, so that the package found in a test does not stay."""
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("extension", [False, True], ids=["no extension", "extension"])
+def test_another_project_called_apex_is_ignored(
+    extension: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="layerzero")
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("imported = True\n")
+    if extension:
+        (tmp_path / "amp_C.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    without_apex(monkeypatch)
+    for build in (optimizers.adamw, optimizers.sgd):
+        assert optimizers.implementation(build([on_cuda()])) == "fused"
+    missing = "apex.optimizers" if extension else "amp_C"
+    assert f"on cuda: torch's fused kernels, as NVIDIA Apex was not found (No module named '{missing}')" in caplog.text
+    assert ("apex" in sys.modules) == extension, "without NVIDIA's extension nothing of that name is imported"
+
+
+class StandIn(Optimizer):
+    """In Apex's place: remembers its settings, and drops a launch that ends with an empty tensor."""
+
+    def __init__(self, params: Iterable[Tensor], **settings: object) -> None:
+        self.settings = settings
+        super().__init__(params, {"lr": settings["lr"]})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            if not used or used[-1].numel() == 0:
+                continue
+            for parameter in used:
+                self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.sub_(self.state[parameter]["momentum_buffer"], alpha=group["lr"])
+
+
+StandIn.__module__ = "apex.optimizers"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_apex(monkeypatch)
+    package = ModuleType("apex.optimizers")
+    package.FusedAdam = package.FusedSGD = StandIn
+    for name, module in {"amp_C": ModuleType("amp_C"), "apex": ModuleType("apex"), "apex.optimizers": package}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_apex_is_taken_where_it_can_serve_all_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="layerzero")
+    adamw, sgd = optimizers.adamw([on_cuda()], weight_decay=0.5), optimizers.sgd([on_cuda(torch.bfloat16)], lr=0.5)
+    assert [optimizers.implementation(each) for each in (adamw, sgd)] == ["apex", "apex"]
+    assert "AdamW on cuda: NVIDIA Apex's FusedAdam" in caplog.text
+    assert adamw.settings == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.5,
+        "adam_w_mode": True,
+        "bias_correction": True,
+    }
+    assert sgd.settings == {"lr": 0.5, "momentum": 0, "weight_decay": 0, "nesterov": False}
+    for build, reason in (
+        (lambda: optimizers.adamw([nn.Parameter(torch.ones(2)), on_cuda()]), "all parameters on CUDA"),
+        (lambda: optimizers.adamw([on_cuda(), on_cuda(torch.float64)]), "fp32, bf16 and fp16"),
+        (lambda: optimizers.adamw([on_cuda()], amsgrad=True), "no amsgrad"),
+        (lambda: optimizers.adamw([{"params": [on_cuda()], "maximize": True}]), "no maximize"),
+        (lambda: optimizers.sgd([on_cuda()], momentum=0.5, dampening=0.5), "no dampening"),
+    ):
+        caplog.clear()
+        assert optimizers.implementation(build()) == "fused", reason
+        assert reason in caplog.text
+
+
+def _empty_in_apex(rank: int) -> None:
+    # What adamw and sgd would build on CUDA, around Apex's stand-in.
+    kind = type("FusedSGD", (optimizers._WithoutEmpty, StandIn), {"moments": ("momentum_buffer",)})
+    net, model = integer_net(), shard(integer_net())
+    theirs = torch.optim.SGD(net.parameters(), lr=2**-4, momentum=1.0)
+    optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=2**-4), model)
+    in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
+    assert_same_bits(model, net, "parameters without rows here")
+    for name, values in optimizer.state_dict()["state"].items():
+        momentum = theirs.state[net.get_parameter(name)]["momentum_buffer"]
+        assert torch.equal(values["momentum_buffer"].full_tensor(), momentum), "state is there without rows too"
+    assert any(plain(p).numel() == 0 for p in model.parameters()) or rank == 0
+
+
+def test_apex_never_sees_an_empty_tensor() -> None:
+    run_ranks(_empty_in_apex)
+
+
+def apex_and_cuda() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("amp_C") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not apex_and_cuda(), reason="needs NVIDIA Apex and CUDA")
+def test_apex_follows_torch() -> None:
+    for ours, theirs in (PAIRS["AdamW"], PAIRS["SGD"]):
+        nets = [integer_net().cuda() for _ in range(2)]
+        pair = [factory(net.parameters()) for factory, net in zip((ours, theirs), nets, strict=True)]
+        assert optimizers.implementation(pair[0]) == "apex"
+        for step in range(3):
+            for net, optimizer in zip(nets, pair, strict=True):
+                for index, parameter in enumerate(net.parameters()):
+                    parameter.grad = torch.full_like(parameter, float(index + step - 3))
+                optimizer.step()
+        assert_close(*({name: p.detach() for name, p in net.named_parameters()} for net in nets), "Apex")
+
+
+def _state_of_another_order(rank: int) -> None:
+    saved = {}
+    for zero3_size in (2, 4):  # two rows of the weight on each rank, but not the same ones
+        model = layerzero.shard_model(nn.Linear(2, 8, bias=False), zero3_size=zero3_size)
+        optimizer = layerzero.shard_optimizer(optimizers.sgd(model.parameters(), momentum=0.5), model)
+        (model(torch.ones(1, 2)) * torch.arange(8.0)).sum().backward()
+        optimizer.step()
+        saved[zero3_size] = optimizer.state_dict()
+    with pytest.raises(ValueError, match="sharded in another way"):
+        optimizer.load_state_dict(saved[2])
+    optimizer.load_state_dict(saved[4])
+
+
+def test_state_that_is_sharded_in_another_order_is_refused() -> None:
+    run_ranks(_state_of_another_order)
