@@ -9,6 +9,7 @@ from layerzero import optimizers
 from layerzero.api import no_sync, refresh, shard_model
 from layerzero.clip import clip_grad_norm_
 from layerzero.config import LayerZeroConfig
+from layerzero.ema import EMA
 from layerzero.full import full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.report import MemoryReport, TrafficReport, memory, traffic
@@ -17,6 +18,7 @@ from layerzero.topology import init_mesh, mesh_from_groups
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "LayerZeroConfig",
     "MemoryReport",
     "ShardedOptimizer",

@@ -100,7 +100,12 @@ class ShardedOptimizer(Optimizer):
 
         Returns:
             What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update.
         """
+        if self._runtime.shows_averages:
+            raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
