@@ -331,5 +331,5 @@ def share_hooks(source: nn.Parameter, *, gradient: nn.Parameter, accumulated: nn
 
 _UNREDUCED = (
     "gradients of a backward inside no_sync are not reduced yet: run the last backward outside no_sync, or call "
-    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad()"
+    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad() (under a GradScaler only the first helps)"
 )
