@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = ["run_ranks"]
 
@@ -117,6 +118,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: 
     try:
         return fn(rank, *args)
     finally:
+        _clear_sharding_prop_cache()  # torch's, of results that name the meshes and groups of this call
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
         dist.destroy_process_group()
 

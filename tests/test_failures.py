@@ -1,0 +1,199 @@
+"""Exceptions in a step: the model goes on as if the step had never begun, or every rank gets an error."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from tests.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.models import different, full_parameters
+from tests.ranks import run_ranks
+
+
+class Fuse(nn.Module):
+    """Passes its input through, and blows at the given call of this step: forward or recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise LookupError("blown")
+        return x
+
+
+class Fused(nn.Module):
+    UNIT = True
+
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__()
+        self.inner = blocks(1)
+        self.fuse = fuse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fuse(self.inner(x))
+
+
+def _make(reentrant: bool | None = None) -> tuple[Chain, Fuse]:
+    fuse = Fuse()
+    torch.manual_seed(0)
+    return Chain(blocks(1), Fused(fuse), blocks(1), reentrant=reentrant), fuse
+
+
+def _blow(*_: object) -> NoReturn:
+    raise LookupError("blown")
+
+
+def _in_a_forward(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    fuse.left = 1
+    model(batch(rank, 7).requires_grad_())
+
+
+def _in_the_second_forward_of_two(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    fuse.left = 2
+    IN_FLIGHT(model, rank, 7)
+
+
+def _in_a_recomputation(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    loss = loss_of(model(batch(rank, 7).requires_grad_()))
+    fuse.left = 1
+    loss.backward()
+
+
+def _in_a_loss(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    model(batch(rank, 7))
+    _blow()
+
+
+def _in_a_backward(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    output = model(batch(rank, 7).requires_grad_())
+    output.register_hook(_blow)
+    loss_of(output).backward()
+
+
+def _in_a_parameter_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    handle = model.units[1].inner.units[0].linear.weight.register_hook(_blow)
+    try:
+        one_pass(model, rank, 7)
+    finally:
+        handle.remove()
+
+
+def _in_a_post_accumulate_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    handle = model.units[2].scale.register_post_accumulate_grad_hook(_blow)
+    try:
+        one_pass(model, rank, 7)
+    finally:
+        handle.remove()
+
+
+def _in_the_optimizer(model: nn.Module, fuse: Fuse, rank: int) -> None:
+    one_pass(model, rank, 7)
+    optimizer = next(iter(layerzero.hooks.runtime_of(model).optimizers))
+    handle = optimizer.register_step_pre_hook(_blow)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+FAILURES: dict[str, tuple[Callable[[nn.Module, Fuse, int], None], bool | None]] = {
+    "in a forward": (_in_a_forward, None),
+    "in a forward, after one that is in flight": (_in_the_second_forward_of_two, None),
+    "in a loss": (_in_a_loss, None),
+    "in a backward": (_in_a_backward, None),
+    "in a parameter hook": (_in_a_parameter_hook, None),
+    "in a post-accumulate hook": (_in_a_post_accumulate_hook, None),
+    "in a step hook": (_in_the_optimizer, None),
+    "in a forward, reentrant checkpoint": (_in_a_forward, True),
+    "in a forward, checkpoint": (_in_a_forward, False),
+    "in a recomputation, reentrant checkpoint": (_in_a_recomputation, True),
+    "in a recomputation, checkpoint": (_in_a_recomputation, False),
+}
+
+
+def _train(rank: int, fail: Any, reentrant: bool | None, settings: dict[str, Any], accumulated: int) -> Any:
+    """Three steps of two micro-batches; in the second and third, `fail` comes first, after some accumulation."""
+    model, fuse = _make(reentrant)
+    shard(model, **settings)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step in range(3):
+        if fail is not None and step:
+            with layerzero.no_sync(model):
+                for micro_batch in range(accumulated):
+                    one_pass(model, rank, 20 + micro_batch)
+            with pytest.raises(LookupError, match="blown"):
+                fail(model, fuse, rank)
+            optimizer.zero_grad()
+        with layerzero.no_sync(model):
+            one_pass(model, rank, step)
+        one_pass(model, rank, step + 10)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layerzero.memory(model).measured["full_buffer"] == 0, settings
+    return full_parameters(model)
+
+
+def _fail_in_every_mode(rank: int, name: str) -> None:
+    fail, reentrant = FAILURES[name]
+    for settings, accumulated in itertools.product((*MODES, {"size": 4}), (0, 1)):
+        expected = _train(rank, None, reentrant, settings, accumulated)
+        ours = _train(rank, fail, reentrant, settings, accumulated)
+        assert not different(ours, expected), (name, settings, accumulated)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(name: str) -> None:
+    run_ranks(_fail_in_every_mode, name, world_size=WORLD, pg_timeout=20)
+
+
+def _fail_without_zero_grad(rank: int) -> str:
+    model, fuse = _make()
+    shard(model)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    one_pass(model, rank, 0)
+    with pytest.raises(LookupError):
+        _in_a_parameter_hook(model, fuse, rank)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_step_on_half_a_backward_is_refused() -> None:
+    for message in run_ranks(_fail_without_zero_grad, world_size=WORLD):
+        assert "incomplete" in message and "zero_grad" in message
+
+
+# --- on one rank only ---
+
+
+def _fail_on_rank_2(rank: int, fail: Any, reentrant: bool | None) -> str:
+    model, fuse = _make(reentrant)
+    shard(model)
+    one_pass(model, rank, 0)
+    try:
+        if rank == 2:
+            fail(model, fuse, rank)
+        for step in range(1, 4):
+            one_pass(model, rank, step)
+    except LookupError:
+        raise  # this rank stops, as a training script would
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", ["in a forward", "in a backward", "in a recomputation, checkpoint"])
+def test_a_failure_on_one_rank_is_an_error_on_the_others_within_the_timeout(name: str) -> None:
+    """The pool kills all ranks 5 seconds after the first failure; a rank that hangs would be reported as missing."""
+    with pytest.raises(AssertionError, match=r"(?s)rank 2.*blown") as caught:
+        run_ranks(_fail_on_rank_2, *FAILURES[name], world_size=WORLD, pg_timeout=2)
+    assert "had not returned" not in str(caught.value)
