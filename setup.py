@@ -17,9 +17,11 @@ setup(
     package_data={"layerzero": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11"],
+    entry_points={"console_scripts": ["layerzero = layerzero.__main__:main"]},
     extras_require={
+        "cli": ["typer"],
         "demo": ["tqdm"],
-        "test": ["pytest", "hypothesis", "numpy", "tqdm"],
+        "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer"],
         "dev": ["ruff", "mypy"],
     },
 )

@@ -14,6 +14,7 @@ from layerzero.full import full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.topology import init_mesh, mesh_from_groups
+from layerzero.verification import ParameterDifference, VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -21,8 +22,10 @@ __all__ = [
     "EMA",
     "LayerZeroConfig",
     "MemoryReport",
+    "ParameterDifference",
     "ShardedOptimizer",
     "TrafficReport",
+    "VerifyReport",
     "clip_grad_norm_",
     "full_state_dict",
     "init_mesh",
@@ -36,4 +39,5 @@ __all__ = [
     "shard_optimizer",
     "traffic",
     "unsharded",
+    "verify",
 ]

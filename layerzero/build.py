@@ -11,7 +11,7 @@ from layerzero.agreement import agree
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, broadcast
 from layerzero.config import LayerZeroConfig
-from layerzero.handle import Handle, share_hooks
+from layerzero.handle import Handle, carry_over
 from layerzero.layout import plan_layouts
 from layerzero.partition import Found, UnitPlan
 from layerzero.topology import Topology
@@ -122,7 +122,7 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
         if found.parameter.is_meta:
             empty = torch.empty_like(found.parameter, device=device)
             parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
-            share_hooks(found.parameter, gradient=parameter, accumulated=parameter)
+            carry_over(found.parameter, gathered=parameter, sharded=parameter)
             for owner, attribute in found.owners:
                 owner._parameters[attribute] = parameter
             plan.parameters[index] = Found(found.name, parameter, found.owners)

@@ -31,7 +31,7 @@ from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sh
 from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
 
-__all__ = ["Handle", "Member", "ShardState", "share_hooks"]
+__all__ = ["Handle", "Member", "ShardState", "carry_over"]
 
 
 class ShardState(enum.Enum):
@@ -172,7 +172,7 @@ class Handle:
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
-        share_hooks(original, gradient=leaf, accumulated=parameter)
+        carry_over(original, gathered=leaf, sharded=parameter)
         return Member(slot.name, owners, leaf, parameter, master, span, local)
 
     # Gather and reshard
@@ -320,13 +320,16 @@ class Handle:
         return self._gradients[slot]
 
 
-def share_hooks(source: nn.Parameter, *, gradient: nn.Parameter, accumulated: nn.Parameter) -> None:
-    """Let the user's hooks on a parameter, and their removal handles, work on what takes its place."""
+def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
+    for target in (gathered, sharded):
+        for name, value in vars(source).items():
+            setattr(target, name, value)
     if source._backward_hooks is not None:
-        gradient._backward_hooks = source._backward_hooks
+        gathered._backward_hooks = source._backward_hooks
     hooks = getattr(source, "_post_accumulate_grad_hooks", None)
     if hooks is not None:
-        accumulated._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 _UNREDUCED = (

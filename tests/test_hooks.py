@@ -279,3 +279,32 @@ def test_create_graph_is_an_error_that_says_what_to_do() -> None:
     for messages in run_ranks(_differentiate_twice, world_size=WORLD):
         for message in messages:
             assert "create_graph=True" in message and "unsharded" in message and "unit" in message, message
+
+
+def _tagged(on_meta: bool) -> nn.Module:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = blocks(2)
+    model.units[0].linear.weight._no_weight_decay = True
+    model.units[0].linear.weight.tags = tags = ["kept"]
+    model.units[1].linear.weight.tags = tags
+    return model
+
+
+def _read_tags(rank: int) -> None:
+    """People mark parameters for the groups of their optimizer, and modules look at marks in their forward."""
+    for on_meta in (False, True):
+        model = _tagged(on_meta)
+        model.scale = None if on_meta else model.scale
+        init = (lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None) if on_meta else None
+        shard(model, param_init_fn=init)
+        first, second = (unit.linear.weight for unit in model.units)
+        assert first._no_weight_decay and first.tags == ["kept"] and first.tags is second.tags
+        assert not hasattr(model.units[0].linear.bias, "tags")
+        seen = []
+        model.units[0].linear.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(m.weight.tags))
+        model(batch(rank, 0))
+        assert seen == [["kept"]]
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    run_ranks(_read_tags, world_size=WORLD)

@@ -1,0 +1,28 @@
+"""Does the demo's GPT train alike with layerzero and without? From the root of the repository:
+
+python -m layerzero verify examples.verify_gpt:make_model --loss examples.verify_gpt:loss --unit Block
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import GPT, Block, GPTConfig, next_token_loss
+
+__all__ = ["Block", "loss", "make_batch", "make_model"]
+
+
+def make_model() -> nn.Module:
+    """Small, as what can go wrong does not depend on the size."""
+    return GPT(GPTConfig(layers=2, width=48, context=32))
+
+
+def make_batch(index: int, rank: int) -> Tensor:
+    """Random bytes, int64 [4, 33]. verify has seeded torch for this index and rank."""
+    return torch.randint(0, 256, (4, 33))
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of the next byte."""
+    return next_token_loss(model(ids[:, :-1]), ids[:, 1:])

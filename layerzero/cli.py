@@ -1,0 +1,159 @@
+"""The command line. Run it as ``python -m layerzero``; imported by ``layerzero.__main__`` alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.verification import verify
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@app.callback()
+def _layerzero() -> None:
+    """ZeRO-1 optimizer states over all ranks, ZeRO-3 weights over a fast few."""
+
+
+@app.command("verify")
+def _verify(
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="Builds the model: a function or a class.")],
+    batches: Annotated[
+        str | None,
+        typer.Option(help="MODULE:BATCH_FN, (index, rank) -> batch. Default: make_batch of the same module."),
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="MODULE:LOSS_FN, (model, batch) -> loss. Default: what the model returns.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="MODULE:OPTIMIZER_FN, (parameters) -> optimizer. Default: SGD, momentum 0.9.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="Processes to start. Default: 4, or torchrun's.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    micro_batches: Annotated[int, typer.Option(help="Batches per step and rank.")] = 2,
+    zero3_size: Annotated[list[int] | None, typer.Option(help="S to try; may be repeated. Default: all.")] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a submodule (blocks.0), or a class, in MODULE or as MODULE:CLASS; may be repeated."),
+    ] = None,
+    accumulation: Annotated[str, typer.Option(help="sharded or full.")] = "sharded",
+    tolerance: Annotated[float | None, typer.Option(help="Largest relative difference. Default: by precision.")] = None,
+    param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: " + ", ".join(_DTYPES) + ".")] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+) -> None:
+    """Train a model plain and sharded for a few steps, and compare gradients and weights.
+
+    Exit status: 0 if they agree, 1 if they do not or a run fails, 2 for wrong usage.
+    """
+    if os.getcwd() not in sys.path:  # the command `layerzero`, unlike `python -m layerzero`, leaves it out
+        sys.path.insert(0, os.getcwd())
+    settings: dict[str, Any] = {"accumulation": accumulation}
+    if param_dtype is not None:
+        if param_dtype not in _DTYPES:
+            _refuse(f"--param-dtype {param_dtype} is unknown; use one of {', '.join(_DTYPES)}")
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_DTYPES[param_dtype], reduce_dtype=torch.float32)
+    model_fn = _load(model, "the model")
+    if unit:
+        settings["units"] = [_unit(name, model.partition(":")[0]) for name in unit]
+    batch_fn = _batch_fn(model) if batches is None else _load(batches, "--batches")
+    loss_fn = None if loss is None else _load(loss, "--loss")
+    optimizer_fn = None if optimizer is None else _load(optimizer, "--optimizer")
+    with _process_group():
+        try:
+            report = verify(
+                model_fn,
+                batch_fn,
+                loss_fn=loss_fn,
+                optimizer_fn=optimizer_fn,
+                world_size=world_size,
+                zero3_sizes=zero3_size or None,
+                steps=steps,
+                micro_batches=micro_batches,
+                tolerance=tolerance,
+                seed=seed,
+                **settings,
+            )
+        except (TypeError, ValueError) as error:
+            _refuse(str(error))
+        except RuntimeError as error:
+            typer.echo(f"layerzero: {error}", err=True)
+            raise typer.Exit(1) from None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            typer.echo(str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Under torchrun, its ranks."""
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _batch_fn(model: str) -> Callable[..., Any]:
+    module_name = model.partition(":")[0]
+    if not hasattr(sys.modules[module_name], "make_batch"):
+        _refuse(
+            f"{module_name} has no make_batch(index, rank); define it there, or name a function with "
+            "--batches MODULE:BATCH_FN"
+        )
+    return _load(f"{module_name}:make_batch", "--batches")
+
+
+def _unit(name: str, module_name: str) -> type[nn.Module] | str:
+    """A class of the user's, else the name of a submodule, which shard_model checks."""
+    found = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found
+    if ":" in name:
+        _refuse(f"--unit {name} is not a torch.nn.Module class")
+    return name
+
+
+def _load(target: str, what: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names."""
+    module_name, colon, path = target.partition(":")
+    if not (module_name and colon and path):
+        _refuse(f"{what} must be given as package.module:name, got {target!r}")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            _refuse(f"{what} {target!r}: there is no module {error.name!r} here or among the installed packages")
+        _refuse(f"{what} {target!r}: importing {module_name!r} failed: {error}")
+    except Exception as error:  # whatever the module's own code raises
+        _refuse(f"{what} {target!r}: importing {module_name!r} failed: {type(error).__name__}: {error}")
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            _refuse(f"{what} {target!r}: {getattr(found, '__name__', module_name)!r} has no {attribute!r}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        _refuse(f"{what} {target!r} is not callable: its type is {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"layerzero: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,226 @@
+"""How far two trainings of the same model are apart, parameter by parameter; arithmetic and text only.
+
+[Note: Relative to what]
+The gradient of a bias before a normalisation is zero but for rounding, and rounding noise agrees with nothing. A
+gradient's difference is therefore relative to that parameter's largest gradient, or to `FLOOR` times the model's
+largest gradient where that is more. A weight's difference is relative to how far training moved it, as a wrong update
+would drown in the weight's own size; or to `FLOOR` times the largest movement in the model or the largest weight of the
+same parameter, where rounding would count otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Comparison", "ParameterDifference", "Snapshot", "VerifyReport"]
+
+FLOOR = 1e-2
+_SHOWN = 20  # rows in the text of a report
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one optimizer step saw and left: whole tensors in host memory, by parameter name."""
+
+    gradients: Mapping[str, Tensor | None]
+    weights: Mapping[str, Tensor]  # after the step; floating-point buffers are among them
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    """One parameter (or floating-point buffer) in one sharded run, beside the plain run.
+
+    Attributes:
+        zero3_size: S of the sharded run.
+        precision: its coarsest dtype, such as ``"float32"``.
+        name: of the parameter, as in ``named_parameters()``.
+        gradient: largest relative difference of its gradient; ``inf`` where only one run has a gradient, or where the
+            sharded run's is not finite.
+        gradient_step: the step, from 0, in which that was.
+        weight: largest relative difference of the trained values.
+        weight_step: the step after which that was.
+        tolerance: what `gradient` and `weight` may be.
+        note: what numbers do not say, such as ``"no gradient when sharded"``; usually empty.
+    """
+
+    zero3_size: int
+    precision: str
+    name: str
+    gradient: float
+    gradient_step: int
+    weight: float
+    weight_step: int
+    tolerance: float
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.excess <= 1.0
+
+    @property
+    def excess(self) -> float:
+        """The larger of the two differences, in tolerances."""
+        return max(self.gradient, self.weight) / self.tolerance
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`layerzero.verify` found. ``str(report)`` is a table, the worst parameters first.
+
+    Attributes:
+        rows: a row per parameter and sharded run, the worst first.
+        world_size, steps, micro_batches: what was run.
+        notes: observations on the plain run, which shards nothing.
+    """
+
+    rows: tuple[ParameterDifference, ...]
+    world_size: int
+    steps: int
+    micro_batches: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """No parameter of any sharded run differs by more than its tolerance."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> ParameterDifference | None:
+        """The row furthest beyond its tolerance, or nearest to it; None for a model without parameters."""
+        return self.rows[0] if self.rows else None
+
+    def __str__(self) -> str:
+        wrong = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
+        sizes = ", ".join(str(size) for size in sorted({row.zero3_size for row in self.rows}))
+        names = len({row.name for row in self.rows})
+        lines = [
+            f"plain against sharded training: {self.world_size} ranks, zero3_size {sizes}, {self.steps} steps of "
+            f"{self.micro_batches} micro-batches",
+            "",
+            *_table(self.rows[:_SHOWN]),
+        ]
+        if len(self.rows) > _SHOWN:
+            lines.append(f"and {len(self.rows) - _SHOWN} more rows, none worse")
+        lines += ["", *(f"note: {note}" for note in self.notes)]
+        if wrong and all(row.gradient <= row.tolerance for row in self.rows):
+            lines.append(
+                "note: every gradient agrees, so either the optimizer's update goes wrong when sharded, or the "
+                "optimizer makes large steps of gradients that are rounding, as Adam does: try SGD"
+            )
+        if wrong:
+            shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+            lines.append(f"DIFFERENT: {len(wrong)} of {names} tensors train differently when sharded: {shown}")
+        else:
+            lines.append(f"OK: all {names} tensors train alike")
+        return "\n".join(lines)
+
+
+class Comparison:
+    """Collects the worst differences of one sharded run, step by step."""
+
+    def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
+        self._start = start  # the weights before the first step
+        self._zero3_size = zero3_size
+        self._precision = precision
+        self._tolerance = tolerance
+        self._gradient: dict[str, tuple[float, int]] = {}
+        self._weight: dict[str, tuple[float, int]] = {}
+        self._note: dict[str, str] = {}
+
+    def add(self, step: int, plain: Snapshot, ours: Snapshot) -> None:
+        """Compare the states of one step."""
+        largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
+        largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
+        for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
+            if name not in plain.weights or name not in ours.weights:
+                here = "when sharded" if name in plain.weights else "in the plain run"
+                self._worse(self._weight, name, math.inf, step, f"does not exist {here}")
+                continue
+            self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
+            weight, start = plain.weights[name], self._start[name]
+            scale = max(_distance(weight, start), FLOOR * largest_move, FLOOR * _largest([weight]))
+            self._worse(self._weight, name, _relative(_distance(ours.weights[name], weight), scale), step)
+
+    def _compare_gradient(self, step: int, name: str, plain: Snapshot, ours: Snapshot, floor: float) -> None:
+        theirs, mine = plain.gradients.get(name), ours.gradients.get(name)
+        if theirs is None and mine is None:
+            self._worse(self._gradient, name, 0.0, step)
+        elif theirs is None or mine is None:
+            here = "when sharded" if mine is None else "in the plain run"
+            self._worse(self._gradient, name, math.inf, step, f"no gradient {here}")
+        else:
+            scale = max(_largest([theirs]), floor)
+            self._worse(self._gradient, name, _relative(_distance(mine, theirs), scale), step)
+
+    def _worse(self, found: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = "") -> None:
+        if name not in found or value > found[name][0]:
+            found[name] = (value, step)
+            if note:
+                self._note[name] = note
+
+    def rows(self) -> list[ParameterDifference]:
+        """A row per name."""
+        return [
+            ParameterDifference(
+                self._zero3_size,
+                self._precision,
+                name,
+                *self._gradient.get(name, (0.0, 0)),
+                *self._weight[name],
+                tolerance=self._tolerance,
+                note=self._note.get(name, ""),
+            )
+            for name in self._weight
+        ]
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    """The largest difference; infinite for different shapes, and for an infinity or NaN that only one side has."""
+    if left.shape != right.shape:
+        return math.inf
+    if not left.numel():
+        return 0.0
+    left, right = left.double(), right.double()
+    same = (left == right) | (left.isnan() & right.isnan())
+    distance = torch.where(same, 0.0, (left - right).abs()).max().item()
+    return math.inf if math.isnan(distance) else distance
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest finite magnitude among the elements of all tensors; 0 if there are none."""
+    found = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
+    return float(max(found, default=0.0))
+
+
+def _relative(distance: float, scale: float) -> float:
+    if distance == 0.0:
+        return 0.0
+    return distance / scale if scale else math.inf
+
+
+def _table(rows: Sequence[ParameterDifference]) -> list[str]:
+    header = ["parameter", "S", "precision", "gradient", "in step", "weight", "after step", "tolerance", ""]
+    cells = [
+        [
+            row.name,
+            str(row.zero3_size),
+            row.precision,
+            f"{row.gradient:.1e}",
+            str(row.gradient_step),
+            f"{row.weight:.1e}",
+            str(row.weight_step),
+            f"{row.tolerance:.1e}",
+            row.note or ("" if row.ok else "different"),
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [header, *cells]) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [header, *cells]
+    ]

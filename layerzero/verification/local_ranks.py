@@ -1,0 +1,174 @@
+"""Runs a function on gloo ranks of this machine, each a process of one thread. They meet through a file: no ports."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["pickled", "run_on_local_ranks"]
+
+_GRACE = 2.0  # seconds in which the other ranks may say what they were doing when one has failed
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank ended without a result."""
+
+    rank: int
+    when: float  # seconds since the epoch
+    summary: str  # one sentence
+    traceback: str = ""
+
+    @property
+    def is_echo(self) -> bool:
+        """What this rank says is that another one failed; see :mod:`layerzero.agreement`."""
+        return "layerzero: " in self.summary
+
+
+def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
+    """A dictionary as bytes for other processes.
+
+    Raises:
+        TypeError: a part cannot be sent; names it and the way out.
+    """
+    for name, part in parts.items():
+        _require_picklable(name, part, way_out)
+    return pickle.dumps(dict(parts))
+
+
+def _require_picklable(name: str, part: object, way_out: str) -> None:
+    try:
+        pickle.dumps(part)
+    except Exception as error:  # pickle raises whatever it likes
+        raise TypeError(f"{name} cannot be sent to the ranks' processes ({error}); {way_out}") from error
+
+
+def run_on_local_ranks(
+    fn: Callable[[int, Mapping[str, Any]], Any], arguments: bytes, *, world_size: int, timeout: float
+) -> Any:
+    """Call ``fn(rank, arguments)`` on new processes with an initialised default group; what rank 0 returned.
+
+    Args:
+        fn: at the top of a module.
+        arguments: from :func:`pickled`.
+        world_size: how many processes.
+        timeout: seconds until an exchange between the ranks gives up.
+
+    Raises:
+        RuntimeError: a rank raised or died; holds the traceback of the first one. All processes have ended then.
+    """
+    context = multiprocessing.get_context("spawn")
+    ranks: list[tuple[BaseProcess, Connection]] = []  # with the pipe to it
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process: BaseProcess = context.Process(
+                    target=_work, args=(theirs, fn, arguments, rank, world_size, path, timeout), daemon=True
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            results, failures = _collect([pipe for _, pipe in ranks])
+        finally:
+            for process, pipe in ranks:
+                pipe.close()
+                process.kill()
+                process.join()
+    if failures:
+        codes = {rank: process.exitcode for rank, (process, _) in enumerate(ranks)}
+        raise RuntimeError(_describe(failures, codes))
+    return results[0]
+
+
+def _collect(pipes: list[Connection]) -> tuple[dict[int, Any], list[_Failure]]:
+    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    results: dict[int, Any] = {}
+    failures: list[_Failure] = []
+    deadline: float | None = None
+    while pending and (deadline is None or deadline > time.monotonic()):
+        for ready in wait(list(pending), None if deadline is None else deadline - time.monotonic()):
+            assert isinstance(ready, Connection)
+            rank = pending.pop(ready)
+            try:
+                value = ready.recv()
+            except EOFError:
+                value = _Failure(rank, time.time(), _DIED)
+            if isinstance(value, _Failure):
+                failures.append(value)
+                deadline = deadline or time.monotonic() + _GRACE
+            else:
+                results[rank] = value
+    return results, failures
+
+
+_DIED = (
+    "its process ended without a word; what it printed may say why. Out of memory is one reason. In a script, the call "
+    'must stand under `if __name__ == "__main__":`'
+)
+
+
+def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
+    """The cause in full, the others as its consequences: a rank that died, else the first that raised."""
+    first, *rest = sorted(failures, key=lambda failure: (failure.is_echo, bool(failure.traceback), failure.when))
+    lines = [f"rank {first.rank} failed: {first.summary}"]
+    if first.traceback:
+        lines += ["", first.traceback]
+    else:
+        lines[0] += f" (exit code {exit_codes[first.rank]})"
+    for failure in rest:
+        if failure.summary == first.summary:
+            lines.append(f"rank {failure.rank} failed alike")
+        elif not failure.is_echo:
+            lines.append(f"rank {failure.rank} failed as well: {failure.summary}")
+    return "\n".join(lines)
+
+
+def _work(
+    pipe: Connection,
+    fn: Callable[[int, Mapping[str, Any]], Any],
+    arguments: bytes,
+    rank: int,
+    world_size: int,
+    path: str,
+    timeout: float,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        given = pickle.loads(arguments)
+        limit = timedelta(seconds=timeout)
+        store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        result = fn(rank, given)
+    except BaseException as error:
+        pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
+        _leave(1)
+    pipe.send(result)
+    # Nobody leaves while another may still read from it: the caller closes the pipe when all are done.
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Without any clean-up of process groups: it may wait for the others, and they for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
