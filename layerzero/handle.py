@@ -283,14 +283,17 @@ class Handle:
                 watch.zeroed = False
                 if self._owns_gradient(slot):
                     self.flow.zero(slot)
-            if not self.flow.contributed[slot] or self._owns_gradient(slot):
+            contributed, gradient = self.flow.contributed[slot], member.parameter.grad
+            if self._owns_gradient(slot) or (gradient is None and not contributed):
                 continue
-            if member.parameter.grad is None:
+            if gradient is None:
                 self.flow.drop(slot)
-            elif self.flow.unreduced:
+            elif contributed and self.flow.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             else:
-                self.flow.grad_view(slot).view(member.master.shape).copy_(plain(member.parameter.grad))
+                if not contributed:
+                    self.flow.zero(slot)
+                self.flow.grad_view(slot).view(member.master.shape).copy_(plain(gradient))
                 member.parameter.grad = self._gradient_of(slot)
 
     def heed_requires_grad(self) -> None:

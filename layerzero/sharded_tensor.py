@@ -175,15 +175,36 @@ class RowShardedTensor(DTensor):
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
+            if ours is None:
+                raise
+            raise RuntimeError(_not_gathered(func, ours._local_tensor.span)) from error
+
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
-        """The whole tensor on every rank, in this tensor's dtype, without gradient. Every rank must call this."""
+        """The whole tensor on every rank, in this tensor's dtype. Every rank must call this.
+
+        A backward through the result raises.
+        """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
         watch = self._local_tensor.watch
         if watch is not None and watch.forbidden is not None:
             raise RuntimeError(watch.forbidden)
         with torch.no_grad():
-            return self._local_tensor.span.gather(plain(self._local_tensor))
+            whole = self._local_tensor.span.gather(plain(self._local_tensor))
+        if self.requires_grad and torch.is_grad_enabled():
+            whole = _WithoutGradient.apply(self, whole)  # type: ignore[no-untyped-call]
+        return whole
 
     def redistribute(self, *args: object, **kwargs: object) -> DTensor:
         raise NotImplementedError(_moves_rows("redistribute", self._local_tensor.span))
@@ -207,6 +228,22 @@ class RowShardedTensor(DTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         span = self._local_tensor.span
         return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Passes a whole parameter on, and refuses the gradient that would otherwise be lost without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
+        ctx.name = parameter._local_tensor.span.name
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            f"a backward reached full_tensor() of parameter {ctx.name!r}, through which no gradient can flow; use the "
+            "parameter inside the forward of its unit, or p.detach().full_tensor() where no gradient is wanted"
+        )
 
 
 def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
@@ -262,6 +299,15 @@ def _moves_rows(what: str, span: RowSpan) -> str:
     )
 
 
+def _not_gathered(func: Any, span: RowSpan) -> str:
+    return (
+        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
+        f"{len(span.rows)} of {span.shape[0]} rows. A parameter is whole only while the forward of its unit runs: call "
+        "the model as a whole, and leave a module out of units if another one reads its parameters. To look at it "
+        "whole, use layerzero.unsharded or p.full_tensor()"
+    )
+
+
 def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) -> None:
     if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
         return
@@ -270,7 +316,8 @@ def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) ->
             raise ValueError(
                 f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
                 f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
-                "use tensors made from the sharded parameter itself, such as torch.zeros_like(p)"
+                "use tensors made from the sharded parameter itself, such as torch.zeros_like(p). A penalty on "
+                "parameters cannot be a part of the loss: add its gradient to p.grad instead"
             )
 
 

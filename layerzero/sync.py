@@ -119,9 +119,8 @@ class GradientSync:
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
-        changed = [
-            member for member in self._members if member.parameter.requires_grad is not member.leaf.requires_grad
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # costs nothing then; this runs before each forward
+            changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
         if not changed:
             return
         subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
