@@ -19,6 +19,7 @@ from layerzero.guard import guard_optimizers
 from layerzero.hooks import attach, runtime_of
 from layerzero.partition import partition
 from layerzero.runtime import Runtime
+from layerzero.sharded_tensor import RowShardedTensor
 from layerzero.topology import Topology, check_mesh, init_mesh
 
 __all__ = ["no_sync", "refresh", "shard_model"]
@@ -131,7 +132,8 @@ def shard_model(
     for plan in plans:
         origins += [(found.parameter, found.name) for found in plan.parameters]
         units_built.append(build_unit(plan, config, topology, pool, param_init_fn))
-    runtime = Runtime(model, units_built, config, topology, pool)
+    ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
+    runtime = Runtime(model, units_built, config, topology, pool, ignored)
     runtime.remember_origins(origins)
     attach(runtime)
     guard_optimizers(runtime)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.handle import Member
+from layerzero.handle import Handle, Member
 from layerzero.hooks import runtime_of
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 
@@ -24,7 +24,7 @@ class EMA:
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). It
     holds N/D elements of the masters' dtype (fp32) and exchanges nothing. Buffers, frozen and ignored parameters are
-    not averaged: evaluation sees them as they are.
+    not averaged: evaluation sees them as they are. A parameter that is unfrozen later joins at the next update.
 
     Call :meth:`update` after ``optimizer.step()``. A ``GradScaler`` may have skipped the step: whether an unchanged
     parameter then counts once more is the caller's decision. To leave such steps out, compare ``scaler.get_scale()``
@@ -58,15 +58,22 @@ class EMA:
         self.decay = decay
         self.n_averaged = torch.zeros((), dtype=torch.int64)
         self._runtime = runtime_of(model)
-        self._handles = tuple(handle for handle in self._runtime.handles if handle.trainable)
+        self._handles: list[Handle] = []
+        self._averages: list[Tensor] = []  # 1-D [L] each, master dtype
+        self._rows: dict[str, tuple[Member, Tensor]] = {}  # by name: this rank's rows, views of the above
+        self._follow()
         if not self._handles:
             raise ValueError("the model has no trainable sharded parameters to average")
-        self._averages = [handle.master.clone() for handle in self._handles]  # 1-D [L] each, master dtype
-        self._rows: dict[str, tuple[Member, Tensor]] = {  # by name: this rank's rows of the average, views of the above
-            member.name: (member, average[member.local].view(member.master.shape))
-            for handle, average in zip(self._handles, self._averages, strict=True)
-            for member in handle.members
-        }
+
+    def _follow(self) -> None:
+        """Take in what is trainable and has no average yet, with the value that it has now."""
+        for handle in self._runtime.handles:
+            if handle.trainable and handle not in self._handles:
+                average = handle.master.clone()
+                self._handles.append(handle)
+                self._averages.append(average)
+                for member in handle.members:
+                    self._rows[member.name] = (member, average[member.local].view(member.master.shape))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -77,6 +84,7 @@ class EMA:
         """
         if self._runtime.shows_averages:
             raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
+        self._follow()
         masters = [handle.master for handle in self._handles]
         if self.n_averaged == 0:
             torch._foreach_copy_(self._averages, masters)

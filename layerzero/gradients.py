@@ -84,6 +84,7 @@ class GradientFlow:
         self._missing = slots  # awaited and not arrived
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
+        self.fresh = [False] * slots  # the same, since a final gradient was last shown
         self._accumulated = False  # the sharded accumulator holds something
         self._grad_valid = False  # the gradient shard holds something
         self.in_flight = False  # an exchange reads the accumulator: nothing may be written there
@@ -128,6 +129,7 @@ class GradientFlow:
         else:
             place.add_(gradient, alpha=self._scale_on_landing)
         self._landed[slot] = True
+        self.fresh[slot] = True
         self._missing -= not self._arrived[slot]
         self._arrived[slot] = True
         self.contributed[slot] = True
@@ -291,11 +293,25 @@ class GradientFlow:
         if copy is not source:
             self._pool.give(copy)
 
-    # Zeroing
+    # What the user contributes and takes back
+
+    def add_rows(self, slot: int, rows: Tensor) -> None:
+        """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
+        if not self._grad_valid and self.landing is not Landing.SHARD:
+            self.gradient_shard().zero_()
+            self._grad_valid = True
+        target = self.grad_view(slot).view(rows.shape)
+        if self.landing is Landing.SHARD and not self._landed[slot]:
+            target.zero_()
+            self._landed[slot] = True
+        target.add_(rows)
+        self.contributed[slot] = True
+        self.fresh[slot] = True
 
     def drop(self, slot: int) -> None:
         """Forget every contribution to one parameter: it has no gradient."""
         self.contributed[slot] = False
+        self.fresh[slot] = False
         self._landed[slot] = False
         if not any(self.contributed):
             self._accumulated = False

@@ -137,6 +137,13 @@ class Handle:
         if self.gathers:
             self.full.untyped_storage().resize_(0)
 
+    @property
+    def may_be_updated(self) -> bool:
+        """An optimizer step or the user may have changed the masters; the same on all ranks."""
+        # What has been frozen since the backward still has a gradient, and is stepped.
+        graded = any(member.parameter.grad is not None for member in self.members)
+        return self.trainable or self.watch.edited or graded
+
     # Birth
 
     @torch.no_grad()
@@ -192,8 +199,8 @@ class Handle:
         if self.state is not ShardState.GATHERING:
             return
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+            gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
+            gathering.wait()
         for strided in self._strided:
             strided.fill()
         self._move_to(ShardState.GATHERED)
@@ -291,10 +298,23 @@ class Handle:
             elif contributed and self.flow.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             else:
-                if not contributed:
-                    self.flow.zero(slot)
-                self.flow.grad_view(slot).view(member.master.shape).copy_(plain(gradient))
+                if contributed:
+                    self.flow.grad_view(slot).view(member.master.shape).copy_(plain(gradient))
+                else:
+                    self.flow.add_rows(slot, plain(gradient))
                 member.parameter.grad = self._gradient_of(slot)
+
+    def take_rows(self) -> None:
+        """At the end of a backward: take the gradients that it gave to sharded parameters themselves.
+
+        A loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
+        """
+        assert self.flow is not None
+        for slot, member in enumerate(self.members):
+            gradient = member.parameter.grad
+            if gradient is not None and not self._owns_gradient(slot):
+                self.flow.add_rows(slot, plain(gradient))
+                member.parameter.grad = None
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen since the last forward."""

@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.handle import Handle
 from layerzero.runtime import Runtime
+from layerzero.sharded_tensor import RowShardedTensor
 from layerzero.unit import Unit
 
 __all__ = ["attach", "runtime_of"]
@@ -21,17 +23,29 @@ __all__ = ["attach", "runtime_of"]
 
 def attach(runtime: Runtime) -> None:
     """Let the modules and parameters of a model drive its runtime."""
+    runtime.model.register_load_state_dict_pre_hook(_refuse_whole_state)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
         # First before, last after: the user's own hooks see gathered parameters.
         unit.module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
-                hook = _gradient_hook(runtime, unit, handle, slot)
+                hook = _gradient_hook(runtime, handle, slot)
                 requires_grad = member.leaf.requires_grad
                 member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
                 member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.leaf.requires_grad_(requires_grad)
+
+
+def _refuse_whole_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before torch says of each parameter that its local shape is another one."""
+    for name, parameter in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, RowShardedTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            raise RuntimeError(
+                f"load_state_dict: {prefix + name!r} is a whole tensor, the model's parameter is sharded; use "
+                "layerzero.load_full_state_dict(model, state_dict), or torch.distributed.checkpoint for sharded states"
+            )
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -50,14 +64,14 @@ def runtime_of(model: nn.Module) -> Runtime:
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
-def _gradient_hook(runtime: Runtime, unit: Unit, handle: Handle, slot: int) -> Callable[[Tensor], None]:
+def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Tensor], None]:
     # Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
-    weak_runtime, weak_unit, weak_handle = weakref.ref(runtime), weakref.ref(unit), weakref.ref(handle)
+    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
 
     def hook(leaf: Tensor) -> None:
-        runtime, unit, handle = weak_runtime(), weak_unit(), weak_handle()
-        if runtime is not None and unit is not None and handle is not None:
-            runtime.on_gradient(unit, handle, slot, leaf)
+        runtime, handle = weak_runtime(), weak_handle()
+        if runtime is not None and handle is not None:
+            runtime.on_gradient(handle, slot, leaf)
 
     return hook
 

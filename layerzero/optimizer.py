@@ -118,7 +118,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
-        self._runtime.notice_failure()
+        self._runtime.notice_interrupt()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if set_to_none or self._runtime.gradients.failed:
@@ -154,15 +154,15 @@ class ShardedOptimizer(Optimizer):
         """Add a group of sharded parameters (or of the model's parameters from before sharding)."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
-        own = {id(parameter) for parameter in self._runtime.model.parameters()}
         shown: list[Tensor] = []
         masters: list[Tensor] = []
         for parameter in parameters:
             member = self._runtime.member_of(parameter)
-            if member is None and id(parameter) not in own:
+            if member is None and not self._runtime.is_ignored(parameter):
                 raise ValueError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not own; "
-                    "build the optimizer from model.parameters() of the model that is sharded"
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
+                    "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
+                    "modules before shard_model"
                 )
             shown.append(parameter if member is None else member.parameter)
             masters.append(self._master_for(parameter, member))

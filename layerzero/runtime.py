@@ -2,10 +2,11 @@
 
 [Note: Who frees the full buffer]
 A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it) or
-`reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a use's inputs
-are known: autograd runs later nodes first, so all of the use's nodes have run by then. A use whose inputs need no
-gradient ends when the unit's last parameter gradient arrives. The end of the backward frees what is left, such as a
-unit whose inputs are leaves.
+`reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a
+use's inputs are known: autograd runs later nodes first, so all of the use's nodes have run by then. Leaves come before
+later nodes, though, and of inputs without gradients nothing is heard: such a use ends with the backward that holds it,
+which in a reentrant checkpoint is one inside another. The gradients of the unit's parameters tell nothing: others, of
+nested units or tied weights, may still be reached through its weights.
 
 [Note: Forward order]
 A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
@@ -15,6 +16,7 @@ prefetches along the record of its own forward, which its hooks hold.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,6 +63,8 @@ class _Backward:
     """A backward that is under way."""
 
     reduces: bool  # outside no_sync
+    task: int  # autograd's number for it
+    nested: dict[int, list[Use]] = field(default_factory=dict)  # by task: uses whose backward runs in a nested one
     arrived: dict[Handle, None] = field(default_factory=dict)  # complete handles, in order
     begun: set[Use] = field(default_factory=set)  # uses that have been gathered for
 
@@ -75,6 +79,7 @@ class Runtime:
         config: LayerZeroConfig,
         topology: Topology,
         pool: BufferPool,
+        ignored: Sequence[nn.Parameter],
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -89,6 +94,7 @@ class Runtime:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})
         self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
+        self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
         self._running: list[Use] = []  # calls of units under way, outermost first
         self._forward: _Forward | None = None
         self._backward: _Backward | None = None
@@ -111,14 +117,18 @@ class Runtime:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
         return member
 
-    def is_sharded(self, parameter: Tensor) -> bool:
-        return parameter in self._member_of
+    def is_ignored(self, parameter: Tensor) -> bool:
+        """The model had it when it was sharded, and shard_model was told to leave it alone."""
+        return parameter in self._ignored
 
     # Forward
 
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        interrupted = unit.running and self._forward is not None and not _being_called(unit.module)
+        if self._forward is None or interrupted:
+            self.notice_interrupt()
         use = Use(unit, around=tuple(self._running))
-        unit.running.append(use)  # first: after_forward runs even where this raises
+        unit.running.append(use)  # now: after_forward runs even where this raises
         self._running.append(use)
         if self.shows_full:
             raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
@@ -141,6 +151,8 @@ class Runtime:
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
+        if not unit.running:  # before_forward has raised at once
+            return output
         use = unit.running.pop()
         self._running.remove(use)
         if self.shows_full:  # before_forward has refused
@@ -159,7 +171,6 @@ class Runtime:
         return output
 
     def _begin_forward(self, entry: Unit) -> None:
-        self.notice_failure()
         self.gradients.heed_requires_grad()
         self.refresh_edited()
         self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
@@ -173,10 +184,8 @@ class Runtime:
                 unit.reshard()
 
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        use.leads_to_inputs = bool(inputs)
         # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
-        inputs = [tensor for tensor in inputs if tensor.grad_fn is not None]
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -208,6 +217,7 @@ class Runtime:
         unit = use.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
         unit.in_backward.add(use)
+        self._end_with_nested_backward(backward, use)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
         for around in use.around:
             if around not in backward.begun:
@@ -226,7 +236,22 @@ class Runtime:
         if use.unit.idle:
             use.unit.release()
 
-    def on_gradient(self, unit: Unit, handle: Handle, slot: int, leaf: Tensor) -> None:
+    def _end_with_nested_backward(self, backward: _Backward, use: Use) -> None:
+        """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed use's nodes."""
+        task = torch._C._current_graph_task_id()
+        if task == backward.task:
+            return
+        if task not in backward.nested:
+            backward.nested[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_nested, task))
+        backward.nested[task].append(use)
+
+    def _end_nested(self, task: int) -> None:
+        assert self._backward is not None
+        for use in self._backward.nested.pop(task):
+            self._after_backward(use, None)
+
+    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """The gradient of one whole parameter has arrived in ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
@@ -235,10 +260,6 @@ class Runtime:
         if not self.gradients.arrive(handle, slot, gradient):
             return
         backward.arrived[handle] = None
-        if all(other in backward.arrived for other in unit.trainable):
-            unit.in_backward = {use for use in unit.in_backward if use.leads_to_inputs}
-            if unit.idle:
-                unit.release()
         self.gradients.start_ready(across_replicas=backward.reduces)
 
     def _enter_backward(self, name: str) -> _Backward:
@@ -249,8 +270,13 @@ class Runtime:
                 "by finite differences"
             )
         if self._backward is None:
+            if edited := [handle.name for handle in self.handles if handle.watch.edited]:
+                raise RuntimeError(
+                    f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
+                    "them as they were; change them after the backward"
+                )
             self.gradients.heed_user()
-            self._backward = _Backward(reduces=self.reduces)
+            self._backward = _Backward(reduces=self.reduces, task=torch._C._current_graph_task_id())
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -272,6 +298,16 @@ class Runtime:
             return
         self._backward = None
         self.gradients.abandon()
+        self._release_all()
+
+    def notice_interrupt(self) -> None:
+        """Between passes, a forward that has begun and not ended was interrupted: torch runs no hook then."""
+        self.notice_failure()
+        if self._running and not _inside_backward():
+            self._forward = None
+            self._release_all()
+
+    def _release_all(self) -> None:
         for unit in self.units:
             unit.running.clear()
             unit.in_backward.clear()
@@ -280,7 +316,7 @@ class Runtime:
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
-        self.notice_failure()
+        self.notice_interrupt()
         if self.gradients.complete():
             self.gradients.run_hooks()
 
@@ -293,7 +329,7 @@ class Runtime:
             handle.launch_refresh()
 
     def refresh_after_step(self) -> None:
-        self.refresh([handle for handle in self.handles if handle.trainable or handle.watch.edited])
+        self.refresh([handle for handle in self.handles if handle.may_be_updated])
 
     def refresh_edited(self) -> None:
         """Carry edits of masters to all replicas; an error where ranks edited different ones."""
@@ -306,6 +342,15 @@ class Runtime:
             )
             agree(subject, {"changed": names}, ranks=self.topology.ranks)
             self.refresh(edited)
+
+
+def _being_called(module: nn.Module) -> bool:
+    """An outer call of the module, beside the one that asks, is on the stack: it calls itself."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _inside_backward() -> bool:

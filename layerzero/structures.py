@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["cast_floating", "tensors_in"]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, in order."""
+_DEEPEST = 8  # of objects inside objects
+
+
+def tensors_in(value: Any, _depth: int = 0) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings, dataclasses and attributes of other objects, in order."""
+    items: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+        items = value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        items = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        items = (getattr(value, field.name) for field in dataclasses.fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        items = tuple(vars(value).values()) if _depth < _DEEPEST else ()  # such objects may hold one another
+    for item in items:
+        yield from tensors_in(item, _depth + 1)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

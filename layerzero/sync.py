@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.agreement import agree
 from layerzero.collectives import Exchange, all_reduce, broadcast
-from layerzero.handle import Handle
+from layerzero.handle import Handle, Member
 from layerzero.reduction import ReductionQueue
 from layerzero.topology import Topology
 
@@ -30,11 +30,18 @@ class GradientSync:
         self._owes_reduction = False  # the last backward ran inside no_sync
         self._order_agreed = False
         self._queue = ReductionQueue(self._taking_part())
+        self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
 
     def _taking_part(self) -> list[Handle]:
         """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
-        return [h for h in reversed(self._handles) if h.flow is not None and (h.trainable or any(h.flow.contributed))]
+        # Inside no_sync only this rank knows what it has used.
+        left = self._owes_reduction
+        return [
+            handle
+            for handle in reversed(self._handles)
+            if handle.flow is not None and (handle.trainable or left or any(handle.flow.contributed))
+        ]
 
     @property
     def _with_flow(self) -> list[Handle]:
@@ -64,6 +71,8 @@ class GradientSync:
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""
+        for handle in self._with_flow:
+            handle.take_rows()
         used = self._agree_on_use() if reduces else None
         self._queue.finish(across_replicas=reduces)
         self._publish(used)
@@ -111,9 +120,10 @@ class GradientSync:
         for handle in self._with_flow:
             handle.heed_user()
         if self.failed:
-            if any(member.parameter.grad is not None for member in self._members):
+            if left := [member.name for member in self._members if member.parameter.grad is not None]:
                 raise RuntimeError(
-                    "the last backward raised an exception and left incomplete gradients; call optimizer.zero_grad()"
+                    "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
+                    f"optimizers, or model.zero_grad() (parameters with a gradient: {', '.join(left[:3])}, ...)"
                 )
             self.drop()
 
@@ -132,8 +142,9 @@ class GradientSync:
         self._order_agreed = False
 
     def run_hooks(self) -> None:
-        """Call the user's post-accumulate-grad hooks: each sharded parameter's gradient is final now."""
-        for member in self._members:
+        """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
+        updated, self._updated = self._updated, []
+        for member in updated:
             hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
             if hooks and member.parameter.grad is not None:
                 for hook in list(hooks.values()):
@@ -142,9 +153,14 @@ class GradientSync:
     # Agreement
 
     def _agree_on_use(self) -> tuple[Tensor, dist.Work | None]:
-        """Start finding out which parameters any rank has used since the last zero_grad."""
-        local = [used for handle in self._queue.order if handle.flow is not None for used in handle.flow.contributed]
-        bitmap = torch.tensor(local, dtype=torch.uint8)
+        """Start finding out which parameters any rank has used, and when."""
+        local = [
+            contributed + (contributed and fresh)
+            for handle in self._queue.order
+            if handle.flow is not None
+            for contributed, fresh in zip(handle.flow.contributed, handle.flow.fresh, strict=True)
+        ]
+        bitmap = torch.tensor(local, dtype=torch.uint8)  # 0 unused, 1 used since zero_grad, 2 since the last final one
         control = self._topology.control
         work = None
         if control.size > 1 and local:
@@ -152,19 +168,23 @@ class GradientSync:
         return bitmap, work
 
     def _publish(self, used: tuple[Tensor, dist.Work | None] | None) -> None:
-        anywhere: list[bool] | None = None
+        anywhere: list[int] | None = None
         if used is not None:
             bitmap, work = used
             if work is not None:
                 work.wait()
-            anywhere = bitmap.bool().tolist()
+            anywhere = bitmap.tolist()
         agreed = anywhere is not None or self._topology.data_parallel == 1
         position = 0
         for handle in self._queue.order:
             assert handle.flow is not None
             stop = position + len(handle.members)
-            here = handle.flow.contributed if anywhere is None else anywhere[position:stop]
+            here = handle.flow.contributed if anywhere is None else [value > 0 for value in anywhere[position:stop]]
             handle.publish_gradients(here, agreed=agreed)
+            if anywhere is not None:
+                fresh = zip(handle.members, anywhere[position:stop], strict=True)
+                self._updated += [member for member, value in fresh if value == 2]
+                handle.flow.fresh = [False] * len(handle.members)
             position = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:

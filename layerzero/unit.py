@@ -14,12 +14,11 @@ __all__ = ["Unit", "Use"]
 class Use:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("_order", "_position", "around", "leads_to_inputs", "unit")
+    __slots__ = ("_order", "_position", "around", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Use, ...]) -> None:
         self.unit = unit
         self.around = around  # the uses that call this one, outermost first
-        self.leads_to_inputs = False  # some input wants a gradient: those of the parameters do not end its backward
         self._order: list[Use] = []  # all uses of the forward, by return
         self._position = 0
 
@@ -91,6 +90,14 @@ class Unit:
 
     def show_leaves(self) -> None:
         for parameters, attribute, member in self._places:
+            shown = parameters.get(attribute)
+            if shown is not member.parameter and shown is not member.leaf:
+                raise RuntimeError(
+                    f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "
+                    "load_state_dict(assign=True), functional_call or a parametrization; copy new values into the "
+                    "parameter or use layerzero.load_full_state_dict, and make such changes of structure before "
+                    "shard_model"
+                )
             parameters[attribute] = member.leaf
 
     def show_sharded(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug
 
 __all__ = ["run_ranks"]
 
@@ -118,7 +118,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: 
     try:
         return fn(rank, *args)
     finally:
-        _clear_sharding_prop_cache()  # torch's, of results that name the meshes and groups of this call
+        # torch's cache of results that name the meshes and groups of this call; torch 2.11 has fewer of them
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
         dist.destroy_process_group()
 

@@ -120,6 +120,17 @@ def _change_weight_in_forward() -> None:
     model(torch.ones(1, 5)).sum().backward()
 
 
+def _assign_parameter() -> None:
+    model = _shard(units=["first"])
+    model.first.weight = nn.Parameter(torch.ones(6, 5))
+    model(torch.ones(2, 5))
+
+
+def _functional_call() -> None:
+    model = _shard(units=["first"])
+    torch.func.functional_call(model, dict(integer_net(1).named_parameters()), torch.ones(2, 5))
+
+
 def _deepcopy_parameter() -> None:
     copy.deepcopy(next(_shard().parameters()))
 
@@ -276,6 +287,18 @@ CASES: dict[str, Case] = {
     "reshard_after_forward of wrong type": Case(
         partial(_shard, reshard_after_forward=2), TypeError, ("reshard_after_forward", "2|int", "bool")
     ),
+    "whole state in load_state_dict": Case(
+        lambda: _shard().load_state_dict(integer_net().state_dict()),
+        RuntimeError,
+        ("shift|first", "load_full_state_dict"),
+    ),
+    "state assigned": Case(
+        lambda: _shard().load_state_dict(integer_net().state_dict(), assign=True),
+        RuntimeError,
+        ("shift|first", "load_full_state_dict"),
+    ),
+    "parameter assigned": Case(_assign_parameter, RuntimeError, (r"first\.weight", "replaced", "copy")),
+    "functional_call": Case(_functional_call, RuntimeError, (r"weight|shift", "functional_call")),
     "deepcopy of the model": Case(
         lambda: copy.deepcopy(_shard()), Exception, ("cop(y|ied)", "full_state_dict|unsharded|before")
     ),

@@ -39,7 +39,8 @@ class Fused(nn.Module):
         self.fuse = fuse
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fuse(self.inner(x))
+        # First: a recomputation may stop early, where it has all that it needs.
+        return self.inner(self.fuse(x))
 
 
 def _make(reentrant: bool | None = None) -> tuple[Chain, Fuse]:
@@ -153,6 +154,43 @@ def _fail_in_every_mode(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", FAILURES)
 def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(name: str) -> None:
     run_ranks(_fail_in_every_mode, name, world_size=WORLD, pg_timeout=20)
+
+
+def _interrupt(rank: int) -> None:
+    """Ctrl-C in a notebook: torch runs no hooks then, and the next cell goes on, with zero_grad or without."""
+    for place, forgets in itertools.product(("forward", "backward"), (True, False)):
+        results = []
+        for interrupts in (False, True):
+            model, _ = _make()
+            shard(model)
+            optimizer = layerzero.shard_optimizer(sgd(model), model)
+            for step in range(3):
+                if interrupts and step == 1:
+                    handle = _interrupt_in(model, place)
+                    with pytest.raises(KeyboardInterrupt):
+                        one_pass(model, rank, 9)
+                    handle.remove()
+                    if forgets or place == "backward":
+                        model.zero_grad()
+                one_pass(model, rank, step)
+                assert all(p.grad is not None for p in model.parameters()), (place, forgets)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert layerzero.memory(model).measured["full_buffer"] == 0
+            results.append(full_parameters(model))
+        assert not different(*results), (place, forgets)
+
+
+def _interrupt_in(model: nn.Module, place: str) -> Any:
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    inner = model.units[1].inner.units[0].linear
+    return inner.register_forward_hook(stop) if place == "forward" else inner.weight.register_hook(stop)
+
+
+def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+    run_ranks(_interrupt, world_size=WORLD)
 
 
 def _fail_without_zero_grad(rank: int) -> str:

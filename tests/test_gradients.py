@@ -64,6 +64,50 @@ def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
     run_ranks(_write, world_size=WORLD)
 
 
+def _penalise(rank: int) -> None:
+    """A penalty in the loss, on this rank's rows: each row counts once, on the rank that holds it."""
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        for inside_no_sync in (False, True):
+            torch.manual_seed(0)
+            alone = blocks(3, order=(0, 2))
+            model = shard(copy.deepcopy(alone), **settings)
+            for step in range(2):
+                penalty = sum(p.to_local().square().sum() for p in model.parameters())
+                (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
+                for r in range(WORLD):
+                    penalty = sum(p.square().sum() for p in alone.parameters())
+                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
+                if inside_no_sync:
+                    with layerzero.no_sync(model):
+                        one_pass(model, rank, step + 5)
+                    for r in range(WORLD):
+                        one_pass(alone, r, step + 5)
+                    layerzero.clip_grad_norm_(model, float("inf"))
+            assert_same_gradients(model, alone, (settings, inside_no_sync))
+
+
+def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
+    run_ranks(_penalise, world_size=WORLD)
+
+
+def _edit_in_flight(rank: int) -> str:
+    for size in (1, 2, 4):
+        model = shard(blocks(), size)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        loss = loss_of(model(batch(rank, 0)))
+        with torch.no_grad():
+            model.units[1].linear.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"units\.1.*changed between a forward and its backward") as caught:
+            loss.backward()
+        optimizer.zero_grad()
+        one_pass(model, rank, 1)
+    return str(caught.value)
+
+
+def test_an_edit_between_forward_and_backward_is_an_error() -> None:
+    run_ranks(_edit_in_flight, world_size=WORLD)
+
+
 MISUSES: dict[str, Callable[[Chain, Tensor], Tensor]] = {
     "full_tensor in a loss": lambda model, x: model.units[0].linear.weight.full_tensor().square().sum(),
     "a weight in a loss": lambda model, x: (x @ model.units[0].linear.weight).sum(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero.handle import ShardState
+from layerzero.hooks import runtime_of
 from tests.graphs import (
     IN_FLIGHT,
     MODES,
@@ -57,6 +61,41 @@ class Odd(nn.Module):
         return x + odd + self.turned.prod(0) + (x.float() * self.narrow).double()
 
 
+class Through(nn.Module):
+    """A root whose own weight lies between a nested unit and the loss, and carries gradients that it does not get.
+
+    The weight gets a gradient of its own early, or none.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.unit = Block()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64), requires_grad=how != "frozen")
+        self.last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.unit(x.detach())
+        x = x @ self.weight.detach() if self.how == "detached" else x @ self.weight
+        x = torch.tanh(self.last(x))
+        return x @ self.weight if self.how == "detached" else x
+
+
+class Recomputing(nn.Module):
+    """A root that recomputes parts of its own, which are no units, one after the other."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.unit = Block(reentrant=reentrant)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.parts, self.unit, self.parts[0]):
+            x = checkpoint(lambda y, part=part: torch.tanh(part(y)), x, use_reentrant=self.reentrant)
+        return x
+
+
 @dataclass
 class Result:
     hidden: Tensor
@@ -64,6 +103,14 @@ class Result:
 
 
 Parts = namedtuple("Parts", "hidden extra")
+
+
+class Plain:
+    """A class that nobody has told anybody about."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.inner = {"hidden": hidden}
+        self.me = self
 
 
 class Wrapping(nn.Module):
@@ -84,6 +131,7 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] 
     "dataclass": (lambda a, b: Result(a + b, "text"), lambda out: [out.hidden]),
     "namedtuple": (Parts, lambda out: [out.hidden, out.extra]),
     "nested list": (lambda a, b: [[a], (None, [b])], lambda out: [out[0][0], out[1][1][0]]),
+    "class of its own": (lambda a, b: Plain(a + b), lambda out: [out.inner["hidden"]]),
     "half of a tuple": (lambda a, b: (a, b), lambda out: [out[0]]),
 }
 
@@ -94,8 +142,8 @@ def _choose(model: nn.Module, rank: int, step: int, *, used: Callable[[int, int]
     one_pass(model, rank, step)
 
 
-def _tied() -> Chain:
-    model = blocks()
+def _tied(reentrant: bool | None = None) -> Chain:
+    model = blocks(reentrant=reentrant)
     model.units[2].linear.weight = model.units[0].linear.weight
     return model
 
@@ -135,6 +183,18 @@ CASES: dict[str, Case] = {
     "partly frozen units": Case(lambda: freeze(blocks(), "units.0.linear.weight", "units.1.linear.bias"), IN_FLIGHT),
     "odd shapes and several dtypes": Case(lambda: Chain(Odd(), Block()), IN_FLIGHT),
     "partly frozen odd shapes": Case(lambda: freeze(Chain(Odd()), "units.0.odd.3", "units.0.odd.5")),
+    **{
+        f"a {how} weight of the root in the middle": Case(partial(Through, how))
+        for how in ("frozen", "detached", "used")
+    },
+    **{
+        f"tied and frozen, {reentrant}": Case(lambda r=reentrant: freeze(_tied(r), "units.0.linear.weight"), IN_FLIGHT)
+        for reentrant in (None, True, False)
+    },
+    **{
+        f"own modules of the root, {'' if r else 'non-'}reentrant checkpoint": Case(partial(Recomputing, reentrant=r))
+        for r in (True, False)
+    },
     **{
         f"outputs in a {name}": Case(partial(Wrapping, *container), settings={"units": ["part"]})
         for name, container in CONTAINERS.items()
@@ -231,13 +291,42 @@ def _count_gathers(rank: int) -> None:
         parameters, again = _train(rank, units=units)
         assert not different(parameters, expected) and again == gathers, units
     assert _train(rank, reshard_after_forward=False)[1] <= 4
-    for reentrant in (True, False):
-        _, again = _train(rank, lambda r=reentrant: blocks(reentrant=r))
-        assert again <= gathers + 3, (reentrant, again)
+    for frozen in ((), ("units.1",), ("units.0", "units.1"), ("units.0.linear.bias",)):
+        plain, again, once_more = (
+            _train(rank, lambda r=reentrant, f=frozen: freeze(blocks(reentrant=r), *f))[1]
+            for reentrant in (None, True, False)
+        )
+        assert plain == again == once_more, f"{frozen}: the gather of a recomputation serves the backward, too"
 
 
-def test_gathers_are_few_however_units_are_given_and_recomputation_adds_one_per_unit() -> None:
+def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none() -> None:
     run_ranks(_count_gathers, world_size=WORLD)
+
+
+def _count_gathered_units(rank: int) -> None:
+    """In the backward, no more than the root, the unit that ends, the one that begins, and those ahead."""
+    for reentrant, prefetch in itertools.product((None, True, False), (0, 1)):
+        model = shard(blocks(6, reentrant=reentrant), prefetch=prefetch)
+        gathered: list[int] = []
+
+        def watch(gradient: Tensor, model: nn.Module = model, gathered: list[int] = gathered) -> None:
+            states = [handle.state for handle in runtime_of(model).handles]
+            gathered.append(sum(state is not ShardState.SHARDED for state in states))
+
+        def attach(module: nn.Module, args: Any, output: Tensor, watch: Callable[[Tensor], None] = watch) -> None:
+            if output.requires_grad:
+                output.register_hook(watch)
+
+        for unit in model.units:
+            unit.register_forward_hook(attach)
+        for step in range(2):
+            one_pass(model, rank, step)
+        assert len(gathered) >= 12
+        assert max(gathered) <= 3 + prefetch, (reentrant, prefetch, gathered)
+
+
+def test_a_backward_holds_few_units_also_under_checkpoints() -> None:
+    run_ranks(_count_gathered_units, world_size=WORLD)
 
 
 # --- several models, and their end ---

@@ -229,6 +229,31 @@ def test_post_accumulate_hooks_see_final_gradients_once(when: str) -> None:
     run_ranks(_step_in_hooks, when, world_size=WORLD)
 
 
+def _halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def _hook_parts(rank: int) -> None:
+    """Two losses, two backwards: a hook fires for the parameters that took part in each."""
+    for settings in MODES:
+        torch.manual_seed(0)
+        alone = Chain(blocks(1), blocks(1), own=False)
+        model = shard(copy.deepcopy(alone), **settings)
+        for net in (model, alone):
+            for parameter in net.parameters():
+                parameter.register_post_accumulate_grad_hook(_halve)
+        for step in range(2):
+            for place in (0, 1, 1):
+                x = batch(rank, step, place)
+                loss_of(model.units[place](x)).backward()
+                sum(loss_of(alone.units[place](batch(r, step, place))) for r in range(WORLD)).backward()
+        assert_same_gradients(model, alone, settings)
+
+
+def test_post_accumulate_hooks_fire_only_for_what_a_backward_reached() -> None:
+    run_ranks(_hook_parts, world_size=WORLD)
+
+
 # --- gradients of inputs, and of gradients ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from tests.graphs import (
     Block,
     Case,
     Chain,
+    assert_same_gradients,
     batch,
     blocks,
     compare,
@@ -126,6 +128,79 @@ def _keep_pending_gradients(rank: int) -> list[Any]:
     gradients = full_gradients(model)
     optimizer.step()
     return [sorted(gradients), gradients["units.0.linear.weight"]]
+
+
+def _freeze_before_the_step(rank: int) -> None:
+    """What was frozen after its backward still has a gradient, and the step still updates it."""
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        torch.manual_seed(0)
+        alone = blocks()
+        model = shard(copy.deepcopy(alone), **settings)
+        optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+        one_pass(model, rank, 0)
+        for r in range(WORLD):
+            one_pass(alone, r, 0)
+        for parameter in alone.parameters():
+            parameter.grad /= WORLD
+        for net in (model, alone):
+            freeze(net, "units.0", "units.1.linear.bias", "scale")
+            with torch.no_grad():
+                net(batch(rank, 1))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(batch(0, 5)), alone(batch(0, 5)), rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_frozen_between_backward_and_step_is_stepped_and_refreshed() -> None:
+    run_ranks(_freeze_before_the_step, world_size=WORLD)
+
+
+def _average_what_is_unfrozen(rank: int) -> None:
+    model = shard(freeze(blocks(), "units.0"))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    ema = layerzero.EMA(model, decay=0.5)
+    for step in range(3):
+        if step == 1:
+            freeze(model)
+        one_pass(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        assert ("units.0.linear.weight" in ema.state_dict()["averages"]) == (step > 0)
+    trained = model.units[0].linear.weight.full_tensor()
+    with ema.swapped():
+        assert not torch.equal(model.units[0].linear.weight.full_tensor(), trained)
+
+
+def test_an_average_takes_in_what_is_unfrozen() -> None:
+    run_ranks(_average_what_is_unfrozen, world_size=WORLD)
+
+
+def _freeze_what_some_ranks_used(rank: int) -> None:
+    """Inside no_sync no rank knows what the others have used."""
+    for settings in MODES:
+        torch.manual_seed(0)
+        alone = Chain(Block(), blocks(1), Block())
+        model = shard(copy.deepcopy(alone), units=["units.0", "units.2"], **settings)
+        with layerzero.no_sync(model):
+            model.order = (0, 1, 2) if rank == 1 else (0, 2)
+            one_pass(model, rank, 0)
+        freeze(model, "units.1")
+        model.order = (0, 1, 2)
+        one_pass(model, rank, 1)
+        for r in range(WORLD):
+            alone.order = (0, 1, 2) if r == 1 else (0, 2)
+            one_pass(alone, r, 0)
+        freeze(alone, "units.1")
+        alone.order = (0, 1, 2)
+        for r in range(WORLD):
+            one_pass(alone, r, 1)
+        assert_same_gradients(model, alone, settings)
+
+
+def test_freezing_what_only_some_ranks_have_used_is_agreed_upon() -> None:
+    run_ranks(_freeze_what_some_ranks_used, world_size=WORLD)
 
 
 def test_gradients_from_before_a_freeze_are_not_lost() -> None:
