@@ -242,7 +242,8 @@ class _WithoutGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError(
             f"a backward reached full_tensor() of parameter {ctx.name!r}, through which no gradient can flow; use the "
-            "parameter inside the forward of its unit, or p.detach().full_tensor() where no gradient is wanted"
+            "parameter inside the forward of its unit, p.to_local() for a penalty on this rank's rows, or "
+            "p.detach().full_tensor() where no gradient is wanted"
         )
 
 
@@ -317,7 +318,7 @@ def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) ->
                 f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
                 f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
                 "use tensors made from the sharded parameter itself, such as torch.zeros_like(p). A penalty on "
-                "parameters cannot be a part of the loss: add its gradient to p.grad instead"
+                "parameters is written on this rank's rows, p.to_local(), which counts each row once"
             )
 
 

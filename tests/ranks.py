@@ -22,9 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 
-__all__ = ["run_ranks"]
+import layerzero
+
+__all__ = ["mesh_of", "run_ranks"]
 
 
 def run_ranks(
@@ -110,6 +113,16 @@ def _work(pipe: Connection) -> None:
         pipe.send(result)
 
 
+_meshes: dict[int, DeviceMesh] = {}  # by zero3_size, of the call that runs
+
+
+def mesh_of(zero3_size: int) -> DeviceMesh:
+    """The mesh of all ranks; made once for each call of :func:`run_ranks`, as process groups take long to make."""
+    if zero3_size not in _meshes:
+        _meshes[zero3_size] = layerzero.init_mesh(zero3_size)
+    return _meshes[zero3_size]
+
+
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, path: str, pg_timeout: float):
     store = dist.FileStore(path, world_size)
     store.set_timeout(timedelta(seconds=pg_timeout))
@@ -118,6 +131,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: 
     try:
         return fn(rank, *args)
     finally:
+        _meshes.clear()
         # torch's cache of results that name the meshes and groups of this call; torch 2.11 has fewer of them
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own

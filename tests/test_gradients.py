@@ -32,8 +32,8 @@ def _replace(model: nn.Module) -> None:
 
 def _write(rank: int) -> None:
     """r: a backward outside no_sync; d, x: gradients changed by hand; s: a step. Of the sum over ranks' gradients."""
-    for settings in (*MODES, {"size": 1}, {"size": 4}):
-        for script in ("rd", "dr", "drd", "rdr", "rx", "rxr", "d", "drsrd", "rsdr"):
+    for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
+        for script in ("drd", "rdr", "rxr", "d", "drsrd", "rsdr"):
             torch.manual_seed(0)
             alone = blocks(3, order=(0, 2))  # one unit is never used: its gradient is what is written, or none
             model = shard(copy.deepcopy(alone), **settings)
@@ -134,4 +134,4 @@ def test_a_loss_on_sharded_parameters_is_an_error() -> None:
         assert "no gradient can flow" in messages["full_tensor in a loss"]
         for name in ("a weight in a loss", "a submodule of a unit"):
             assert "units.0.linear.weight" in messages[name] and "call the model as a whole" in messages[name]
-        assert "add its gradient to p.grad" in messages["a penalty"] or "DTensor" in messages["a penalty"]
+        assert "p.to_local()" in messages["a penalty"] or "DTensor" in messages["a penalty"]

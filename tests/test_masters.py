@@ -30,7 +30,7 @@ from tests.models import (
     integer_net,
     union,
 )
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 
 WORLD = 4
 SIZES = (1, 2, 4)
@@ -56,7 +56,7 @@ def _sharded(model: nn.Module | None = None, size: int = 2, dtype: torch.dtype =
     model = integer_net() if model is None else model
     units = getattr(model, "UNITS", None)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    return layerzero.shard_model(model, zero3_size=size, units=units, mp_policy=policy)
+    return layerzero.shard_model(model, mesh=mesh_of(size), units=units, mp_policy=policy)
 
 
 def _output(model: nn.Module) -> Tensor:

@@ -33,7 +33,7 @@ from tests.models import (
     integer_net,
     train,
 )
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -68,7 +68,7 @@ PAIRS: dict[str, tuple[Factory, Factory]] = {
 
 
 def shard(net: nn.Module, zero3_size: int = 2) -> nn.Module:
-    return layerzero.shard_model(net, zero3_size=zero3_size, units=IntegerNet.UNITS)
+    return layerzero.shard_model(net, mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
 
 
 def _follow_torch(rank: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from tests.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
 from tests.models import full_gradients, full_parameters
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 
 FP64 = torch.float64
 
@@ -144,7 +144,7 @@ def _factors(rank: int, world: int) -> None:
             gradients = []
             for factor in (None, 2.0, 0.5):
                 model = layerzero.shard_model(
-                    nn.Linear(4, 4), zero3_size=size, gradient_divide_factor=factor, **settings
+                    nn.Linear(4, 4), mesh=mesh_of(size), gradient_divide_factor=factor, **settings
                 )
                 with torch.no_grad():
                     for parameter in model.parameters():

@@ -20,7 +20,7 @@ from tests.models import (
     integer_loss,
     integer_net,
 )
-from tests.ranks import run_ranks
+from tests.ranks import mesh_of, run_ranks
 
 WORLD = 4
 SIZES = (1, 2, 4)
@@ -63,7 +63,7 @@ def _sharded(model: nn.Module, size: int, **settings: Any) -> nn.Module:
     policy |= {key: settings.pop(key) for key in ("cast_forward_inputs",) if key in settings}
     units = settings.pop("units", getattr(model, "UNITS", None))
     return layerzero.shard_model(
-        model, zero3_size=size, units=units, mp_policy=MixedPrecisionPolicy(**policy), **settings
+        model, mesh=mesh_of(size), units=units, mp_policy=MixedPrecisionPolicy(**policy), **settings
     )
 
 

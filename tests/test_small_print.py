@@ -360,3 +360,16 @@ def _look_into_units(rank: int) -> list[str]:
 def test_torch_compile_does_not_look_into_the_schedule() -> None:
     for reasons in run_ranks(_look_into_units, world_size=2):
         assert reasons and all("torch.compiler.disable" in reason for reason in reasons), reasons
+
+
+def _add_after_sharding(rank: int) -> str:
+    model = shard(blocks(1))
+    model.late = nn.Linear(2, 2)
+    with pytest.raises(ValueError) as caught:
+        layerzero.shard_optimizer(sgd(model), model)
+    return str(caught.value)
+
+
+def test_a_module_added_after_sharding_is_no_part_of_the_model() -> None:
+    for message in run_ranks(_add_after_sharding, world_size=2):
+        assert "[2, 2]" in message and "before shard_model" in message
