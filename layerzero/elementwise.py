@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from layerzero.sharded_tensor import plain
+
 __all__ = ["require_elementwise"]
 
 _REASONS = {
@@ -67,9 +69,20 @@ def _run(
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
+    if state := next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), None):
+        for parameter in parameters:  # some optimizers make their state when they are built
+            twin.state[parameter] = {key: _like(value, parameter) for key, value in state.items()}
     for gradients in steps:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         # The class's step: a scheduler may have replaced the instance's, bound to the original.
         type(optimizer).step(twin)
     return parameters
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """A parameter's state, for another parameter: a tensor of its shape, or a copy of what has no dims."""
+    if isinstance(value, Tensor) and value.ndim:
+        first = plain(value.detach()).flatten()[:1]
+        return torch.full_like(parameter, float(first) if first.numel() else 0.0)
+    return copy.deepcopy(value)
