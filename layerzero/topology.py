@@ -173,7 +173,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
     table = mesh.mesh.t()
-    table = table.reshape(-1).view(table.shape)  # contiguous() may keep the strides of axes of size 1, which torch reads
+    table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
 
 
