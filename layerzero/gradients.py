@@ -18,11 +18,12 @@ fp16 travels, which would overflow, and where nothing travels, they are divided 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
+from layerzero.accumulator import Accumulator
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, Lane, PendingSum, reduce_scatter, scratch_numel
 from layerzero.config import Precision
@@ -59,6 +60,7 @@ class GradientFlow:
         divide_factor: float,
         topology: Topology,
         pool: BufferPool,
+        make_accumulator: Callable[[int, torch.dtype], Accumulator],
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -76,7 +78,8 @@ class GradientFlow:
         self._scale_at_end = 1.0 if early else 1.0 / divide_factor
 
         self.grad: Tensor | None = None  # 1-D [L], master dtype: the ZeRO-1 gradient shard
-        self.accumulator: Tensor | None = None  # 1-D [G] or [G / S], master dtype
+        self.accumulator_numel = self._accumulator_numel()  # 0 where the gradient shard does its work
+        self._accumulator = make_accumulator(self.accumulator_numel, precision.master)  # G or G / S elements
         self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
         slots = len(layout.slots)
         self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
@@ -87,7 +90,6 @@ class GradientFlow:
         self.fresh = [False] * slots  # the same, since a final gradient was last shown
         self._accumulated = False  # the sharded accumulator holds something
         self._grad_valid = False  # the gradient shard holds something
-        self.in_flight = False  # an exchange reads the accumulator: nothing may be written there
 
     # What a flow holds
 
@@ -109,8 +111,11 @@ class GradientFlow:
         return any(self._arrived)
 
     @property
-    def accumulator_numel(self) -> int:
-        """Elements of the accumulator, 0 where the gradient shard does its work."""
+    def blocked(self) -> bool:
+        """Nothing can be taken before an exchange in flight has ended."""
+        return self._accumulator.busy or self._accumulator.blocked
+
+    def _accumulator_numel(self) -> int:
         if self.landing is Landing.SHARD:
             return 0
         if self.landing is Landing.ACCUMULATOR:
@@ -157,73 +162,108 @@ class GradientFlow:
             yield from self._hop1(self._take_buffer(), across_replicas=across_replicas)
         elif across_replicas:
             yield from self._reduce_accumulator()
+        else:
+            self._accumulator.close(keep=any(self._landed))
 
     def reduce_rest(self) -> Phases:
         """Carry to the gradient shard what backwards inside no_sync have left behind; as :meth:`reduce`."""
         if self.landing is Landing.ACCUMULATOR:
             yield from self._reduce_accumulator()
         elif self.landing is Landing.BUFFER and self.topology.replicas > 1:
-            node = self._sharded_accumulator()
             if not self._accumulated:
-                node.zero_()  # what was there has been dropped, or sent
-            yield from self._hop2(node)
-            self._accumulated = False
+                self._sharded_accumulator().zero_()  # what was there has been dropped, or sent
+            yield from self._hop2_of_accumulator()
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
         self.end_round()
-        self.in_flight = False
         if self._buffer is not None:
             self._pool.give(self._buffer)
             self._buffer = None
             self._landed = [False] * len(self._landed)
 
+    def expect(self) -> None:
+        """Gradients will arrive soon."""
+        if self.landing is Landing.ACCUMULATOR:
+            self._accumulator.prefetch(keep=any(self._landed))
+
     def _hop1(self, send: Tensor, *, across_replicas: bool) -> Phases:
+        has_accumulator = self.topology.replicas > 1
+        if has_accumulator:
+            self._accumulator.prefetch(keep=self._accumulated)
+            self._accumulator.busy = True
         pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
         yield pending
-        if self.topology.replicas == 1:
-            self._add_to_grad(pending)
-        else:
-            node = self._sharded_accumulator()
-            pending.add_to(node, overwrite=not self._accumulated, scale=1.0)
+        if has_accumulator:
+            pending.add_to(self._sharded_accumulator(), overwrite=not self._accumulated, scale=1.0)
             self._accumulated = True
+            self._accumulator.busy = False
+        else:
+            self._add_to_grad(pending)
         self._pool.give(send)
         self._pool.give(scratch)
-        if across_replicas and self.topology.replicas > 1:
-            yield from self._hop2(self._sharded_accumulator())
+        if has_accumulator and across_replicas:
+            yield from self._hop2_of_accumulator()
+        elif has_accumulator:
+            self._accumulator.close(keep=True)
+
+    def _hop2_of_accumulator(self) -> Phases:
+        node = self._sharded_accumulator()
+        if self._accumulator.lasting:
+            yield from self._hop2(node)
             self._accumulated = False
+            return
+        copy = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node)
+        self._accumulated = False
+        self._accumulator.close(keep=False)
+        yield from self._hop2(copy)
+        self._pool.give(copy)
 
     def _reduce_accumulator(self) -> Phases:
         full = self._full_accumulator()
-        self.in_flight = True
         for slot, landed in zip(self.layout.slots, self._landed, strict=True):
             if not landed:
                 full[slot.offset : slot.end].zero_()
         self._landed = [False] * len(self._landed)
+        first = self.precision.reduce if self.topology.zero3_size > 1 else self.precision.replica_reduce
+        self._accumulator.busy = first == full.dtype
+        if not self._accumulator.busy:
+            full = self._pool.take(full.numel(), first).copy_(full)
+            self._accumulator.close(keep=False)
         if self.topology.zero3_size == 1:
             yield from self._hop2(full)
-            self.in_flight = False
+            self._end_reading(full)
             return
-        send = self._as_dtype(full, self.precision.reduce)
-        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
+        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, full)
         yield pending
         if self.topology.replicas == 1:
             self._add_to_grad(pending)
-        else:
-            node = self._pool.take(self.layout.numel // self.topology.zero3_size, self.precision.master)
-            pending.add_to(node, overwrite=True, scale=1.0)
-            yield from self._hop2(node)
-            self._pool.give(node)
-        self._give_copy(send, full)
+            self._end_reading(full)
+            self._pool.give(scratch)
+            return
+        node = self._pool.take(self.layout.numel // self.topology.zero3_size, self.precision.master)
+        pending.add_to(node, overwrite=True, scale=1.0)
+        self._end_reading(full)
         self._pool.give(scratch)
-        self.in_flight = False
+        yield from self._hop2(node)
+        self._pool.give(node)
+
+    def _end_reading(self, sent: Tensor) -> None:
+        """The exchange of the accumulator, or of a copy of it, is done."""
+        if self._accumulator.busy:
+            self._accumulator.busy = False
+            self._accumulator.close(keep=False)
+        else:
+            self._pool.give(sent)
 
     def _hop2(self, node: Tensor) -> Phases:
-        send = self._as_dtype(node, self.precision.replica_reduce)
+        copies = node.dtype != self.precision.replica_reduce
+        send = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node) if copies else node
         pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
         yield pending
         self._add_to_grad(pending)
-        self._give_copy(send, node)
+        if copies:
+            self._pool.give(send)
         self._pool.give(scratch)
 
     def _launch(self, lane: Lane, exchange: Exchange, send: Tensor) -> tuple[PendingSum, Tensor]:
@@ -271,27 +311,13 @@ class GradientFlow:
         return buffer
 
     def _full_accumulator(self) -> Tensor:
-        if self.accumulator is None:
-            self.accumulator = self._zeros(self.layout.numel)
-        return self.accumulator
+        return self._accumulator.open(keep=any(self._landed))
 
     def _sharded_accumulator(self) -> Tensor:
-        if self.accumulator is None:
-            self.accumulator = self._zeros(self.layout.numel // self.topology.zero3_size)
-        return self.accumulator
+        return self._accumulator.open(keep=self._accumulated)
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.precision.master, device=self._pool.device)
-
-    def _as_dtype(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """`source` itself where it has the dtype, else a pooled copy; undone by :meth:`_give_copy`."""
-        if source.dtype == dtype:
-            return source
-        return self._pool.take(source.numel(), dtype).copy_(source)
-
-    def _give_copy(self, copy: Tensor, source: Tensor) -> None:
-        if copy is not source:
-            self._pool.give(copy)
 
     # What the user contributes and takes back
 
@@ -325,6 +351,7 @@ class GradientFlow:
             start, stop = max(place.offset, node.start), min(place.end, node.stop)
             if start < stop:
                 self._sharded_accumulator()[start - node.start : stop - node.start].zero_()
+                self._accumulator.close(keep=True)
 
     def zero(self, slot: int) -> None:
         """Forget every contribution to one parameter, but let it have a gradient of zero."""

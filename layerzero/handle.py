@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerzero.buffers import BufferPool
+from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, Works, all_gather
 from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
@@ -68,6 +68,7 @@ class Handle:
     Args:
         name: for messages: the unit's name and the kind.
         layout: flat places of the parameters.
+        unit: whose accumulators share a slab; see accumulator.py.
         originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
     """
 
@@ -82,13 +83,15 @@ class Handle:
         accumulation: str,
         divide_factor: float,
         topology: Topology,
-        pool: BufferPool,
+        buffers: Buffers,
+        unit: str,
     ) -> None:
         self.name = name
         self.layout = layout
         self.precision = precision
         self.trainable = trainable  # some parameter of it requires a gradient
         self.topology = topology
+        self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
         self._grad_watches = [Watch() for _ in layout.slots]
@@ -128,14 +131,12 @@ class Handle:
             accumulation=accumulation,
             divide_factor=divide_factor,
             topology=topology,
-            pool=pool,
+            pool=buffers.scratch,
+            make_accumulator=partial(buffers.accumulators.make, unit),
         )
         self.flow: GradientFlow | None = self._make_flow() if trainable else None  # frozen from birth: no gradients
         self._version = self._leaves_version
-        for strided in self._strided:
-            strided.free()
-        if self.gathers:
-            self.full.untyped_storage().resize_(0)
+        self._free_full()
 
     @property
     def may_be_updated(self) -> bool:
@@ -190,7 +191,7 @@ class Handle:
             return
         self.finish_refresh()
         if self.gathers:
-            self.full.untyped_storage().resize_(self._full_bytes)
+            self._storages.lend(self.full.untyped_storage(), self._full_bytes)
             self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3)
         self._move_to(ShardState.GATHERING)
 
@@ -202,7 +203,7 @@ class Handle:
             gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
             gathering.wait()
         for strided in self._strided:
-            strided.fill()
+            strided.fill(self._storages)
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
@@ -212,10 +213,7 @@ class Handle:
             return
         edited = self._leaves_version != self._version
         self._version = self._leaves_version
-        for strided in self._strided:
-            strided.free()
-        if self.gathers:
-            self.full.untyped_storage().resize_(0)
+        self._free_full()
         self._move_to(ShardState.SHARDED)
         if edited:
             raise RuntimeError(
@@ -223,9 +221,20 @@ class Handle:
                 "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
             )
 
+    def _free_full(self) -> None:
+        for strided in self._strided:
+            strided.free(self._storages)
+        if self.gathers:
+            self._storages.reclaim(self.full.untyped_storage())
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that are there while the unit computes."""
+        return (self._full_bytes if self.gathers else 0) + sum(strided.gathered_bytes for strided in self._strided)
+
     @property
     def full_bytes(self) -> int:
-        """Bytes that are there only while the unit computes."""
+        """Of them, those that are there now."""
         full = self.full.untyped_storage().nbytes() if self.gathers else 0
         return full + sum(strided.nbytes for strided in self._strided)
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.agreement import agree
-from layerzero.buffers import BufferPool
+from layerzero.buffers import Buffers
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle, Member
 from layerzero.order import GatherOrder
@@ -78,7 +78,7 @@ class Runtime:
         units: Sequence[Unit],
         config: LayerZeroConfig,
         topology: Topology,
-        pool: BufferPool,
+        buffers: Buffers,
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self.model = model
@@ -86,7 +86,8 @@ class Runtime:
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.config = config
         self.topology = topology
-        self.pool = pool
+        self.buffers = buffers
+        buffers.full.limit = self._most_gathered()
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
@@ -102,6 +103,13 @@ class Runtime:
         self.gradients = GradientSync(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._order = GatherOrder([unit.name or "the root" for unit in self.units], topology.node_control)
+
+    def _most_gathered(self) -> int:
+        """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
+        root = sum(handle.gathered_bytes for unit in self.units if unit.module is self.model for handle in unit.handles)
+        others = [unit for unit in self.units if unit.module is not self.model]
+        sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
+        return root + sum(sizes[-1 - self.config.prefetch :])
 
     # Parameters
 
@@ -225,8 +233,10 @@ class Runtime:
                 self._gather(around.unit)
         backward.begun.add(use)
         self._gather(unit)
+        unit.expect_gradients()
         for earlier in use.before(self.config.prefetch):
             self._gather(earlier.unit)
+            earlier.unit.expect_gradients()
         self._wait(unit)
         unit.show_leaves()
         self.gradients.advance()

@@ -56,8 +56,7 @@ class GradientSync:
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         assert flow is not None
-        if flow.in_flight:
-            self._queue.settle()
+        self._queue.make_way_for(flow)
         flow.arrive(slot, gradient)
         return flow.round_complete
 

@@ -83,6 +83,12 @@ class Unit:
         for handle in self.handles:
             handle.reshard()
 
+    def expect_gradients(self) -> None:
+        """Its gradients will arrive soon."""
+        for handle in self.handles:
+            if handle.flow is not None and handle.trainable:
+                handle.flow.expect()
+
     def release(self) -> None:
         """Free the full buffer and show sharded parameters again."""
         self.show_sharded()
