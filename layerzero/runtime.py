@@ -194,6 +194,7 @@ class Runtime:
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        use.is_watched = bool(inputs)
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -234,17 +235,24 @@ class Runtime:
         backward.begun.add(use)
         self._gather(unit)
         unit.expect_gradients()
-        for earlier in use.before(self.config.prefetch):
-            self._gather(earlier.unit)
-            earlier.unit.expect_gradients()
+        if not use.follower_ends_next:
+            self._prefetch_before(use)
         self._wait(unit)
         unit.show_leaves()
         self.gradients.advance()
+
+    def _prefetch_before(self, use: Use) -> None:
+        for earlier in use.before(self.config.prefetch):
+            self._gather(earlier.unit)
+            earlier.unit.expect_gradients()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
         use.unit.in_backward.discard(use)
         if use.unit.idle:
             use.unit.release()
+        for previous in use.before(1):
+            if previous in previous.unit.in_backward:
+                self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: _Backward, use: Use) -> None:
         """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed use's nodes."""
