@@ -81,6 +81,7 @@ def build_unit(
                     f"unit {plan.name!r}, {kind}",
                     layout,
                     [(by_name[slot.name].parameter, by_name[slot.name].owners) for slot in layout.slots],
+                    label=plan.name or "the root",
                     precision=precision,
                     trainable=trainable,
                     accumulation=accumulation,

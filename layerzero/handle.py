@@ -67,6 +67,7 @@ class Handle:
 
     Args:
         name: for messages: the unit's name and the kind.
+        label: for traces: the unit's name.
         layout: flat places of the parameters.
         originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
     """
@@ -77,6 +78,7 @@ class Handle:
         layout: FlatLayout,
         originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
         *,
+        label: str,
         precision: Precision,
         trainable: bool,
         accumulation: str,
@@ -85,6 +87,7 @@ class Handle:
         pool: BufferPool,
     ) -> None:
         self.name = name
+        self.label = label
         self.layout = layout
         self.precision = precision
         self.trainable = trainable  # some parameter of it requires a gradient
@@ -124,6 +127,7 @@ class Handle:
             GradientFlow,
             layout,
             [member.local for member in self.members],
+            label=label,
             precision=precision,
             accumulation=accumulation,
             divide_factor=divide_factor,
@@ -191,7 +195,7 @@ class Handle:
         self.finish_refresh()
         if self.gathers:
             self.full.untyped_storage().resize_(self._full_bytes)
-            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3)
+            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
         self._move_to(ShardState.GATHERING)
 
     def wait(self) -> None:
@@ -249,7 +253,7 @@ class Handle:
             self._zero3_own.copy_(self.master)
         replica = self.topology.replica
         if replica.size > 1:
-            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own)
+            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own, name=self.label)
         self.watch.edited = False
         torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
         self._version = self._leaves_version

@@ -87,6 +87,7 @@ class Runtime:
         self.config = config
         self.topology = topology
         self.pool = pool
+        self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
@@ -101,7 +102,7 @@ class Runtime:
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._order = GatherOrder([unit.name or "the root" for unit in self.units], topology.node_control)
+        self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
 
     # Parameters
 
@@ -147,6 +148,7 @@ class Runtime:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         if torch.is_grad_enabled():
             self._watch_inputs(use, args, kwargs)
+        self.observer.begin("forward", unit.label, use)
         return args, kwargs
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
@@ -154,6 +156,7 @@ class Runtime:
         if not unit.running:  # before_forward has raised at once
             return output
         use = unit.running.pop()
+        self.observer.end(use)
         self._running.remove(use)
         if self.shows_full:  # before_forward has refused
             return output
@@ -216,6 +219,7 @@ class Runtime:
     def _before_backward(self, use: Use, gradient: Tensor) -> None:
         unit = use.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
+        self.observer.reach(use, use.around)
         unit.in_backward.add(use)
         self._end_with_nested_backward(backward, use)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
@@ -230,8 +234,10 @@ class Runtime:
         self._wait(unit)
         unit.show_leaves()
         self.gradients.advance()
+        self.observer.begin("backward", unit.label, use)
 
     def _after_backward(self, use: Use, gradients: object) -> None:
+        self.observer.end(use)
         use.unit.in_backward.discard(use)
         if use.unit.idle:
             use.unit.release()
@@ -283,6 +289,7 @@ class Runtime:
     def _end_backward(self) -> None:
         backward = self._backward
         assert backward is not None
+        self.observer.end_backward()
         for unit in self.units:
             unit.in_backward.clear()
             if unit.idle:
@@ -308,6 +315,7 @@ class Runtime:
             self._release_all()
 
     def _release_all(self) -> None:
+        self.observer.end_all()
         for unit in self.units:
             unit.running.clear()
             unit.in_backward.clear()
