@@ -123,7 +123,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
     assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "control", "node control"}
     assert sum(map(len, bars.values())) == len(of_kind(trace.events, "launch"))
     for row, on_lane in bars.items():
-        ordered = sorted(on_lane, key=lambda bar: bar["ts"] + bar["dur"])
+        ordered = sorted(on_lane, key=lambda bar: (bar["ts"], bar["dur"]))
         for before, after in pairwise(ordered):
             assert before["ts"] + before["dur"] <= after["ts"] + 1, f"bars on {row} overlap"  # doubles of 1e15
     assert any(bar["name"] == "gather blocks.0" for bar in bars["zero3 gather"])
