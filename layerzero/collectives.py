@@ -142,15 +142,16 @@ class PendingSum:
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; waits for the exchange first."""
         self.work.wait()
-        first, *rest = self.parts
-        if overwrite:
-            target.copy_(first)
-            if scale != 1.0:
-                target.mul_(scale)
-        else:
-            target.add_(first, alpha=scale)
-        for part in rest:
-            target.add_(part, alpha=scale)
+        with nullcontext() if self.work.flight is None else self.work.flight.adding():
+            first, *rest = self.parts
+            if overwrite:
+                target.copy_(first)
+                if scale != 1.0:
+                    target.mul_(scale)
+            else:
+                target.add_(first, alpha=scale)
+            for part in rest:
+                target.add_(part, alpha=scale)
 
 
 # torch 2.13 deprecates the `_into_tensor` and `_tensor` names; torch 2.11 has no others.
@@ -165,14 +166,9 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Fl
     flight = lane.ledger.observer.flight(
         exchange=exchange.value, lane=lane.name, axis=lane.axis, ranks=lane.size, name=name, sent=sent
     )
-    with _named_failure(exchange, lane), nullcontext() if flight is None else flight.launching():
-        yield flight
-
-
-@contextmanager
-def _named_failure(exchange: Exchange, lane: Lane) -> Iterator[None]:
     try:
-        yield
+        with nullcontext() if flight is None else flight.launching():
+            yield flight
     except RuntimeError as error:
         raise RuntimeError(
             f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
@@ -230,6 +226,5 @@ def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int 
     """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
     with _issued(lane, exchange, "", sent) as flight:
-        works = Works.watched(flight, dist.broadcast(tensor, group_src=from_rank, group=lane.group, async_op=True))
-    with _named_failure(exchange, lane):
-        works.wait()
+        dist.broadcast(tensor, group_src=from_rank, group=lane.group)
+    Works((), flight).wait()

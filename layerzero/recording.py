@@ -37,7 +37,7 @@ class Mark:
     name: str  # of a unit
     began: Any
     ended: Any
-    phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
+    phase: str = ""  # of "begin" and "end": "forward", "backward", "update" or "add"
     flight: Flight | None = None  # of "launch" and "wait"
 
 
@@ -54,7 +54,7 @@ class Flight:
     """One exchange in flight that is recorded, or that torch's profiler sees."""
 
     def __init__(
-        self, recorder: Recorder | None, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
+        self, observer: Observer, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
     ) -> None:
         self.exchange = exchange
         self.lane = lane
@@ -63,12 +63,19 @@ class Flight:
         self.name = name
         self.bytes = sent
         self.number = -1  # of the flights of a trace
-        self.landed: Any = None  # when its work was complete
-        self._missing = 0  # works of which the end has not been heard
-        self._recorder = recorder
-        if recorder is not None:
-            self.number = recorder.flights
-            recorder.flights += 1
+        self._works = 0  # whose ends are heard of
+        self._landings: list[Any] = []  # when they ended
+        self._observer = observer
+        self._recorder = observer.recorder
+        if self._recorder is not None:
+            self.number = self._recorder.flights
+            self._recorder.flights += 1
+
+    @property
+    def landed(self) -> Any:
+        """When it was complete; None if it is not, or not known to be."""
+        done = self._works and len(self._landings) == self._works
+        return (max(self._landings) if self._works > 1 else self._landings[0]) if done else None
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -79,8 +86,13 @@ class Flight:
     def waiting(self) -> Iterator[None]:
         with self._seen("wait", "layerzero.wait "):
             yield
-        if self._recorder is not None and self.landed is None and not self._missing:
-            self.landed = self._recorder.clock.now()
+        if self._recorder is not None and not self._works:
+            self._works = 1
+            self._landings.append(self._recorder.clock.now())
+
+    def adding(self) -> AbstractContextManager[None]:
+        """While what has been received is added up."""
+        return self._observer.during("add", f"{self.exchange} {self.name}")
 
     def follow(self, works: Sequence[dist.Work]) -> None:
         """Note when the last of the works ends; where the clock or the backend cannot tell, when it was waited for."""
@@ -90,16 +102,10 @@ class Flight:
             futures = [work.get_future() for work in works]
         except RuntimeError:  # a backend without futures
             return
-        self._missing = len(futures)
+        self._works = len(futures)
+        now, landings = self._recorder.clock.now, self._landings
         for future in futures:
-            future.add_done_callback(self._land)
-
-    def _land(self, future: object) -> None:
-        # From a thread of the backend. Each calls this once, and the interpreter runs one of them at a time.
-        assert self._recorder is not None
-        self._missing -= 1
-        if not self._missing:
-            self.landed = self._recorder.clock.now()
+            future.add_done_callback(lambda _: landings.append(now()))  # in threads of the backend
 
     @contextmanager
     def _seen(self, kind: str, prefix: str) -> Iterator[None]:
@@ -136,7 +142,7 @@ class Observer:
     def flight(self, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int) -> Flight | None:
         if not self.listens:
             return None
-        return Flight(self.recorder, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
+        return Flight(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
         """A span begins inside those that are open, unless it has begun before."""

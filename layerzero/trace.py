@@ -30,9 +30,10 @@ class TraceEvent:
 
     Attributes:
         kind: ``"begin"`` and ``"end"`` of a span, ``"launch"`` of an exchange, ``"wait"`` for one.
-        name: the unit, ``"optimizer"``, or ``""`` where an exchange serves no unit.
+        name: the unit, ``"optimizer"``, or ``""`` where an exchange serves no unit; of an ``"add"`` the exchange too.
         start, end: of what the host did; of a span's begin and end they are equal.
-        phase: of a span: ``"forward"``, ``"backward"`` or ``"update"``.
+        phase: of a span: ``"forward"``, ``"backward"``, ``"update"``, or ``"add"``, in which what an exchange has
+            brought is added up.
         number: of an exchange: its launch and its wait have the same one.
         exchange, axis: as in :func:`layerzero.traffic`.
         lane: the communicator; exchanges of a lane are issued in the same order on all of its ranks.

@@ -47,13 +47,14 @@ def of_kind(events: Sequence[layerzero.TraceEvent], *kinds: str) -> list[layerze
 
 
 def nesting(events: Sequence[layerzero.TraceEvent]) -> list[str]:
-    """Every span with those around it: ``forward the root/forward blocks.0``. Begins and ends must match."""
+    """Every span of a unit with those around it: ``forward the root/forward blocks.0``. Begins and ends must match."""
     path: list[str] = []
     found = []
     for event in of_kind(events, "begin", "end"):
         if event.kind == "begin":
             path.append(f"{event.phase} {event.name}")
-            found.append("/".join(path))
+            if event.phase != "add":
+                found.append("/".join(path))
         else:
             assert path.pop() == f"{event.phase} {event.name}"
     assert not path
@@ -96,6 +97,9 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     forward = ["forward the root", *(f"forward the root/forward {name}" for name in inner)]
     backward = ["backward the root", *(f"backward the root/backward {name}" for name in reversed(inner))]
     assert nesting(events) == [*forward, *backward] * 2 + ["update optimizer"]
+
+    additions = Counter(event.name for event in of_kind(events, "begin") if event.phase == "add")
+    assert additions == {f"{hop} {name}": times for name in UNITS for hop, times in (("hop1", 2), ("hop2", 1))}
 
     train(model, optimizer, 3)
     assert trace.events == events, "nothing is recorded outside"
