@@ -14,6 +14,7 @@ from layerzero.full import full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.topology import init_mesh, mesh_from_groups
+from layerzero.trace import Trace, TraceEvent, trace
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -24,6 +25,8 @@ __all__ = [
     "MemoryReport",
     "ParameterDifference",
     "ShardedOptimizer",
+    "Trace",
+    "TraceEvent",
     "TrafficReport",
     "VerifyReport",
     "clip_grad_norm_",
@@ -37,6 +40,7 @@ __all__ = [
     "refresh",
     "shard_model",
     "shard_optimizer",
+    "trace",
     "traffic",
     "unsharded",
     "verify",

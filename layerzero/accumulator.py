@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerzero.device import Mark, Transfers
+from layerzero.device import CopyMark, Transfers
 
 __all__ = ["Accumulator", "Accumulators"]
 
@@ -203,7 +203,7 @@ class _Slab:
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.tenant: _Tenant | None = None
-        self.mark: Mark = None  # of the last copy from or to it
+        self.mark: CopyMark = None  # of the last copy from or to it
         self.marked = False  # and what is computed does not wait for that copy yet
 
 

@@ -81,13 +81,13 @@ def build_unit(
                     f"unit {plan.name!r}, {kind}",
                     layout,
                     [(by_name[slot.name].parameter, by_name[slot.name].owners) for slot in layout.slots],
+                    label=plan.name or "the root",
                     precision=precision,
                     trainable=trainable,
                     accumulation=accumulation,
                     divide_factor=config.gradient_divide_factor or topology.data_parallel,
                     topology=topology,
                     buffers=buffers,
-                    unit=plan.name,
                 )
             )
     for found in plan.parameters:

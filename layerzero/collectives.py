@@ -19,12 +19,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from layerzero.recording import Flight, Observer
 
 __all__ = [
     "Exchange",
@@ -59,6 +61,7 @@ class Ledger:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    observer: Observer = field(default_factory=Observer)
 
     def record(self, exchange: Exchange, axis: str, sent: int) -> None:
         self.calls[exchange.value] += 1
@@ -76,6 +79,7 @@ class Lane:
     Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
     """
 
+    name: str  # for people
     axis: str  # "zero3", "replica" or "control"
     group: dist.ProcessGroup
     ledger: Ledger
@@ -84,8 +88,9 @@ class Lane:
     is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
 
     @classmethod
-    def over(cls, axis: str, group: dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
+    def over(cls, name: str, axis: str, group: dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
         return cls(
+            name=name,
             axis=axis,
             group=group,
             ledger=ledger,
@@ -101,29 +106,52 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
+@dataclass(frozen=True)
+class Works:
+    """Several exchanges in flight that are waited for together."""
+
+    each: tuple[dist.Work, ...]
+    flight: Flight | None  # for who watches
+
+    @classmethod
+    def watched(cls, flight: Flight | None, *each: dist.Work) -> Works:
+        if flight is not None:
+            flight.follow(each)
+        return cls(each, flight)
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.each)
+
+    def wait(self) -> None:
+        with nullcontext() if self.flight is None else self.flight.waiting():
+            for work in self.each:
+                work.wait()
+
+
 @dataclass
 class PendingSum:
     """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
 
-    work: dist.Work
+    work: Works
     sent: Tensor  # 1-D [size * n]; must not be written before `add_to`
     parts: tuple[Tensor, ...]  # each 1-D [n]; their sum is the result
 
     def done(self) -> bool:
-        return bool(self.work.is_completed())
+        return self.work.done()
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; waits for the exchange first."""
         self.work.wait()
-        first, *rest = self.parts
-        if overwrite:
-            target.copy_(first)
-            if scale != 1.0:
-                target.mul_(scale)
-        else:
-            target.add_(first, alpha=scale)
-        for part in rest:
-            target.add_(part, alpha=scale)
+        with nullcontext() if self.work.flight is None else self.work.flight.adding():
+            first, *rest = self.parts
+            if overwrite:
+                target.copy_(first)
+                if scale != 1.0:
+                    target.mul_(scale)
+            else:
+                target.add_(first, alpha=scale)
+            for part in rest:
+                target.add_(part, alpha=scale)
 
 
 # torch 2.13 deprecates the `_into_tensor` and `_tensor` names; torch 2.11 has no others.
@@ -132,9 +160,15 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _named_failure(exchange: Exchange, lane: Lane) -> Iterator[None]:
+def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Flight | None]:
+    """Count an exchange that is launched, show it to who watches, and name it where it fails."""
+    lane.ledger.record(exchange, lane.axis, sent)
+    flight = lane.ledger.observer.flight(
+        exchange=exchange.value, lane=lane.name, axis=lane.axis, ranks=lane.size, name=name, sent=sent
+    )
     try:
-        yield
+        with nullcontext() if flight is None else flight.launching():
+            yield flight
     except RuntimeError as error:
         raise RuntimeError(
             f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
@@ -142,52 +176,38 @@ def _named_failure(exchange: Exchange, lane: Lane) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class Works:
-    """Several exchanges in flight that are waited for together."""
-
-    each: tuple[dist.Work, ...]
-
-    def wait(self) -> None:
-        for work in self.each:
-            work.wait()
-
-
-def all_gather(lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor) -> Works:
+def all_gather(lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "") -> Works:
     """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
 
-    `shard` may be this rank's own place inside `out`.
+    `shard` may be this rank's own place inside `out`. `name` says, here and below, whose exchange it is.
     """
-    lane.ledger.record(exchange, lane.axis, (lane.size - 1) * shard.numel() * shard.element_size())
-    with _named_failure(exchange, lane):
+    sent = (lane.size - 1) * shard.numel() * shard.element_size()
+    with _issued(lane, exchange, name, sent) as flight:
         if not lane.is_gloo:
-            return Works((_all_gather_flat(out, shard, group=lane.group, async_op=True),))
+            return Works.watched(flight, _all_gather_flat(out, shard, group=lane.group, async_op=True))
         pieces = out.chunk(lane.size)
         if pieces[lane.rank].data_ptr() != shard.data_ptr():
             pieces[lane.rank].copy_(shard)
-        return Works(
-            tuple(
-                dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True)
-                for rank, piece in enumerate(pieces)
-            )
-        )
+        each = [
+            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True) for rank, piece in enumerate(pieces)
+        ]
+        return Works.watched(flight, *each)
 
 
-def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, received: Tensor) -> PendingSum:
+def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, received: Tensor, *, name: str = "") -> PendingSum:
     """Start summing `flat` [size * n] over the lane, piece i to rank i.
 
     `received` is scratch of `scratch_numel(lane, flat.numel())` elements in the dtype of `flat`.
     """
     sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
-    lane.ledger.record(exchange, lane.axis, sent)
-    with _named_failure(exchange, lane):
+    with _issued(lane, exchange, name, sent) as flight:
         if lane.is_gloo:
             work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
             parts = received.chunk(lane.size)
         else:
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
             parts = (received,)
-    return PendingSum(work, flat, tuple(parts))
+        return PendingSum(Works.watched(flight, work), flat, tuple(parts))
 
 
 def scratch_numel(lane: Lane, flat_numel: int) -> int:
@@ -195,18 +215,16 @@ def scratch_numel(lane: Lane, flat_numel: int) -> int:
     return flat_numel if lane.is_gloo else flat_numel // lane.size
 
 
-def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Works:
     """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
-    lane.ledger.record(exchange, lane.axis, sent)
-    with _named_failure(exchange, lane):
-        work: dist.Work = dist.all_reduce(tensor, op=op, group=lane.group, async_op=True)
-        return work
+    with _issued(lane, exchange, "", sent) as flight:
+        return Works.watched(flight, dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
 
 
 def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
-    lane.ledger.record(exchange, lane.axis, sent)
-    with _named_failure(exchange, lane):
-        dist.broadcast(tensor, src=dist.get_global_rank(lane.group, from_rank), group=lane.group)
+    with _issued(lane, exchange, "", sent) as flight:
+        dist.broadcast(tensor, group_src=from_rank, group=lane.group)
+    Works((), flight).wait()

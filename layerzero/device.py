@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Mark", "Transfers", "compute_device", "default_device_type"]
+__all__ = ["Clock", "CopyMark", "DeviceClock", "Transfers", "compute_device", "default_device_type"]
 
-Mark = Any  # a place in the order of the copies: the device's event, None on the CPU
+CopyMark = Any  # a place in the order of the copies: the device's event, None on the CPU
 
 
 def default_device_type() -> str:
@@ -41,7 +42,7 @@ class Transfers:
         """1-D [numel] in host memory, pinned where there is a device."""
         return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
 
-    def copy(self, target: Tensor, source: Tensor) -> Mark:
+    def copy(self, target: Tensor, source: Tensor) -> CopyMark:
         """Start a copy that sees all that has been computed so far.
 
         Neither tensor may be touched, nor `source` be written, before :meth:`wait` for the mark that this returns.
@@ -55,7 +56,49 @@ class Transfers:
             target.copy_(source, non_blocking=True)
         return self._side.record_event()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: CopyMark) -> None:
         """Let what is computed from here on come after the copy. The host does not wait."""
         if mark is not None:
             self._streams.current_stream(self.device).wait_event(mark)
+
+
+class Clock:
+    """Host time, which is the time of work on the CPU."""
+
+    sees_other_threads = True  # a stamp may be taken in any thread
+
+    def __init__(self) -> None:
+        self.epoch = time.time()  # seconds: the moment 0 of this clock
+        self._zero = time.perf_counter_ns()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Clock:
+        return cls() if device.type == "cpu" else DeviceClock(device)
+
+    def now(self) -> Any:
+        return time.perf_counter_ns()
+
+    def microseconds(self, stamp: Any) -> float:
+        """Since the clock was made."""
+        return float(stamp - self._zero) / 1e3
+
+
+class DeviceClock(Clock):
+    """The time at which the current stream of a device gets to where the stamp was taken."""
+
+    sees_other_threads = False  # the current stream of a backend's thread is another one
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.accelerator.synchronize(device)
+        super().__init__()
+        self._first = self.now()
+
+    def now(self) -> Any:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, stamp: Any) -> float:
+        stamp.synchronize()
+        return 1e3 * float(self._first.elapsed_time(stamp))

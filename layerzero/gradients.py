@@ -55,6 +55,7 @@ class GradientFlow:
         layout: FlatLayout,
         local_views: Sequence[slice],
         *,
+        label: str,
         precision: Precision,
         accumulation: str,
         divide_factor: float,
@@ -63,6 +64,7 @@ class GradientFlow:
         make_accumulator: Callable[[int, torch.dtype], Accumulator],
     ) -> None:
         self.layout = layout
+        self.label = label  # for traces: the unit's name
         self.precision = precision
         self.topology = topology
         self._pool = pool
@@ -268,7 +270,7 @@ class GradientFlow:
 
     def _launch(self, lane: Lane, exchange: Exchange, send: Tensor) -> tuple[PendingSum, Tensor]:
         scratch = self._pool.take(scratch_numel(lane, send.numel()), send.dtype)
-        return reduce_scatter(lane, exchange, send, scratch), scratch
+        return reduce_scatter(lane, exchange, send, scratch, name=self.label), scratch
 
     def _add_to_grad(self, pending: PendingSum) -> None:
         pending.add_to(self.gradient_shard(), overwrite=not self._grad_valid, scale=self._scale_at_end)

@@ -67,8 +67,8 @@ class Handle:
 
     Args:
         name: for messages: the unit's name and the kind.
+        label: for traces: the unit's name. Handles of one unit share a slab; see accumulator.py.
         layout: flat places of the parameters.
-        unit: whose accumulators share a slab; see accumulator.py.
         originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
     """
 
@@ -78,15 +78,16 @@ class Handle:
         layout: FlatLayout,
         originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
         *,
+        label: str,
         precision: Precision,
         trainable: bool,
         accumulation: str,
         divide_factor: float,
         topology: Topology,
         buffers: Buffers,
-        unit: str,
     ) -> None:
         self.name = name
+        self.label = label
         self.layout = layout
         self.precision = precision
         self.trainable = trainable  # some parameter of it requires a gradient
@@ -127,12 +128,13 @@ class Handle:
             GradientFlow,
             layout,
             [member.local for member in self.members],
+            label=label,
             precision=precision,
             accumulation=accumulation,
             divide_factor=divide_factor,
             topology=topology,
             pool=buffers.scratch,
-            make_accumulator=partial(buffers.accumulators.make, unit),
+            make_accumulator=partial(buffers.accumulators.make, label),
         )
         self.flow: GradientFlow | None = self._make_flow() if trainable else None  # frozen from birth: no gradients
         self._version = self._leaves_version
@@ -192,7 +194,7 @@ class Handle:
         self.finish_refresh()
         if self.gathers:
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
-            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3)
+            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
         self._move_to(ShardState.GATHERING)
 
     def wait(self) -> None:
@@ -258,7 +260,7 @@ class Handle:
             self._zero3_own.copy_(self.master)
         replica = self.topology.replica
         if replica.size > 1:
-            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own)
+            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own, name=self.label)
         self.watch.edited = False
         torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
         self._version = self._leaves_version

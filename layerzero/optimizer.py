@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._runtime.complete_gradients()
-        with self._groups_of_masters():
+        with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
             self.inner.step()
         self._runtime.refresh_after_step()
         return loss

@@ -88,6 +88,7 @@ class Runtime:
         self.topology = topology
         self.buffers = buffers
         buffers.full.limit = self._most_gathered()
+        self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
@@ -102,7 +103,7 @@ class Runtime:
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._order = GatherOrder([unit.name or "the root" for unit in self.units], topology.node_control)
+        self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
 
     def _most_gathered(self) -> int:
         """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
@@ -155,6 +156,7 @@ class Runtime:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         if torch.is_grad_enabled():
             self._watch_inputs(use, args, kwargs)
+        self.observer.begin("forward", unit.label, use)
         return args, kwargs
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
@@ -162,6 +164,7 @@ class Runtime:
         if not unit.running:  # before_forward has raised at once
             return output
         use = unit.running.pop()
+        self.observer.end(use)
         self._running.remove(use)
         if self.shows_full:  # before_forward has refused
             return output
@@ -225,6 +228,7 @@ class Runtime:
     def _before_backward(self, use: Use, gradient: Tensor) -> None:
         unit = use.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
+        self.observer.reach(use, use.around)
         unit.in_backward.add(use)
         self._end_with_nested_backward(backward, use)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
@@ -240,6 +244,7 @@ class Runtime:
         self._wait(unit)
         unit.show_leaves()
         self.gradients.advance()
+        self.observer.begin("backward", unit.label, use)
 
     def _prefetch_before(self, use: Use) -> None:
         for earlier in use.before(self.config.prefetch):
@@ -247,6 +252,7 @@ class Runtime:
             earlier.unit.expect_gradients()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
+        self.observer.end(use)
         use.unit.in_backward.discard(use)
         if use.unit.idle:
             use.unit.release()
@@ -301,6 +307,7 @@ class Runtime:
     def _end_backward(self) -> None:
         backward = self._backward
         assert backward is not None
+        self.observer.end_backward()
         for unit in self.units:
             unit.in_backward.clear()
             if unit.idle:
@@ -326,6 +333,7 @@ class Runtime:
             self._release_all()
 
     def _release_all(self) -> None:
+        self.observer.end_all()
         for unit in self.units:
             unit.running.clear()
             unit.in_backward.clear()

@@ -74,7 +74,7 @@ class RowSpan:
         for lane in (topology.replica, topology.gather):  # k = s * R + r: the replica axis is the inner one
             if lane.size > 1 and pieces.numel():
                 wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
-                all_gather(lane, Exchange.UNSHARD, wider.view(-1), pieces.view(-1)).wait()
+                all_gather(lane, Exchange.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
                 pieces = wider
             elif lane.size > 1:
                 pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)

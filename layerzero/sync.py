@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.agreement import agree
-from layerzero.collectives import Exchange, all_reduce, broadcast
+from layerzero.collectives import Exchange, Works, all_reduce, broadcast
 from layerzero.handle import Handle, Member
 from layerzero.reduction import ReductionQueue
 from layerzero.topology import Topology
@@ -151,7 +151,7 @@ class GradientSync:
 
     # Agreement
 
-    def _agree_on_use(self) -> tuple[Tensor, dist.Work | None]:
+    def _agree_on_use(self) -> tuple[Tensor, Works | None]:
         """Start finding out which parameters any rank has used, and when."""
         local = [
             contributed + (contributed and fresh)
@@ -166,7 +166,7 @@ class GradientSync:
             work = all_reduce(control, Exchange.AGREE, bitmap, dist.ReduceOp.MAX)
         return bitmap, work
 
-    def _publish(self, used: tuple[Tensor, dist.Work | None] | None) -> None:
+    def _publish(self, used: tuple[Tensor, Works | None] | None) -> None:
         anywhere: list[int] | None = None
         if used is not None:
             bitmap, work = used

@@ -75,11 +75,11 @@ class Topology:
             ranks=tuple(ranks),
             device=compute_device(mesh.device_type),
             ledger=ledger,
-            gather=Lane.over("zero3", zero3, ledger, kind),
-            reduce=Lane.over("zero3", reduce, ledger, kind),
-            replica=Lane.over("replica", replica, ledger, kind),
-            control=Lane.over("control", control, ledger, "cpu"),
-            node_control=Lane.over("control", node_control, ledger, "cpu"),
+            gather=Lane.over("zero3 gather", "zero3", zero3, ledger, kind),
+            reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            replica=Lane.over("replica", "replica", replica, ledger, kind),
+            control=Lane.over("control", "control", control, ledger, "cpu"),
+            node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
         )
 
 

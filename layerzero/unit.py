@@ -66,6 +66,11 @@ class Unit:
             yield from handle.members
 
     @property
+    def label(self) -> str:
+        """For traces and messages."""
+        return self.name or "the root"
+
+    @property
     def trainable(self) -> tuple[Handle, ...]:
         return tuple(handle for handle in self.handles if handle.trainable)
 
