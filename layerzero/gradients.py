@@ -86,6 +86,7 @@ class GradientFlow:
         slots = len(layout.slots)
         self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
         self._arrived = [False] * slots  # in the round under way
+        self._opened = [False] * slots  # its landing place has been shown to a kernel, and held zeros then
         self._missing = slots  # awaited and not arrived
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
@@ -117,6 +118,11 @@ class GradientFlow:
         """Nothing can be taken before an exchange in flight has ended."""
         return self._accumulator.busy or self._accumulator.blocked
 
+    @property
+    def _holds_whole(self) -> bool:
+        """The whole accumulator has contents that matter."""
+        return any(self._landed) or any(self._opened)
+
     def _accumulator_numel(self) -> int:
         if self.landing is Landing.SHARD:
             return 0
@@ -135,11 +141,33 @@ class GradientFlow:
                 place.mul_(self._scale_on_landing)
         else:
             place.add_(gradient, alpha=self._scale_on_landing)
+        self.note_written(slot)
+
+    def note_written(self, slot: int) -> None:
+        """One parameter's gradient is in its landing place: a kernel has added it there, see :meth:`main_grad`."""
         self._landed[slot] = True
+        self._opened[slot] = False
         self.fresh[slot] = True
         self._missing -= not self._arrived[slot]
         self._arrived[slot] = True
         self.contributed[slot] = True
+
+    @property
+    def offers_main_grad(self) -> bool:
+        return self.landing is not Landing.BUFFER and self._scale_on_landing == 1.0
+
+    @property
+    def keeps_main_grad(self) -> bool:
+        """A view of it may be kept from a forward to its backward."""
+        return self._accumulator.lasting
+
+    def main_grad(self, slot: int, shape: torch.Size) -> Tensor:
+        """The landing place of one parameter, to be added to; :meth:`note_written` makes it count."""
+        place = self._landing_place(slot, shape)
+        if not self._landed[slot] and not self._opened[slot]:
+            place.zero_()
+            self._opened[slot] = True
+        return place
 
     def end_round(self) -> None:
         """The pass needs no more of this flow: the next arrival starts a new round."""
@@ -165,7 +193,7 @@ class GradientFlow:
         elif across_replicas:
             yield from self._reduce_accumulator()
         else:
-            self._accumulator.close(keep=any(self._landed))
+            self._accumulator.close(keep=self._holds_whole)
 
     def reduce_rest(self) -> Phases:
         """Carry to the gradient shard what backwards inside no_sync have left behind; as :meth:`reduce`."""
@@ -187,7 +215,7 @@ class GradientFlow:
     def expect(self) -> None:
         """Gradients will arrive soon."""
         if self.landing is Landing.ACCUMULATOR:
-            self._accumulator.prefetch(keep=any(self._landed))
+            self._accumulator.prefetch(keep=self._holds_whole)
 
     def _hop1(self, send: Tensor, *, across_replicas: bool) -> Phases:
         has_accumulator = self.topology.replicas > 1
@@ -223,10 +251,17 @@ class GradientFlow:
 
     def _reduce_accumulator(self) -> Phases:
         full = self._full_accumulator()
-        for slot, landed in zip(self.layout.slots, self._landed, strict=True):
-            if not landed:
-                full[slot.offset : slot.end].zero_()
+        for index, slot in enumerate(self.layout.slots):
+            if not self._landed[index]:
+                place = full[slot.offset : slot.end]
+                if self._opened[index] and place.any():
+                    raise RuntimeError(
+                        f"main_grad of {slot.name!r} was written to, but its gradient never came: the kernel must set "
+                        "grad_added_to_main_grad and return a gradient, of any contents"
+                    )
+                place.zero_()
         self._landed = [False] * len(self._landed)
+        self._opened = [False] * len(self._opened)
         first = self.precision.reduce if self.topology.zero3_size > 1 else self.precision.replica_reduce
         self._accumulator.busy = first == full.dtype
         if not self._accumulator.busy:
@@ -313,7 +348,7 @@ class GradientFlow:
         return buffer
 
     def _full_accumulator(self) -> Tensor:
-        return self._accumulator.open(keep=any(self._landed))
+        return self._accumulator.open(keep=self._holds_whole)
 
     def _sharded_accumulator(self) -> Tensor:
         return self._accumulator.open(keep=self._accumulated)
@@ -341,6 +376,7 @@ class GradientFlow:
         self.contributed[slot] = False
         self.fresh[slot] = False
         self._landed[slot] = False
+        self._opened[slot] = False
         if not any(self.contributed):
             self._accumulated = False
             self._grad_valid = False

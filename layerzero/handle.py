@@ -27,6 +27,7 @@ from layerzero.collectives import Exchange, Works, all_gather
 from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
+from layerzero.main_grad import GatheredParameter
 from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sharded
 from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
@@ -118,6 +119,7 @@ class Handle:
             self.full = self.zero3
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
+        self._lands_whole = accumulation == "full" or zero3_size == 1
         local = self._take_values([parameter for parameter, _ in originals])
         self._strided: list[StridedCopy] = []
         self.members = tuple(
@@ -178,7 +180,11 @@ class Handle:
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor
-        leaf = nn.Parameter(whole, requires_grad=self.trainable)
+        leaf = (
+            GatheredParameter(whole, requires_grad=self.trainable)
+            if self._lands_whole
+            else nn.Parameter(whole, requires_grad=self.trainable)
+        )
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
@@ -358,7 +364,8 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
     """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
     for target in (gathered, sharded):
         for name, value in vars(source).items():
-            setattr(target, name, value)
+            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
+                setattr(target, name, value)
     if source._backward_hooks is not None:
         gathered._backward_hooks = source._backward_hooks
     hooks = getattr(source, "_post_accumulate_grad_hooks", None)

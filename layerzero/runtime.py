@@ -31,6 +31,7 @@ from layerzero.agreement import agree
 from layerzero.buffers import Buffers
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle, Member
+from layerzero.main_grad import take_flag
 from layerzero.order import GatherOrder
 from layerzero.structures import cast_floating, tensors_in
 from layerzero.sync import GradientSync
@@ -281,10 +282,15 @@ class Runtime:
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
             return
-        if not self.gradients.arrive(handle, slot, gradient):
+        take = self.gradients.take_main_grad if take_flag(leaf) else self.gradients.arrive
+        if not take(handle, slot, gradient):
             return
         backward.arrived[handle] = None
         self.gradients.start_ready(across_replicas=backward.reduces)
+
+    def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
+        """What a gathered parameter offers as ``main_grad``."""
+        return self.gradients.main_grad(handle, slot, in_backward=_inside_backward())
 
     def _enter_backward(self, name: str) -> _Backward:
         if torch.is_grad_enabled():  # the engine's own mode inside a backward

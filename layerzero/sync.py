@@ -60,6 +60,32 @@ class GradientSync:
         flow.arrive(slot, gradient)
         return flow.round_complete
 
+    def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
+        """Where a kernel may add the gradient of one whole parameter; None if it may not."""
+        flow, leaf = handle.flow, handle.members[slot].leaf
+        if flow is None or not flow.offers_main_grad:
+            return None
+        if not in_backward:
+            if not flow.keeps_main_grad:
+                raise RuntimeError(
+                    f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
+                    "offload_grads=True it may be elsewhere by then; take it in the backward, or do not offload"
+                )
+            handle.heed_user()
+        self._queue.make_way_for(flow)
+        with torch.no_grad():
+            return flow.main_grad(slot, leaf.shape)
+
+    @torch.no_grad()
+    def take_main_grad(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
+        """A kernel has added one parameter's gradient to its ``main_grad``; as :meth:`arrive`."""
+        flow = handle.flow
+        assert flow is not None
+        flow.note_written(slot)
+        if getattr(handle.members[slot].leaf, "zero_out_wgrad", False):
+            flow.arrive(slot, gradient)
+        return flow.round_complete
+
     def start_ready(self, *, across_replicas: bool) -> None:
         with torch.no_grad():
             self._queue.start_ready(across_replicas=across_replicas)
