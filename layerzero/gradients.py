@@ -83,6 +83,7 @@ class GradientFlow:
         self.accumulator_numel = self._accumulator_numel()  # 0 where the gradient shard does its work
         self._accumulator = make_accumulator(self.accumulator_numel, precision.master)  # G or G / S elements
         self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
+        self._places: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
         slots = len(layout.slots)
         self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
         self._arrived = [False] * slots  # in the round under way
@@ -134,7 +135,7 @@ class GradientFlow:
 
     def arrive(self, slot: int, gradient: Tensor) -> None:
         """Take one parameter's whole gradient, any floating dtype, of the parameter's shape."""
-        place = self._landing_place(slot, gradient.shape)
+        place = self._landing_place(slot)
         if not self._landed[slot]:
             place.copy_(gradient)
             if self._scale_on_landing != 1.0:
@@ -161,9 +162,9 @@ class GradientFlow:
         """A view of it may be kept from a forward to its backward."""
         return self._accumulator.lasting
 
-    def main_grad(self, slot: int, shape: torch.Size) -> Tensor:
+    def main_grad(self, slot: int) -> Tensor:
         """The landing place of one parameter, to be added to; :meth:`note_written` makes it count."""
-        place = self._landing_place(slot, shape)
+        place = self._landing_place(slot)
         if not self._landed[slot] and not self._opened[slot]:
             place.zero_()
             self._opened[slot] = True
@@ -323,8 +324,8 @@ class GradientFlow:
         """This rank's elements of one parameter's gradient, 1-D."""
         return self.gradient_shard()[self._local[slot]]
 
-    def _landing_place(self, slot: int, shape: torch.Size) -> Tensor:
-        place = self.layout.slots[slot]
+    def _landing_place(self, slot: int) -> Tensor:
+        """Where one parameter's gradient is first written, of the parameter's shape."""
         if self.landing is Landing.SHARD:
             flat = self.gradient_shard()
         elif self.landing is Landing.ACCUMULATOR:
@@ -333,7 +334,10 @@ class GradientFlow:
             if self._buffer is None:
                 self._buffer = self._pool.take(self.layout.numel, self.precision.reduce)
             flat = self._buffer
-        return flat[place.offset : place.end].view(shape)
+        key = flat.data_ptr()  # the views keep the memory, so that no other tensor comes to lie there
+        if key not in self._places:
+            self._places[key] = [flat[each.offset : each.end].view(each.shape) for each in self.layout.slots]
+        return self._places[key][slot]
 
     def _take_buffer(self) -> Tensor:
         """The reduce buffer with zeros where nothing arrived; the flow no longer holds it."""

@@ -164,9 +164,13 @@ def _refused(rank: int) -> None:
     model[1].raises_flag = False
     with pytest.raises(RuntimeError, match=r"main_grad of '1.weight' was written to, but its gradient never came"):
         model(batch(rank, 0, 0)).sum().backward()
+    with torch.no_grad():
+        model(batch(rank, 0, 0))  # ends what the failed backward has begun
     sharded = shard(net(), accumulation="sharded")
     with pytest.raises(AttributeError, match="main_grad"):
         sharded(batch(rank, 0, 0)).sum().backward()
+    with torch.no_grad():
+        sharded(batch(rank, 0, 0))
     with mock.patch("layerzero.api.Transfers", LateTransfers):
         offloaded = shard(net(), offload_grads=True)
     offloaded[3].early = True
