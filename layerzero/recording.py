@@ -13,6 +13,8 @@ that is left of the first then counts for what is around it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from layerzero.device import Clock
 __all__ = ["Flight", "Mark", "Observer", "Recorder"]
 
 _QUIET: AbstractContextManager[None] = nullcontext()
+_NAP = 2e-4  # seconds
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,17 @@ class Recorder:
         self.clock = clock
         self.marks: list[Mark] = []
         self.flights = 0
+        self.flying: list[Flight] = []  # those that threads of the backend report on
+
+    def drain(self, seconds: float = math.inf) -> None:
+        """Wait, so long at most, until no thread of a backend has anything to report.
+
+        A thread that wants to do so while the interpreter shuts down would abort the process. An exchange that hangs
+        ends with the timeout of its process group.
+        """
+        deadline = time.monotonic() + seconds
+        while any(flight.landed is None for flight in self.flying) and time.monotonic() < deadline:
+            time.sleep(_NAP)
 
 
 class Flight:
@@ -103,6 +117,7 @@ class Flight:
         except RuntimeError:  # a backend without futures
             return
         self._works = len(futures)
+        self._recorder.flying.append(self)
         now, landings = self._recorder.clock.now, self._landings
         for future in futures:
             future.add_done_callback(lambda _: landings.append(now()))  # in threads of the backend

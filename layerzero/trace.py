@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 
 _COMPUTE_ROW = "units"
 _FORMAT = 1  # of the file's "layerzero" part
+_PATIENCE = 5.0  # seconds for exchanges in flight when a process ends whose trace ended with an exception
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class TraceEvent:
         lane: the communicator; exchanges of a lane are issued in the same order on all of its ranks.
         ranks: on the lane.
         bytes: that this rank sends, as in :func:`layerzero.traffic`.
-        completed: of a launch: when the exchange was done; None if it was not when the trace ended.
+        completed: of a launch: when the exchange was done; None if it was not when the body of the trace raised.
     """
 
     kind: str
@@ -80,8 +82,9 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 
     On the CPU a bar of an exchange ends when its data have arrived, and begins when it was launched or the one before
     it on its row has ended. On an accelerator all times are those at which the stream that computes gets there: an
-    exchange ends where that stream no longer waits for it. Recording costs some tens of microseconds and a few hundred
-    bytes an event: trace a few steps, not a run.
+    exchange ends where that stream no longer waits for it. When the context is left, exchanges that were launched
+    inside are waited for. Recording costs some tens of microseconds and a few hundred bytes an event: trace a few
+    steps, not a run.
 
     The same file holds the schedule, under the key ``"layerzero"``: every event in program order, for
     ``benchmarks/simulate.py`` or a script of yours.
@@ -114,11 +117,17 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
         raise RuntimeError("layerzero.trace is already active for this model")
     observer.end_all()  # ranges of torch's profiler that this recorder has not seen begin
     recorder = observer.recorder = Recorder(Clock.of(runtime.topology.device))
+    completed = False
     try:
         yield result
+        completed = True
     finally:
         observer.end_all()
         observer.recorder = None
+        if completed:
+            recorder.drain()
+        else:  # other ranks may never come
+            atexit.register(recorder.drain, _PATIENCE)
         result.events = _events(recorder)
         _write(result, runtime.topology, rank, recorder.clock.epoch)
 
@@ -211,7 +220,7 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
 
 def _exchange_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
     """Bars that do not overlap on a row, which viewers would take for nested ones."""
-    trace_end = max((event.end for event in events), default=0.0)
+    trace_end = max((max(event.end, event.completed or 0.0) for event in events), default=0.0)
     launches = [event for event in events if event.kind == "launch"]
     free: dict[str, float] = {}  # by lane: when the bar before ends
     for event in sorted(launches, key=lambda event: trace_end if event.completed is None else event.completed):

@@ -84,11 +84,12 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     for event in events:
         assert begun <= event.start <= event.end, "the host does one thing after the other"
         begun = event.start
+    assert all(event.completed is not None for event in launches)
     launched = {event.number: event for event in launches}
     for wait in waits:
         launch = launched[wait.number]
         assert (launch.exchange, launch.name, launch.lane) == (wait.exchange, wait.name, wait.lane)
-        assert launch.end <= wait.start and launch.completed is not None
+        assert launch.end <= wait.start
         assert launch.start <= launch.completed <= wait.end
     unwaited = launched.keys() - {wait.number for wait in waits}
     assert {launched[number].exchange for number in unwaited} == {"refresh"}, "the next step's gathers wait for these"
