@@ -49,6 +49,8 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.task.ranks)]
 
 
@@ -68,10 +70,22 @@ def _start(job: Job, nodes: Sequence[Node], rank: int, port: int, folder: Path) 
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    command = [*node.prefix, sys.executable, "-m", "benchmarks.worker", replace(job, interface=node.interface).to_json()]
+    command = [
+        *node.prefix,
+        sys.executable,
+        "-m",
+        "benchmarks.worker",
+        replace(job, interface=node.interface).to_json(),
+    ]
     with Path(folder, f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            command, env=environment, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,  # never written to; see _die_with_launcher
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

@@ -51,7 +51,7 @@ def carried(interface: str) -> Carried:
 
 
 def why_unavailable() -> str | None:
-    """The reason why :func:`two_nodes` cannot work here, or None. It tries: root may lack the right inside containers."""
+    """The reason why :func:`two_nodes` cannot work here, or None; found by trying, as a container's root may lack rights."""
     if not sys.platform.startswith("linux"):
         return f"two emulated nodes need Linux, not {sys.platform}"
     if os.geteuid() != 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -35,14 +36,16 @@ FEWEST = 3  # measured steps, however slow they are
 SILENCE = 20_000  # bytes: less than any tensor of the model, more than a barrier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
+    """What one run of a contestant is to do."""
+
     contestant: str  # a key of ENTRIES
     task: Task
     steps: int  # measured, at most
     limit: float  # seconds for the measured steps; fewer steps where they would take longer
-    interface: str  # whose counters are read
-    folder: str  # where results go
+    interface: str = ""  # whose counters are read; filled by the launcher
+    folder: str = ""  # where results go; filled by the launcher
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -56,6 +59,7 @@ class Job:
 def main() -> None:
     job = Job.from_json(sys.argv[1])
     rank = int(os.environ["RANK"])
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers': about CPUs and deprecations
     build = ENTRIES[job.contestant].load()
@@ -67,6 +71,12 @@ def main() -> None:
         Path(job.folder, f"{rank}.json").write_text(json.dumps(result))
     finally:
         dist.destroy_process_group()
+
+
+def _die_with_launcher() -> None:
+    """A contest that is killed leaves no ranks behind: its end of our standard input closes."""
+    os.read(0, 1)  # not through sys.stdin, whose lock would be held when the interpreter ends
+    os._exit(1)
 
 
 def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:

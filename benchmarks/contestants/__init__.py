@@ -26,11 +26,12 @@ class Entry:
 
     Attributes:
         label: what the tables call it.
-        family: ``"ours"``, ``"compute"``, or the specialist at one point of the knob: ``"full"`` sharding, ``"hybrid"``,
-            ``"hpz"`` (weights in the node, gradients across), ``"optimizer"`` (optimizer state only).
+        family: ``"ours"``, ``"compute"``, or the specialist at one point of the knob: ``"full"`` sharding,
+            ``"hybrid"``, ``"hpz"`` (weights in the node, gradients across), ``"optimizer"`` (optimizer state only).
         target: ``module:class`` below this package.
         settings: keyword arguments of the class; the values NODE and WORLD are read from the task.
         needs: a package that must be installed.
+        reduces: whether gradients travel at all, so that their dtype matters.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Entry:
     target: str
     settings: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None
+    reduces: bool = True
 
     def load(self) -> Callable[[Task], Contestant]:
         """Import the contestant, and return what builds it."""
@@ -83,7 +85,7 @@ ENTRIES: dict[str, Entry] = {
     "deepspeed-zero1-bf16": _deepspeed("ZeRO-1, accumulates bf16", "optimizer", stage=1, accumulate="bf16"),
     "deepspeed-zero3": _deepspeed("ZeRO-3", "full", stage=3),
     "deepspeed-hpz": _deepspeed("ZeRO-3, hpZ", "hpz", stage=3, hpz=True),
-    "compute": Entry("compute alone", "compute", "ours:ComputeAlone"),
+    "compute": Entry("compute alone", "compute", "ours:ComputeAlone", reduces=False),
 }
 
 
