@@ -51,7 +51,7 @@ def carried(interface: str) -> Carried:
 
 
 def why_unavailable() -> str | None:
-    """The reason why :func:`two_nodes` cannot work here, or None; found by trying, as a container's root may lack rights."""
+    """The reason why :func:`two_nodes` cannot work here, or None. It tries: a container's root may lack the rights."""
     if not sys.platform.startswith("linux"):
         return f"two emulated nodes need Linux, not {sys.platform}"
     if os.geteuid() != 0:

@@ -63,7 +63,7 @@ class FSDP2(Contestant):
 
 
 class FSDP1(Contestant):
-    """Blocks and the root are wrapped; only the last micro-batch is outside ``no_sync``, which keeps whole gradients."""
+    """Blocks and the root are wrapped; all micro-batches but the last run in ``no_sync``, with whole gradients."""
 
     def __init__(self, task: Task, *, strategy: str) -> None:
         super().__init__(task)
