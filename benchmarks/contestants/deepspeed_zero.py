@@ -44,6 +44,7 @@ class DeepSpeed(Contestant):
             "train_micro_batch_size_per_gpu": task.batch_size,
             "gradient_accumulation_steps": task.micro_batches,
             "bf16": {"enabled": True},
+            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told otherwise
             "communication_data_type": task.reduce,
             "data_types": {"grad_accum_dtype": accumulate or task.reduce},
             "zero_optimization": zero,
