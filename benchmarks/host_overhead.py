@@ -6,8 +6,8 @@ One process plays rank 0 of 64 on torch's fake process group, whose collectives 
 model is 32 small units, so that what is left of a pass, beyond the plain model's time, is the cost of hooks, views,
 buffer handling and launches. On a GPU this is the time that the host needs to run ahead of the device.
 
-The plain model and the contestants take turns; the median of this thread's CPU time is printed. Nothing is exchanged, so the
-numbers in the tensors mean nothing.
+The plain model and the contestants take turns; the median of this thread's CPU time is printed. Nothing is exchanged,
+so the numbers in the tensors mean nothing.
 """
 
 from __future__ import annotations
