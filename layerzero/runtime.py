@@ -111,7 +111,7 @@ class Runtime:
         root = sum(handle.gathered_bytes for unit in self.units if unit.module is self.model for handle in unit.handles)
         others = [unit for unit in self.units if unit.module is not self.model]
         sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
-        return root + sum(sizes[-1 - self.config.prefetch :])
+        return root + sum(sizes[-1 - self.config.prefetch :] if self.config.reshard_after_forward else sizes)
 
     # Parameters
 
