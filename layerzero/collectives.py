@@ -9,9 +9,10 @@ same bytes, adds in the accumulator's precision whatever dtype travelled, gives 
 faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used.
 
 [Note: Gathers in place]
-gloo's all-gather builds the result in a buffer of its own and copies it out, this rank's piece included. On gloo a
-gather is therefore one broadcast per rank, straight into place: the same bytes, a third less work, and this rank's
-piece, which may be a master that the user edits meanwhile, is only read.
+gloo's all-gather is a ring that builds the result in a buffer of its own and copies it out, this rank's piece included.
+Between two ranks, one broadcast from each, straight into place, sends the same bytes with a third less work. Between
+more, the ring crosses from node to node less often than the trees of broadcasts do, so it is taken; unless this rank's
+piece is a master that the user may edit meanwhile, which must only be read.
 """
 
 from __future__ import annotations
@@ -176,14 +177,17 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Fl
         ) from error
 
 
-def all_gather(lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "") -> Works:
+def all_gather(
+    lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "", only_reads_shard: bool = False
+) -> Works:
     """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
 
-    `shard` may be this rank's own place inside `out`. `name` says, here and below, whose exchange it is.
+    `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
+    says, here and below, whose exchange it is.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
     with _issued(lane, exchange, name, sent) as flight:
-        if not lane.is_gloo:
+        if not lane.is_gloo or (lane.size > 2 and not only_reads_shard):  # see [Note: Gathers in place]
             return Works.watched(flight, _all_gather_flat(out, shard, group=lane.group, async_op=True))
         pieces = out.chunk(lane.size)
         if pieces[lane.rank].data_ptr() != shard.data_ptr():

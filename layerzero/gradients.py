@@ -247,8 +247,7 @@ class GradientFlow:
         copy = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node)
         self._accumulated = False
         self._accumulator.close(keep=False)
-        yield from self._hop2(copy)
-        self._pool.give(copy)
+        yield from self._hop2(copy, gives_back=True)
 
     def _reduce_accumulator(self) -> Phases:
         full = self._full_accumulator()
@@ -283,8 +282,7 @@ class GradientFlow:
         pending.add_to(node, overwrite=True, scale=1.0)
         self._end_reading(full)
         self._pool.give(scratch)
-        yield from self._hop2(node)
-        self._pool.give(node)
+        yield from self._hop2(node, gives_back=True)
 
     def _end_reading(self, sent: Tensor) -> None:
         """The exchange of the accumulator, or of a copy of it, is done."""
@@ -294,13 +292,16 @@ class GradientFlow:
         else:
             self._pool.give(sent)
 
-    def _hop2(self, node: Tensor) -> Phases:
+    def _hop2(self, node: Tensor, *, gives_back: bool = False) -> Phases:
+        """Sum over the replicas; `gives_back` if `node` is scratch."""
         copies = node.dtype != self.precision.replica_reduce
         send = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node) if copies else node
+        if copies and gives_back:
+            self._pool.give(node)
         pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
         yield pending
         self._add_to_grad(pending)
-        if copies:
+        if copies or gives_back:
             self._pool.give(send)
         self._pool.give(scratch)
 

@@ -266,7 +266,14 @@ class Handle:
             self._zero3_own.copy_(self.master)
         replica = self.topology.replica
         if replica.size > 1:
-            self._refreshing = all_gather(replica, Exchange.REFRESH, self.zero3, self._zero3_own, name=self.label)
+            self._refreshing = all_gather(
+                replica,
+                Exchange.REFRESH,
+                self.zero3,
+                self._zero3_own,
+                name=self.label,
+                only_reads_shard=self.shares_master,
+            )
         self.watch.edited = False
         torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
         self._version = self._leaves_version
