@@ -23,14 +23,24 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/ready  ## step time and bytes beside FSDP2; padding of the layout on real models
-	$(BIN)/python benchmarks/step_time.py
+bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and plots; padding on real models
+	$(BIN)/python -m benchmarks.contest --where one-machine $(ARGS)
+	$(BIN)/python -m benchmarks.contest --where two-nodes $(ARGS)
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python benchmarks/padding.py
 
 $(VENV)/ready: requirements.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+# DeepSpeed compiles nothing when installed so; it looks for torch while it is built, hence no isolation.
+$(VENV)/bench: $(VENV)/ready requirements-bench.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check setuptools wheel
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-r requirements-bench.txt
 	touch $@
 
 clean:

@@ -22,6 +22,7 @@ setup(
         "cli": ["typer"],
         "demo": ["tqdm"],
         "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer"],
+        "bench": ["deepspeed", "matplotlib"],
         "dev": ["ruff", "mypy"],
     },
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -11,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.accumulator import Accumulators
 from layerzero.agreement import agree
-from layerzero.buffers import BufferPool
+from layerzero.buffers import BufferPool, Buffers, StoragePool
 from layerzero.build import build_unit, check_meta, describe
 from layerzero.config import Accumulation, LayerZeroConfig, Units
+from layerzero.device import Transfers
 from layerzero.guard import guard_optimizers
 from layerzero.hooks import attach, runtime_of
 from layerzero.partition import partition
@@ -68,7 +71,10 @@ def shard_model(
         accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
             node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
             ``callable(name, module)`` that chooses for each unit.
-        offload_grads: not implemented yet; True raises.
+        offload_grads: between the backwards of a step, accumulators stay in pinned host memory; on the device they
+            take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
+            one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
+            the CPU the setting warns, and changes nothing else.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
         prefetch: units gathered ahead of the one that computes.
         ignored_params: left as they are: whole on every rank, gradients not averaged.
@@ -126,18 +132,29 @@ def shard_model(
     agree("shard_model", fields, ranks=ranks, failure=failure)
 
     topology = Topology.from_mesh(mesh)
-    pool = BufferPool(topology.device)
+    device = topology.device
+    transfers = _transfers(device) if offload_grads else None
+    buffers = Buffers(BufferPool(device), StoragePool(device), Accumulators(device, transfers))
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     for plan in plans:
         origins += [(found.parameter, found.name) for found in plan.parameters]
-        units_built.append(build_unit(plan, config, topology, pool, param_init_fn))
+        units_built.append(build_unit(plan, config, topology, buffers, param_init_fn))
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = Runtime(model, units_built, config, topology, pool, ignored)
+    runtime = Runtime(model, units_built, config, topology, buffers, ignored)
     runtime.remember_origins(origins)
     attach(runtime)
     guard_optimizers(runtime)
     return model
+
+
+def _transfers(device: torch.device) -> Transfers:
+    transfers = Transfers(device)
+    if not transfers.pins:
+        warnings.warn(
+            f"offload_grads=True on {device}: there is no device to free memory of; results are the same", stacklevel=3
+        )
+    return transfers
 
 
 @contextmanager

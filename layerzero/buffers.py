@@ -1,13 +1,16 @@
-"""Flat scratch buffers that are taken, given back and taken again."""
+"""Memory that is taken, given back and taken again."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-__all__ = ["BufferPool"]
+from layerzero.accumulator import Accumulators
+
+__all__ = ["BufferPool", "Buffers", "StoragePool"]
 
 
 class BufferPool:
@@ -32,3 +35,55 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class StoragePool:
+    """Lends memory to the storages of full buffers, of which few are filled at once.
+
+    Autograd saves views of a full buffer, so its storage must stay the same object while its memory comes and goes.
+    Memory given back is parked, up to a limit, and lent again to a storage of the same size: no allocation, and none
+    of the page faults that memory fresh from the system costs. torch 2.11 cannot move memory between storages; there,
+    every loan is an allocation.
+    """
+
+    can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
+
+    def __init__(self, device: torch.device) -> None:
+        self.limit = 0  # bytes that may be parked
+        self.parked_bytes = 0
+        self.allocations = 0  # so far
+        self._device = device
+        self._parked: dict[int, list[UntypedStorage]] = defaultdict(list)  # by bytes
+        self._empty: list[UntypedStorage] = []
+
+    def lend(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Give an empty storage `nbytes` of memory with unspecified contents."""
+        parked = self._parked[nbytes]
+        if parked:
+            source = parked.pop()
+            storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
+            self._empty.append(source)
+            self.parked_bytes -= nbytes
+        else:
+            storage.resize_(nbytes)
+            self.allocations += 1
+
+    def reclaim(self, storage: UntypedStorage) -> None:
+        """Take a storage's memory; it has 0 bytes then."""
+        nbytes = storage.nbytes()
+        if self.can_park and 0 < nbytes <= self.limit - self.parked_bytes:
+            target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
+            target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+            self._parked[nbytes].append(target)
+            self.parked_bytes += nbytes
+        else:
+            storage.resize_(0)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What the handles of a model share."""
+
+    scratch: BufferPool  # of exchanges
+    full: StoragePool
+    accumulators: Accumulators

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.agreement import agree
-from layerzero.buffers import BufferPool
+from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, broadcast
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle, carry_over
@@ -53,7 +53,7 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
 
 
 def build_unit(
-    plan: UnitPlan, config: LayerZeroConfig, topology: Topology, pool: BufferPool, param_init_fn: InitFn | None
+    plan: UnitPlan, config: LayerZeroConfig, topology: Topology, buffers: Buffers, param_init_fn: InitFn | None
 ) -> Unit:
     """The unit of a plan, its parameters replaced in the model; no more than this unit is ever whole."""
     _materialise_together(plan, topology, param_init_fn)
@@ -87,7 +87,7 @@ def build_unit(
                     accumulation=accumulation,
                     divide_factor=config.gradient_divide_factor or topology.data_parallel,
                     topology=topology,
-                    pool=pool,
+                    buffers=buffers,
                 )
             )
     for found in plan.parameters:

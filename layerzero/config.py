@@ -71,9 +71,7 @@ class LayerZeroConfig:
             raise ValueError(f"gradient_divide_factor must be positive and finite, got {factor}")
         if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
-        if self.offload_grads:
-            raise NotImplementedError("offload_grads=True is not implemented yet; use offload_grads=False")
-        for name in ("reshard_after_forward", "sync_module_states"):
+        for name in ("offload_grads", "reshard_after_forward", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
@@ -110,6 +108,7 @@ class LayerZeroConfig:
             "replica_reduce_dtype": str(self.replica_reduce_dtype),
             "buffer_dtype": str(self.buffer_dtype),
             "gradient_divide_factor": self.gradient_divide_factor,
+            "offload_grads": self.offload_grads,
             "reshard_after_forward": self.reshard_after_forward,
             "prefetch": self.prefetch,
             "sync_module_states": self.sync_module_states,

@@ -18,11 +18,12 @@ fp16 travels, which would overflow, and where nothing travels, they are divided 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
+from layerzero.accumulator import Accumulator
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, Lane, PendingSum, reduce_scatter, scratch_numel
 from layerzero.config import Precision
@@ -60,6 +61,7 @@ class GradientFlow:
         divide_factor: float,
         topology: Topology,
         pool: BufferPool,
+        make_accumulator: Callable[[int, torch.dtype], Accumulator],
     ) -> None:
         self.layout = layout
         self.label = label  # for traces: the unit's name
@@ -78,18 +80,20 @@ class GradientFlow:
         self._scale_at_end = 1.0 if early else 1.0 / divide_factor
 
         self.grad: Tensor | None = None  # 1-D [L], master dtype: the ZeRO-1 gradient shard
-        self.accumulator: Tensor | None = None  # 1-D [G] or [G / S], master dtype
+        self.accumulator_numel = self._accumulator_numel()  # 0 where the gradient shard does its work
+        self._accumulator = make_accumulator(self.accumulator_numel, precision.master)  # G or G / S elements
         self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
+        self._places: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
         slots = len(layout.slots)
         self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
         self._arrived = [False] * slots  # in the round under way
+        self._opened = [False] * slots  # its landing place has been shown to a kernel, and held zeros then
         self._missing = slots  # awaited and not arrived
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
         self.fresh = [False] * slots  # the same, since a final gradient was last shown
         self._accumulated = False  # the sharded accumulator holds something
         self._grad_valid = False  # the gradient shard holds something
-        self.in_flight = False  # an exchange reads the accumulator: nothing may be written there
 
     # What a flow holds
 
@@ -111,8 +115,16 @@ class GradientFlow:
         return any(self._arrived)
 
     @property
-    def accumulator_numel(self) -> int:
-        """Elements of the accumulator, 0 where the gradient shard does its work."""
+    def blocked(self) -> bool:
+        """Nothing can be taken before an exchange in flight has ended."""
+        return self._accumulator.busy or self._accumulator.blocked
+
+    @property
+    def _holds_whole(self) -> bool:
+        """The whole accumulator has contents that matter."""
+        return any(self._landed) or any(self._opened)
+
+    def _accumulator_numel(self) -> int:
         if self.landing is Landing.SHARD:
             return 0
         if self.landing is Landing.ACCUMULATOR:
@@ -123,18 +135,40 @@ class GradientFlow:
 
     def arrive(self, slot: int, gradient: Tensor) -> None:
         """Take one parameter's whole gradient, any floating dtype, of the parameter's shape."""
-        place = self._landing_place(slot, gradient.shape)
+        place = self._landing_place(slot)
         if not self._landed[slot]:
             place.copy_(gradient)
             if self._scale_on_landing != 1.0:
                 place.mul_(self._scale_on_landing)
         else:
             place.add_(gradient, alpha=self._scale_on_landing)
+        self.note_written(slot)
+
+    def note_written(self, slot: int) -> None:
+        """One parameter's gradient is in its landing place: a kernel has added it there, see :meth:`main_grad`."""
         self._landed[slot] = True
+        self._opened[slot] = False
         self.fresh[slot] = True
         self._missing -= not self._arrived[slot]
         self._arrived[slot] = True
         self.contributed[slot] = True
+
+    @property
+    def offers_main_grad(self) -> bool:
+        return self.landing is not Landing.BUFFER and self._scale_on_landing == 1.0
+
+    @property
+    def keeps_main_grad(self) -> bool:
+        """A view of it may be kept from a forward to its backward."""
+        return self._accumulator.lasting
+
+    def main_grad(self, slot: int) -> Tensor:
+        """The landing place of one parameter, to be added to; :meth:`note_written` makes it count."""
+        place = self._landing_place(slot)
+        if not self._landed[slot] and not self._opened[slot]:
+            place.zero_()
+            self._opened[slot] = True
+        return place
 
     def end_round(self) -> None:
         """The pass needs no more of this flow: the next arrival starts a new round."""
@@ -159,73 +193,115 @@ class GradientFlow:
             yield from self._hop1(self._take_buffer(), across_replicas=across_replicas)
         elif across_replicas:
             yield from self._reduce_accumulator()
+        else:
+            self._accumulator.close(keep=self._holds_whole)
 
     def reduce_rest(self) -> Phases:
         """Carry to the gradient shard what backwards inside no_sync have left behind; as :meth:`reduce`."""
         if self.landing is Landing.ACCUMULATOR:
             yield from self._reduce_accumulator()
         elif self.landing is Landing.BUFFER and self.topology.replicas > 1:
-            node = self._sharded_accumulator()
             if not self._accumulated:
-                node.zero_()  # what was there has been dropped, or sent
-            yield from self._hop2(node)
-            self._accumulated = False
+                self._sharded_accumulator().zero_()  # what was there has been dropped, or sent
+            yield from self._hop2_of_accumulator()
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
         self.end_round()
-        self.in_flight = False
         if self._buffer is not None:
             self._pool.give(self._buffer)
             self._buffer = None
             self._landed = [False] * len(self._landed)
 
+    def expect(self) -> None:
+        """Gradients will arrive soon."""
+        if self.landing is Landing.ACCUMULATOR:
+            self._accumulator.prefetch(keep=self._holds_whole)
+
     def _hop1(self, send: Tensor, *, across_replicas: bool) -> Phases:
+        has_accumulator = self.topology.replicas > 1
+        if has_accumulator:
+            self._accumulator.prefetch(keep=self._accumulated)
+            self._accumulator.busy = True
         pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
         yield pending
-        if self.topology.replicas == 1:
-            self._add_to_grad(pending)
-        else:
-            node = self._sharded_accumulator()
-            pending.add_to(node, overwrite=not self._accumulated, scale=1.0)
+        if has_accumulator:
+            pending.add_to(self._sharded_accumulator(), overwrite=not self._accumulated, scale=1.0)
             self._accumulated = True
+            self._accumulator.busy = False
+        else:
+            self._add_to_grad(pending)
         self._pool.give(send)
         self._pool.give(scratch)
-        if across_replicas and self.topology.replicas > 1:
-            yield from self._hop2(self._sharded_accumulator())
+        if has_accumulator and across_replicas:
+            yield from self._hop2_of_accumulator()
+        elif has_accumulator:
+            self._accumulator.close(keep=True)
+
+    def _hop2_of_accumulator(self) -> Phases:
+        node = self._sharded_accumulator()
+        if self._accumulator.lasting:
+            yield from self._hop2(node)
             self._accumulated = False
+            return
+        copy = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node)
+        self._accumulated = False
+        self._accumulator.close(keep=False)
+        yield from self._hop2(copy)
+        self._pool.give(copy)
 
     def _reduce_accumulator(self) -> Phases:
         full = self._full_accumulator()
-        self.in_flight = True
-        for slot, landed in zip(self.layout.slots, self._landed, strict=True):
-            if not landed:
-                full[slot.offset : slot.end].zero_()
+        for index, slot in enumerate(self.layout.slots):
+            if not self._landed[index]:
+                place = full[slot.offset : slot.end]
+                if self._opened[index] and place.any():
+                    raise RuntimeError(
+                        f"main_grad of {slot.name!r} was written to, but its gradient never came: the kernel must set "
+                        "grad_added_to_main_grad and return a gradient, of any contents"
+                    )
+                place.zero_()
         self._landed = [False] * len(self._landed)
+        self._opened = [False] * len(self._opened)
+        first = self.precision.reduce if self.topology.zero3_size > 1 else self.precision.replica_reduce
+        self._accumulator.busy = first == full.dtype
+        if not self._accumulator.busy:
+            full = self._pool.take(full.numel(), first).copy_(full)
+            self._accumulator.close(keep=False)
         if self.topology.zero3_size == 1:
             yield from self._hop2(full)
-            self.in_flight = False
+            self._end_reading(full)
             return
-        send = self._as_dtype(full, self.precision.reduce)
-        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
+        pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, full)
         yield pending
         if self.topology.replicas == 1:
             self._add_to_grad(pending)
-        else:
-            node = self._pool.take(self.layout.numel // self.topology.zero3_size, self.precision.master)
-            pending.add_to(node, overwrite=True, scale=1.0)
-            yield from self._hop2(node)
-            self._pool.give(node)
-        self._give_copy(send, full)
+            self._end_reading(full)
+            self._pool.give(scratch)
+            return
+        node = self._pool.take(self.layout.numel // self.topology.zero3_size, self.precision.master)
+        pending.add_to(node, overwrite=True, scale=1.0)
+        self._end_reading(full)
         self._pool.give(scratch)
-        self.in_flight = False
+        yield from self._hop2(node)
+        self._pool.give(node)
+
+    def _end_reading(self, sent: Tensor) -> None:
+        """The exchange of the accumulator, or of a copy of it, is done."""
+        if self._accumulator.busy:
+            self._accumulator.busy = False
+            self._accumulator.close(keep=False)
+        else:
+            self._pool.give(sent)
 
     def _hop2(self, node: Tensor) -> Phases:
-        send = self._as_dtype(node, self.precision.replica_reduce)
+        copies = node.dtype != self.precision.replica_reduce
+        send = self._pool.take(node.numel(), self.precision.replica_reduce).copy_(node) if copies else node
         pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
         yield pending
         self._add_to_grad(pending)
-        self._give_copy(send, node)
+        if copies:
+            self._pool.give(send)
         self._pool.give(scratch)
 
     def _launch(self, lane: Lane, exchange: Exchange, send: Tensor) -> tuple[PendingSum, Tensor]:
@@ -248,8 +324,8 @@ class GradientFlow:
         """This rank's elements of one parameter's gradient, 1-D."""
         return self.gradient_shard()[self._local[slot]]
 
-    def _landing_place(self, slot: int, shape: torch.Size) -> Tensor:
-        place = self.layout.slots[slot]
+    def _landing_place(self, slot: int) -> Tensor:
+        """Where one parameter's gradient is first written, of the parameter's shape."""
         if self.landing is Landing.SHARD:
             flat = self.gradient_shard()
         elif self.landing is Landing.ACCUMULATOR:
@@ -258,7 +334,10 @@ class GradientFlow:
             if self._buffer is None:
                 self._buffer = self._pool.take(self.layout.numel, self.precision.reduce)
             flat = self._buffer
-        return flat[place.offset : place.end].view(shape)
+        key = flat.data_ptr()  # the views keep the memory, so that no other tensor comes to lie there
+        if key not in self._places:
+            self._places[key] = [flat[each.offset : each.end].view(each.shape) for each in self.layout.slots]
+        return self._places[key][slot]
 
     def _take_buffer(self) -> Tensor:
         """The reduce buffer with zeros where nothing arrived; the flow no longer holds it."""
@@ -273,27 +352,13 @@ class GradientFlow:
         return buffer
 
     def _full_accumulator(self) -> Tensor:
-        if self.accumulator is None:
-            self.accumulator = self._zeros(self.layout.numel)
-        return self.accumulator
+        return self._accumulator.open(keep=self._holds_whole)
 
     def _sharded_accumulator(self) -> Tensor:
-        if self.accumulator is None:
-            self.accumulator = self._zeros(self.layout.numel // self.topology.zero3_size)
-        return self.accumulator
+        return self._accumulator.open(keep=self._accumulated)
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.precision.master, device=self._pool.device)
-
-    def _as_dtype(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """`source` itself where it has the dtype, else a pooled copy; undone by :meth:`_give_copy`."""
-        if source.dtype == dtype:
-            return source
-        return self._pool.take(source.numel(), dtype).copy_(source)
-
-    def _give_copy(self, copy: Tensor, source: Tensor) -> None:
-        if copy is not source:
-            self._pool.give(copy)
 
     # What the user contributes and takes back
 
@@ -315,6 +380,7 @@ class GradientFlow:
         self.contributed[slot] = False
         self.fresh[slot] = False
         self._landed[slot] = False
+        self._opened[slot] = False
         if not any(self.contributed):
             self._accumulated = False
             self._grad_valid = False
@@ -327,6 +393,7 @@ class GradientFlow:
             start, stop = max(place.offset, node.start), min(place.end, node.stop)
             if start < stop:
                 self._sharded_accumulator()[start - node.start : stop - node.start].zero_()
+                self._accumulator.close(keep=True)
 
     def zero(self, slot: int) -> None:
         """Forget every contribution to one parameter, but let it have a gradient of zero."""

@@ -22,11 +22,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerzero.buffers import BufferPool
+from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, Works, all_gather
 from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
+from layerzero.main_grad import GatheredParameter
 from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sharded
 from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
@@ -67,7 +68,7 @@ class Handle:
 
     Args:
         name: for messages: the unit's name and the kind.
-        label: for traces: the unit's name.
+        label: for traces: the unit's name. Handles of one unit share a slab; see accumulator.py.
         layout: flat places of the parameters.
         originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
     """
@@ -84,7 +85,7 @@ class Handle:
         accumulation: str,
         divide_factor: float,
         topology: Topology,
-        pool: BufferPool,
+        buffers: Buffers,
     ) -> None:
         self.name = name
         self.label = label
@@ -92,6 +93,7 @@ class Handle:
         self.precision = precision
         self.trainable = trainable  # some parameter of it requires a gradient
         self.topology = topology
+        self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
         self._grad_watches = [Watch() for _ in layout.slots]
@@ -117,6 +119,7 @@ class Handle:
             self.full = self.zero3
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
+        self._lands_whole = accumulation == "full" or zero3_size == 1
         local = self._take_values([parameter for parameter, _ in originals])
         self._strided: list[StridedCopy] = []
         self.members = tuple(
@@ -132,14 +135,12 @@ class Handle:
             accumulation=accumulation,
             divide_factor=divide_factor,
             topology=topology,
-            pool=pool,
+            pool=buffers.scratch,
+            make_accumulator=partial(buffers.accumulators.make, label),
         )
         self.flow: GradientFlow | None = self._make_flow() if trainable else None  # frozen from birth: no gradients
         self._version = self._leaves_version
-        for strided in self._strided:
-            strided.free()
-        if self.gathers:
-            self.full.untyped_storage().resize_(0)
+        self._free_full()
 
     @property
     def may_be_updated(self) -> bool:
@@ -179,7 +180,11 @@ class Handle:
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor
-        leaf = nn.Parameter(whole, requires_grad=self.trainable)
+        leaf = (
+            GatheredParameter(whole, requires_grad=self.trainable)
+            if self._lands_whole
+            else nn.Parameter(whole, requires_grad=self.trainable)
+        )
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
@@ -194,7 +199,7 @@ class Handle:
             return
         self.finish_refresh()
         if self.gathers:
-            self.full.untyped_storage().resize_(self._full_bytes)
+            self._storages.lend(self.full.untyped_storage(), self._full_bytes)
             self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
         self._move_to(ShardState.GATHERING)
 
@@ -206,7 +211,7 @@ class Handle:
             gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
             gathering.wait()
         for strided in self._strided:
-            strided.fill()
+            strided.fill(self._storages)
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
@@ -216,10 +221,7 @@ class Handle:
             return
         edited = self._leaves_version != self._version
         self._version = self._leaves_version
-        for strided in self._strided:
-            strided.free()
-        if self.gathers:
-            self.full.untyped_storage().resize_(0)
+        self._free_full()
         self._move_to(ShardState.SHARDED)
         if edited:
             raise RuntimeError(
@@ -227,9 +229,20 @@ class Handle:
                 "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
             )
 
+    def _free_full(self) -> None:
+        for strided in self._strided:
+            strided.free(self._storages)
+        if self.gathers:
+            self._storages.reclaim(self.full.untyped_storage())
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that are there while the unit computes."""
+        return (self._full_bytes if self.gathers else 0) + sum(strided.gathered_bytes for strided in self._strided)
+
     @property
     def full_bytes(self) -> int:
-        """Bytes that are there only while the unit computes."""
+        """Of them, those that are there now."""
         full = self.full.untyped_storage().nbytes() if self.gathers else 0
         return full + sum(strided.nbytes for strided in self._strided)
 
@@ -351,7 +364,8 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
     """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
     for target in (gathered, sharded):
         for name, value in vars(source).items():
-            setattr(target, name, value)
+            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
+                setattr(target, name, value)
     if source._backward_hooks is not None:
         gathered._backward_hooks = source._backward_hooks
     hooks = getattr(source, "_post_accumulate_grad_hooks", None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.handle import Handle
+from layerzero.main_grad import GatheredParameter
 from layerzero.runtime import Runtime
 from layerzero.sharded_tensor import RowShardedTensor
 from layerzero.unit import Unit
@@ -35,6 +36,8 @@ def attach(runtime: Runtime) -> None:
                 member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
                 member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.leaf.requires_grad_(requires_grad)
+                if isinstance(member.leaf, GatheredParameter):
+                    member.leaf.offer(_main_grad(runtime, handle, slot))
 
 
 def _refuse_whole_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -74,6 +77,16 @@ def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Ten
             runtime.on_gradient(handle, slot, leaf)
 
     return hook
+
+
+def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
+    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
+
+    def open_main_grad() -> Tensor | None:
+        runtime, handle = weak_runtime(), weak_handle()
+        return None if runtime is None or handle is None else runtime.main_grad(handle, slot)
+
+    return open_main_grad
 
 
 class _Hook:

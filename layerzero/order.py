@@ -12,13 +12,13 @@ step, a loop that repeats itself is never surprised.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from layerzero.agreement import has_peers
 from layerzero.collectives import Exchange, Lane, all_gather
 
 __all__ = ["GatherOrder"]
@@ -38,10 +38,11 @@ class GatherOrder:
         self._repeats = -1  # history[_repeats] is what came next in the last place that looked like this one; -1: none
         self._count = 0  # gathers so far
         self._ranks = dist.get_process_group_ranks(lane.group)
+        self._compares = has_peers(self._ranks)
         # Models are told apart by how many each rank has had in this group, which the store counts.
         group = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
         own = f"layerzero/order/{group}/{dist.get_rank()}"
-        self._scope = f"layerzero/order/{group}/{_get_default_store().add(own, 1)}" if lane.size > 1 else ""
+        self._scope = f"layerzero/order/{group}/{_get_default_store().add(own, 1)}" if self._compares else ""
 
     def check(self, unit: int) -> None:
         """Raise unless the other ranks of the node gather the same unit next; to be called before each gather.
@@ -49,7 +50,7 @@ class GatherOrder:
         Raises:
             RuntimeError: the orders differ; names both.
         """
-        if self._lane.size == 1:
+        if not self._compares:
             return
         foreseen = self._repeats >= 0 and self._history[self._repeats] == unit
         if not foreseen:
@@ -65,7 +66,7 @@ class GatherOrder:
 
     def explain(self, error: Exception) -> Exception:
         """What to raise for a gather that has failed: says so if another rank has announced another order."""
-        if self._lane.size == 1:
+        if not self._compares:
             return error
         try:
             announced = self._announcements()
@@ -82,7 +83,7 @@ class GatherOrder:
         mine = self._spell([*self._history[-_SHOWN + 1 :], unit])
         surprised = self._repeats >= 0  # with no prediction all ranks come here, and need no notice
         if surprised:
-            _get_default_store().set(self._key(dist.get_rank()), json.dumps({"count": self._count, "order": mine}))
+            _get_default_store().set(self._key(dist.get_rank()), mine)
         try:
             all_gather(self._lane, Exchange.ORDER, everyone, sent).wait()
         except RuntimeError as error:
@@ -110,7 +111,7 @@ class GatherOrder:
         found = {}
         for rank in self._ranks:
             if rank != dist.get_rank() and store.check([self._key(rank)]):
-                found[rank] = json.loads(store.get(self._key(rank)))["order"]
+                found[rank] = store.get(self._key(rank)).decode()
         return found
 
     def _key(self, rank: int) -> str:

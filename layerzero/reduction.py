@@ -66,14 +66,19 @@ class ReductionQueue:
     def finish_rest(self) -> None:
         """Reduce what backwards inside no_sync have left behind."""
         for handle in self.order:
-            self._run(_flow(handle).reduce_rest())
+            flow = _flow(handle)
+            self._run(flow, flow.reduce_rest())
         self.settle()
 
     def settle(self) -> None:
         """Wait for everything in flight."""
         while self._running:
-            # The least advanced first, so that the next hop 2 is on its way before an earlier one is waited for.
-            self._step(min(self._running, key=lambda running: running.launched))
+            self._carry_on()
+
+    def make_way_for(self, flow: GradientFlow) -> None:
+        """Wait until `flow` can take gradients."""
+        while flow.blocked:
+            self._carry_on()
 
     def advance(self) -> None:
         """Carry on what is done, without waiting, and without letting a later handle's hop 2 pass an earlier one's."""
@@ -96,9 +101,15 @@ class ReductionQueue:
 
     def _start(self, handle: Handle, *, across_replicas: bool) -> None:
         self._next += 1
-        self._run(_flow(handle).reduce(across_replicas=across_replicas))
+        flow = _flow(handle)
+        self._run(flow, flow.reduce(across_replicas=across_replicas))
 
-    def _run(self, phases: Phases) -> None:
+    def _carry_on(self) -> None:
+        # The least advanced first, so that the next hop 2 is on its way before an earlier one is waited for.
+        self._step(min(self._running, key=lambda running: running.launched))
+
+    def _run(self, flow: GradientFlow, phases: Phases) -> None:
+        self.make_way_for(flow)
         pending = next(phases, None)
         if pending is None:
             return

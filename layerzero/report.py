@@ -19,8 +19,10 @@ class MemoryReport:
     """Bytes on this rank, by kind.
 
     Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
-    ``full_buffer`` (gathered units), ``accumulator``, ``gradient_shard``, ``reduce_buffer`` (scratch that exchanges
-    reuse; measured only), ``optimizer`` (measured only).
+    ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
+    most the root's, one unit's and those of the units gathered ahead of it; measured only),
+    ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard``, ``reduce_buffer``
+    (scratch that exchanges reuse; measured only), ``optimizer`` (measured only).
 
     Attributes:
         predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
@@ -32,8 +34,8 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Measured bytes of all kinds."""
-        return sum(self.measured.values())
+        """Measured bytes of all kinds on the device."""
+        return sum(self.measured.values()) - self.measured["host_accumulator"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def memory(model: nn.Module) -> MemoryReport:
     predicted: Counter[str] = Counter()
     for handle in runtime.handles:
         predicted.update(_predict(handle))
+    predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
     return MemoryReport(predicted=dict(predicted), measured=_measure(runtime))
 
 
@@ -94,21 +97,34 @@ def _predict(handle: Handle) -> dict[str, int]:
         "zero1_shard": 0 if master == compute and handle.shares_master else layout.shard_numel * master,
         "zero3_shard": layout.numel // topology.zero3_size * compute,
         "full_buffer": 0,
-        "accumulator": flow.accumulator_numel * master if flow else 0,
         "gradient_shard": layout.shard_numel * master if flow else 0,
     }
 
 
+def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
+    """Bytes on the device and in host memory."""
+    sizes = {
+        unit.name: sum(
+            handle.flow.accumulator_numel * handle.precision.master.itemsize for handle in unit.handles if handle.flow
+        )
+        for unit in runtime.units
+    }
+    return runtime.buffers.accumulators.predicted_bytes(sizes)
+
+
 def _measure(runtime: Runtime) -> dict[str, int]:
-    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "accumulator", "gradient_shard"), 0))
+    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard"), 0))
+    buffers = runtime.buffers
     for handle in runtime.handles:
         flow = handle.flow
         measured["zero3_shard"] += _bytes(handle.zero3)
         measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes
-        measured["accumulator"] += _bytes(flow.accumulator) if flow else 0
         measured["gradient_shard"] += _bytes(flow.grad) if flow else 0
-    measured["reduce_buffer"] = runtime.pool.allocated_bytes
+    measured["idle_buffer"] = buffers.full.parked_bytes
+    measured["accumulator"] = buffers.accumulators.device_bytes
+    measured["host_accumulator"] = buffers.accumulators.host_bytes
+    measured["reduce_buffer"] = buffers.scratch.allocated_bytes
     tensors = [
         value
         for optimizer in runtime.optimizers

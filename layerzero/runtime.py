@@ -28,9 +28,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.agreement import agree
-from layerzero.buffers import BufferPool
+from layerzero.buffers import Buffers
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle, Member
+from layerzero.main_grad import take_flag
 from layerzero.order import GatherOrder
 from layerzero.structures import cast_floating, tensors_in
 from layerzero.sync import GradientSync
@@ -78,7 +79,7 @@ class Runtime:
         units: Sequence[Unit],
         config: LayerZeroConfig,
         topology: Topology,
-        pool: BufferPool,
+        buffers: Buffers,
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self.model = model
@@ -86,7 +87,8 @@ class Runtime:
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.config = config
         self.topology = topology
-        self.pool = pool
+        self.buffers = buffers
+        buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
@@ -103,6 +105,13 @@ class Runtime:
         self.gradients = GradientSync(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
+
+    def _most_gathered(self) -> int:
+        """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
+        root = sum(handle.gathered_bytes for unit in self.units if unit.module is self.model for handle in unit.handles)
+        others = [unit for unit in self.units if unit.module is not self.model]
+        sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
+        return root + sum(sizes[-1 - self.config.prefetch :] if self.config.reshard_after_forward else sizes)
 
     # Parameters
 
@@ -189,6 +198,7 @@ class Runtime:
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        use.is_watched = bool(inputs)
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -229,18 +239,27 @@ class Runtime:
                 self._gather(around.unit)
         backward.begun.add(use)
         self._gather(unit)
-        for earlier in use.before(self.config.prefetch):
-            self._gather(earlier.unit)
+        unit.expect_gradients()
+        if not use.follower_ends_next:
+            self._prefetch_before(use)
         self._wait(unit)
         unit.show_leaves()
         self.gradients.advance()
         self.observer.begin("backward", unit.label, use)
+
+    def _prefetch_before(self, use: Use) -> None:
+        for earlier in use.before(self.config.prefetch):
+            self._gather(earlier.unit)
+            earlier.unit.expect_gradients()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
         self.observer.end(use)
         use.unit.in_backward.discard(use)
         if use.unit.idle:
             use.unit.release()
+        for previous in use.before(1):
+            if previous in previous.unit.in_backward:
+                self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: _Backward, use: Use) -> None:
         """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed use's nodes."""
@@ -263,10 +282,15 @@ class Runtime:
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
             return
-        if not self.gradients.arrive(handle, slot, gradient):
+        take = self.gradients.take_main_grad if take_flag(leaf) else self.gradients.arrive
+        if not take(handle, slot, gradient):
             return
         backward.arrived[handle] = None
         self.gradients.start_ready(across_replicas=backward.reduces)
+
+    def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
+        """What a gathered parameter offers as ``main_grad``."""
+        return self.gradients.main_grad(handle, slot, in_backward=_inside_backward())
 
     def _enter_backward(self, name: str) -> _Backward:
         if torch.is_grad_enabled():  # the engine's own mode inside a backward

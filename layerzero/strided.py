@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerzero.buffers import StoragePool
+
 __all__ = ["StridedCopy", "keeps_order"]
 
 
@@ -23,7 +25,7 @@ class StridedCopy:
     def __init__(self, source: Tensor, like: Tensor) -> None:
         self._source = source  # row-major, a view of the full buffer
         self._written = torch.empty_like(like, dtype=source.dtype, device=source.device)  # keeps dense strides
-        self._bytes = self._written.untyped_storage().nbytes()
+        self.gathered_bytes = self._written.untyped_storage().nbytes()
         self.tensor = self._written.data  # as `compute` of a handle: a version counter apart from the writes
 
     @property
@@ -31,9 +33,9 @@ class StridedCopy:
         return self.tensor.untyped_storage().nbytes()
 
     @torch.no_grad()
-    def fill(self) -> None:
-        self._written.untyped_storage().resize_(self._bytes)
+    def fill(self, storages: StoragePool) -> None:
+        storages.lend(self._written.untyped_storage(), self.gathered_bytes)
         self._written.copy_(self._source)
 
-    def free(self) -> None:
-        self._written.untyped_storage().resize_(0)
+    def free(self, storages: StoragePool) -> None:
+        storages.reclaim(self._written.untyped_storage())

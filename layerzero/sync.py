@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -47,23 +48,46 @@ class GradientSync:
     def _with_flow(self) -> list[Handle]:
         return [handle for handle in self._handles if handle.flow is not None]
 
-    # One backward
+    # One backward, in which autograd is off already
 
-    @torch.no_grad()
     def arrive(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
         """Take one parameter's whole gradient; True if it completes the handle."""
         member, flow = handle.members[slot], handle.flow
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         assert flow is not None
-        if flow.in_flight:
-            self._queue.settle()
+        if flow.blocked:
+            self._queue.make_way_for(flow)
         flow.arrive(slot, gradient)
         return flow.round_complete
 
-    def start_ready(self, *, across_replicas: bool) -> None:
+    def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
+        """Where a kernel may add the gradient of one whole parameter; None if it may not."""
+        flow = handle.flow
+        if flow is None or not flow.offers_main_grad:
+            return None
+        if not in_backward:
+            if not flow.keeps_main_grad:
+                raise RuntimeError(
+                    f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
+                    "offload_grads=True it may be elsewhere by then; take it in the backward, or do not offload"
+                )
+            handle.heed_user()
+        self._queue.make_way_for(flow)
         with torch.no_grad():
-            self._queue.start_ready(across_replicas=across_replicas)
+            return flow.main_grad(slot)
+
+    def take_main_grad(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
+        """A kernel has added one parameter's gradient to its ``main_grad``; as :meth:`arrive`."""
+        flow = handle.flow
+        assert flow is not None
+        flow.note_written(slot)
+        if getattr(handle.members[slot].leaf, "zero_out_wgrad", False):
+            flow.arrive(slot, gradient)
+        return flow.round_complete
+
+    def start_ready(self, *, across_replicas: bool) -> None:
+        self._queue.start_ready(across_replicas=across_replicas)
 
     def advance(self) -> None:
         self._queue.advance()
@@ -71,11 +95,13 @@ class GradientSync:
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""
-        for handle in self._with_flow:
-            handle.take_rows()
+        with _plain_access():
+            for handle in self._with_flow:
+                handle.take_rows()
         used = self._agree_on_use() if reduces else None
         self._queue.finish(across_replicas=reduces)
-        self._publish(used)
+        with _plain_access():
+            self._publish(used)
         self._owes_reduction = not reduces
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
@@ -117,8 +143,9 @@ class GradientSync:
 
     def heed_user(self) -> None:
         """Follow what the user has done to ``.grad``."""
-        for handle in self._with_flow:
-            handle.heed_user()
+        with _plain_access():
+            for handle in self._with_flow:
+                handle.heed_user()
         if self.failed:
             if left := [member.name for member in self._members if member.parameter.grad is not None]:
                 raise RuntimeError(
@@ -129,7 +156,7 @@ class GradientSync:
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
-        with torch._C.DisableTorchFunctionSubclass():  # costs nothing then; this runs before each forward
+        with _plain_access():
             changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
         if not changed:
             return
@@ -196,3 +223,9 @@ class GradientSync:
             broadcast(self._topology.control, Exchange.AGREE, places)
         self._queue.reorder([order[place] for place in places.tolist()])
         self._order_agreed = True
+
+
+def _plain_access() -> AbstractContextManager[None]:
+    """Attributes of sharded parameters without the detour through Python that tensor subclasses take."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard

@@ -14,11 +14,12 @@ __all__ = ["Unit", "Use"]
 class Use:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("_order", "_position", "around", "unit")
+    __slots__ = ("_order", "_position", "around", "is_watched", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Use, ...]) -> None:
         self.unit = unit
         self.around = around  # the uses that call this one, outermost first
+        self.is_watched = False  # the gradients of its inputs will end its backward
         self._order: list[Use] = []  # all uses of the forward, by return
         self._position = 0
 
@@ -26,6 +27,17 @@ class Use:
         """Take the next place in the order of a forward."""
         self._order, self._position = order, len(order)
         order.append(self)
+
+    @property
+    def follower_ends_next(self) -> bool:
+        """The use that returned next is in its backward, which ends where this one's begins, but the hook comes second.
+
+        Until then it holds its full buffer.
+        """
+        if self._position + 1 >= len(self._order):
+            return False
+        follower = self._order[self._position + 1]
+        return follower.is_watched and follower not in self.around and follower in follower.unit.in_backward
 
     def before(self, count: int) -> Iterator[Use]:
         """The `count` uses that returned before this one, nearest first."""
@@ -87,6 +99,12 @@ class Unit:
     def reshard(self) -> None:
         for handle in self.handles:
             handle.reshard()
+
+    def expect_gradients(self) -> None:
+        """Its gradients will arrive soon."""
+        for handle in self.handles:
+            if handle.flow is not None and handle.trainable:
+                handle.flow.expect()
 
     def release(self) -> None:
         """Free the full buffer and show sharded parameters again."""

@@ -115,7 +115,8 @@ def _compile(rank: int, way: str, backend: str) -> None:
     net = copy.deepcopy(alone)
     if when == "before":
         compile_net(net, backend)
-    model = layerzero.shard_model(net, zero3_size=2, units={Layer})
+    accumulation = "full" if way == "units, before sharding" else "sharded"  # their gathered parameters differ in class
+    model = layerzero.shard_model(net, zero3_size=2, units={Layer}, accumulation=accumulation)
     if when == "after":
         compile_net(net, backend)
     graphs = []

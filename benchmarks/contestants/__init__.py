@@ -1,0 +1,97 @@
+"""Every way of taking a step that the benchmarks compare, by name.
+
+A contestant's module is imported only where it runs, so that a peer which is not installed keeps none of the others
+from running, and no contestant's memory holds another one's library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.contestants.base import Contestant
+from benchmarks.task import Task
+
+__all__ = ["ENTRIES", "Contestant", "Entry", "why_missing"]
+
+NODE, WORLD = "node_size", "ranks"  # fields of Task, for settings that follow it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a contestant is called, found and built.
+
+    Attributes:
+        label: what the tables call it.
+        family: ``"ours"``, ``"compute"``, or the specialist at one point of the knob: ``"full"`` sharding,
+            ``"hybrid"``, ``"hpz"`` (weights in the node, gradients across), ``"optimizer"`` (optimizer state only).
+        target: ``module:class`` below this package.
+        settings: keyword arguments of the class; the values NODE and WORLD are read from the task.
+        needs: a package that must be installed.
+        reduces: whether gradients travel at all, so that their dtype matters.
+    """
+
+    label: str
+    family: str
+    target: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    needs: str | None = None
+    reduces: bool = True
+
+    def load(self) -> Callable[[Task], Contestant]:
+        """Import the contestant, and return what builds it."""
+        module, _, name = self.target.partition(":")
+        factory = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+        def build(task: Task) -> Contestant:
+            sizes = {NODE: task.node_size, WORLD: task.ranks}
+            return factory(task, **{key: sizes.get(value, value) for key, value in self.settings.items()})
+
+        return build
+
+
+def _ours(label: str, zero3_size: object, accumulation: str) -> Entry:
+    return Entry(label, "ours", "ours:LayerZero", {"zero3_size": zero3_size, "accumulation": accumulation})
+
+
+def _fsdp2(label: str, family: str, **settings: object) -> Entry:
+    return Entry(f"FSDP2 {label}", family, "fsdp:FSDP2", {"replicas": family == "hybrid", **settings})
+
+
+def _deepspeed(label: str, family: str, **settings: object) -> Entry:
+    return Entry(f"DeepSpeed {label}", family, "deepspeed_zero:DeepSpeed", settings, needs="deepspeed")
+
+
+ENTRIES: dict[str, Entry] = {
+    "layerzero": _ours('layerzero hybrid, `"sharded"`', NODE, "sharded"),
+    "layerzero-full": _ours('layerzero hybrid, `"full"`', NODE, "full"),
+    "layerzero-zero1": _ours("layerzero, `zero3_size=1`", 1, "full"),
+    "layerzero-zero3": _ours('layerzero, `zero3_size=D`, `"sharded"`', WORLD, "sharded"),
+    "layerzero-zero3-full": _ours('layerzero, `zero3_size=D`, `"full"`', WORLD, "full"),
+    "fsdp2-full": _fsdp2("full sharding", "full"),
+    "fsdp2-full-no-sync": _fsdp2("full sharding, no sync", "full", accumulate="everything"),
+    "fsdp2-hsdp": _fsdp2("HSDP, all-reduce in the last", "hybrid", accumulate="all_reduce"),
+    "fsdp2-hsdp-keep": _fsdp2("HSDP, the same, weights kept", "hybrid", accumulate="all_reduce", keep=True),
+    "fsdp2-hsdp-no-sync": _fsdp2("HSDP, no sync", "hybrid", accumulate="everything"),
+    "fsdp1-hybrid": Entry("FSDP1 HYBRID_SHARD, no sync", "hybrid", "fsdp:FSDP1", {"strategy": "HYBRID_SHARD"}),
+    "fsdp1-hybrid-zero2": Entry(
+        "FSDP1 _HYBRID_SHARD_ZERO2, no sync", "hybrid", "fsdp:FSDP1", {"strategy": "_HYBRID_SHARD_ZERO2"}
+    ),
+    "ddp-zero": Entry("DDP with ZeroRedundancyOptimizer", "optimizer", "ddp:DDPZero"),
+    "deepspeed-zero1": _deepspeed("ZeRO-1, accumulates fp32", "optimizer", stage=1, accumulate="fp32"),
+    "deepspeed-zero1-bf16": _deepspeed("ZeRO-1, accumulates bf16", "optimizer", stage=1, accumulate="bf16"),
+    "deepspeed-zero3": _deepspeed("ZeRO-3", "full", stage=3),
+    "deepspeed-hpz": _deepspeed("ZeRO-3, hpZ", "hpz", stage=3, hpz=True),
+    "compute": Entry("compute alone", "compute", "ours:ComputeAlone", reduces=False),
+}
+
+
+def why_missing(name: str) -> str | None:
+    """The reason why a contestant cannot run here, or None."""
+    needs = ENTRIES[name].needs
+    if needs is not None and importlib.util.find_spec(needs) is None:
+        return f"{needs} is not installed"
+    return None

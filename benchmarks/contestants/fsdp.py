@@ -1,0 +1,90 @@
+"""PyTorch's FSDP2 (fully_shard) and FSDP1 (FullyShardedDataParallel)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from benchmarks.contestants.base import Contestant
+from benchmarks.task import COMPUTE_DTYPE, OPTIMIZER, Block, Task, loss_of, make_model
+
+__all__ = ["FSDP1", "FSDP2"]
+
+
+class FSDP2(Contestant):
+    """Blocks and the root are wrapped.
+
+    Args:
+        replicas: HSDP: shard inside a node, all-reduce between nodes. Else full sharding over all ranks.
+        accumulate: what micro-batches before the last one leave out: ``"all_reduce"`` (between nodes; gradients stay
+            sharded) or ``"everything"`` (gradients stay whole on each rank), or None: they leave out nothing.
+        keep: weights stay gathered between forward and backward.
+    """
+
+    def __init__(self, task: Task, *, replicas: bool, accumulate: str | None = None, keep: bool = False) -> None:
+        super().__init__(task)
+        self.accumulate = accumulate
+        shape = (task.replicas, task.node_size) if replicas else (task.ranks,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
+        model = make_model(task)
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        assert isinstance(model, FSDPModule)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+
+    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+        self.model.set_is_last_backward(last)
+        if self.accumulate == "all_reduce":
+            self.model.set_requires_all_reduce(last)
+        elif self.accumulate == "everything":
+            self.model.set_requires_gradient_sync(last)
+        loss = loss_of(self.model, batch)
+        (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class FSDP1(Contestant):
+    """Blocks and the root are wrapped; all micro-batches but the last run in ``no_sync``, with whole gradients."""
+
+    def __init__(self, task: Task, *, strategy: str) -> None:
+        super().__init__(task)
+        mesh = init_device_mesh("cpu", (task.replicas, task.node_size), mesh_dim_names=("replicate", "shard"))
+        self.model = FullyShardedDataParallel(
+            make_model(task),
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIMIZER)
+
+    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+        with nullcontext() if last else self.model.no_sync():
+            loss = loss_of(self.model, batch)
+            (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()

@@ -1,0 +1,61 @@
+"""layerzero, at the two ends of its knob and between them; and the model's arithmetic alone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from benchmarks.contestants.base import Contestant
+from benchmarks.task import COMPUTE_DTYPE, OPTIMIZER, Block, Task, loss_of, make_model
+
+__all__ = ["ComputeAlone", "LayerZero"]
+
+
+class LayerZero(Contestant):
+    def __init__(self, task: Task, *, zero3_size: int, accumulation: str) -> None:
+        super().__init__(task)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
+        self.model = layerzero.shard_model(
+            make_model(task), zero3_size=zero3_size, units=Block, mp_policy=policy, accumulation=accumulation
+        )
+        self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)
+
+    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+        with nullcontext() if last else layerzero.no_sync(self.model):
+            loss = loss_of(self.model, batch)
+            (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ledger(self) -> dict[str, int]:
+        return layerzero.traffic(self.model, reset=True).bytes_by_axis
+
+    def kinds(self) -> dict[str, int]:
+        return layerzero.memory(self.model).measured
+
+
+class ComputeAlone(Contestant):
+    """Forward and backward of the bf16 model on every rank at once: no communication and no optimizer.
+
+    No contestant can be faster than this on the machine: it is the lower bound that the step times are held against.
+    Nothing is trained, so its loss stays where it starts.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.model = make_model(task).to(COMPUTE_DTYPE)
+
+    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+        loss = loss_of(self.model, batch)
+        (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.model.zero_grad()

@@ -1,0 +1,113 @@
+"""Starts the ranks of one contestant as fresh processes, inside the namespaces of their nodes, and collects results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network import Node
+from benchmarks.worker import Job
+
+__all__ = ["RanksFailed", "run_job"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_TAIL = 1500  # characters of a failed rank's output that are worth keeping
+
+
+class RanksFailed(RuntimeError):
+    """A rank failed or did not finish in time; the message has the end of its output."""
+
+
+def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str, Any]]:
+    """What each rank wrote, by rank.
+
+    Args:
+        timeout: seconds from the start of the processes until they are killed.
+
+    Raises:
+        RanksFailed: see there.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _start(replace(job, folder=folder), nodes, rank, port, Path(folder)) for rank in range(job.task.ranks)
+        ]
+        try:
+            _wait(processes, Path(folder), timeout)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.task.ranks)]
+
+
+def _start(job: Job, nodes: Sequence[Node], rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    node_size = job.task.ranks // len(nodes)
+    node = nodes[rank // node_size]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(_ROOT),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % node_size),
+        "WORLD_SIZE": str(job.task.ranks),
+        "LOCAL_WORLD_SIZE": str(node_size),
+        "MASTER_ADDR": nodes[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [
+        *node.prefix,
+        sys.executable,
+        "-m",
+        "benchmarks.worker",
+        replace(job, interface=node.interface).to_json(),
+    ]
+    with Path(folder, f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,  # never written to; see _die_with_launcher
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        for rank, process in enumerate(processes):
+            if process.poll():
+                raise RanksFailed(f"rank {rank} failed with status {process.returncode}: {_tail(folder, rank)}")
+        if time.monotonic() > deadline:
+            raise RanksFailed(f"not finished after {timeout:.0f} s; rank 0 said: {_tail(folder, 0)}")
+        time.sleep(0.1)
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise RanksFailed(f"rank {rank} failed with status {process.returncode}: {_tail(folder, rank)}")
+
+
+def _tail(folder: Path, rank: int) -> str:
+    return Path(folder, f"{rank}.log").read_text(errors="replace")[-_TAIL:].strip()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,76 @@
+"""What every contestant is given: the same model, weights, batches and optimizer settings."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT, Block, GPTConfig, next_token_loss
+
+__all__ = ["COMPUTE_DTYPE", "OPTIMIZER", "REDUCE_DTYPES", "Block", "Task", "loss_of", "make_batches", "make_model"]
+
+COMPUTE_DTYPE = torch.bfloat16
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# torch's fastest AdamW on a CPU; all contestants step with it, on whatever tensors they keep.
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+
+_VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One optimizer step's work. The defaults are the model of the published tables: 25.3 M parameters."""
+
+    micro_batches: int  # A, on each rank
+    reduce: str  # dtype of gradients on the wire, a key of REDUCE_DTYPES
+    ranks: int = 4
+    node_size: int = 2  # ranks of a node: S of the hybrids
+    layers: int = 8
+    width: int = 512
+    seq_len: int = 64
+    batch_size: int = 1  # sequences of a micro-batch
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return REDUCE_DTYPES[self.reduce]
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.node_size
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Everything except what the tables vary: A and the reduce dtype."""
+        return {key: value for key, value in asdict(self).items() if key not in ("micro_batches", "reduce")}
+
+
+def make_model(task: Task) -> nn.Module:
+    """The model in fp32, with the same weights on every rank and for every contestant."""
+    torch.manual_seed(0)
+    heads = max(1, task.width // 64)
+    return GPT(GPTConfig(layers=task.layers, width=task.width, heads=heads, context=task.seq_len))
+
+
+def make_batches(task: Task, *, rank: int, step: int) -> list[Tensor]:
+    """A micro-batches of token ids [batch, length] for one rank and step, the same for every contestant.
+
+    Sequences count upwards with a stride of their own. That is learnable: the loss falls from the first steps on, so
+    a contestant that trains wrongly shows it, which random tokens would hide.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    shape = (task.micro_batches, task.batch_size, 1)
+    start = torch.randint(_VOCABULARY, shape, generator=generator)
+    stride = torch.randint(1, 5, shape, generator=generator)
+    return list((start + stride * torch.arange(task.seq_len)) % _VOCABULARY)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean next-token loss of a micro-batch; the last position has no next token."""
+    return next_token_loss(model(batch)[:, :-1], batch[:, 1:])

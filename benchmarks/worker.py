@@ -1,0 +1,154 @@
+"""One rank of one contestant: ``python -m benchmarks.worker JOB``, started by :mod:`benchmarks.launch`.
+
+[Note: How a step is timed]
+Steps follow each other without a barrier between them, and each rank notes the clock when its `update` returns; the
+clock is the machine's and the same for all ranks. A step lasts from the moment when the last rank had finished the
+one before until the last rank has finished it. So work that a framework leaves in flight behind its optimizer's step
+(a gather of new weights, for instance) is paid by the next step, and never falls into a pause that nobody times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.contestants import ENTRIES, Contestant
+from benchmarks.network import Carried, carried
+from benchmarks.task import Task, make_batches
+
+__all__ = ["WARM_UP", "Job", "main"]
+
+WARM_UP = 2  # steps before the measured ones
+FEWEST = 3  # measured steps, however slow they are
+SILENCE = 20_000  # bytes: less than any tensor of the model, more than a barrier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one run of a contestant is to do."""
+
+    contestant: str  # a key of ENTRIES
+    task: Task
+    steps: int  # measured, at most
+    limit: float  # seconds for the measured steps; fewer steps where they would take longer
+    interface: str = ""  # whose counters are read; filled by the launcher
+    folder: str = ""  # where results go; filled by the launcher
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "task": Task(**fields["task"])})
+
+
+def main() -> None:
+    job = Job.from_json(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the peers': about CPUs and deprecations
+    build = ENTRIES[job.contestant].load()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    try:
+        before = measure.resident_bytes()  # after the imports, before the model
+        result = run(job, build(job.task), rank)
+        result["peak_bytes"] -= before
+        Path(job.folder, f"{rank}.json").write_text(json.dumps(result))
+    finally:
+        dist.destroy_process_group()
+
+
+def _die_with_launcher() -> None:
+    """A contest that is killed leaves no ranks behind: its end of our standard input closes."""
+    os.read(0, 1)  # not through sys.stdin, whose lock would be held when the interpreter ends
+    os._exit(1)
+
+
+def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
+    """Warm up, measure, and say in plain numbers what was seen on this rank."""
+    losses: list[float] = []
+    state_bytes: dict[str, int] = {}
+    for step in range(WARM_UP):
+        batches = make_batches(job.task, rank=rank, step=step)
+        began = time.monotonic()
+        losses.append(take_step(contestant, batches, state_bytes if step == WARM_UP - 1 else None))
+        seconds = time.monotonic() - began
+
+    steps = _steps_within(job, seconds)
+    contestant.ledger()
+    wire = _settled(job)
+    measure.reset_peak()
+    marks = []
+    for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first one starts settled, so only its bytes count
+        losses.append(take_step(contestant, make_batches(job.task, rank=rank, step=step)))
+        marks.append(time.monotonic())
+    peak = measure.peak_bytes()
+    wire_after = _settled(job)
+    return {
+        "marks": marks,
+        "losses": losses,
+        "state_bytes": state_bytes,
+        "peak_bytes": peak,
+        "sent_bytes": (wire_after.sent - wire.sent) / (steps + 1),
+        "received_bytes": (wire_after.received - wire.received) / (steps + 1),
+        "ledger": {axis: sent / (steps + 1) for axis, sent in contestant.ledger().items()},
+        "kinds": contestant.kinds(),
+    }
+
+
+def _settled(job: Job) -> Carried:
+    """The interface's counters once nothing is in flight any more on any rank."""
+    while True:
+        dist.barrier()
+        before = carried(job.interface)
+        time.sleep(0.3)
+        now = carried(job.interface)
+        moved = torch.tensor(now.sent - before.sent + now.received - before.received)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)  # all ranks leave together
+        if moved <= SILENCE:
+            return now
+
+
+def take_step(contestant: Contestant, batches: list[Tensor], state_bytes: dict[str, int] | None = None) -> float:
+    """One optimizer step; returns its mean loss on this rank.
+
+    Args:
+        state_bytes: filled with the bytes of model state by moment. See [Note: What model state is].
+    """
+    losses = []
+    for index, batch in enumerate(batches):
+        last = index + 1 == len(batches)
+        losses.append(contestant.backward(batch, last=last))
+        if state_bytes is not None and (last or index == 0):
+            moment = "after the last backward" if last else "between micro-batches"
+            state_bytes[moment] = measure.model_state_bytes(apart_from=batches)
+    contestant.update()
+    if state_bytes is not None:
+        state_bytes["between steps"] = measure.model_state_bytes(apart_from=batches)
+    return float(torch.stack(losses).float().mean())
+
+
+def _steps_within(job: Job, seconds: float) -> int:
+    """How many steps of `seconds` fit the limit; the same on every rank."""
+    slowest = torch.tensor(seconds)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return max(min(FEWEST, job.steps), min(job.steps, int(job.limit / float(slowest))))
+
+
+if __name__ == "__main__":
+    main()

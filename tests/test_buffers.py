@@ -1,0 +1,100 @@
+"""Memory that is reused: full buffers take turns, scratch is kept, and a steady state allocates nothing."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import layerzero
+from layerzero.buffers import BufferPool, StoragePool
+from layerzero.hooks import runtime_of
+from tests.graphs import WORLD, blocks, one_pass, sgd, shard
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+needs_parking = pytest.mark.skipif(not StoragePool.can_park, reason="torch >= 2.12 moves memory between storages")
+
+
+def _empty(numel: int) -> torch.Tensor:
+    tensor = torch.empty(numel)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@needs_parking
+def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
+    pool = StoragePool(CPU)
+    pool.limit = 64
+    first, second = torch.empty(16), torch.empty(16)
+    view = second.view(4, 4)[1:]
+    for tensor in (first, second):
+        tensor.untyped_storage().resize_(0)
+    pool.lend(first.untyped_storage(), 64)
+    first.fill_(3)
+    address = first.data_ptr()
+    pool.reclaim(first.untyped_storage())
+    assert first.untyped_storage().nbytes() == 0 and pool.parked_bytes == 64
+    pool.lend(second.untyped_storage(), 64)
+    assert second.data_ptr() == address and view.eq(3).all() and pool.parked_bytes == 0
+    assert pool.allocations == 1
+
+
+@needs_parking
+def test_no_more_is_parked_than_the_limit_and_sizes_are_kept_apart() -> None:
+    pool = StoragePool(CPU)
+    pool.limit = 100
+    tensors = [_empty(16), _empty(16), _empty(8)]
+    for _ in range(2):
+        for tensor in tensors:
+            pool.lend(tensor.untyped_storage(), tensor.numel() * 4)
+            tensor.fill_(1)
+        for tensor in tensors:
+            pool.reclaim(tensor.untyped_storage())
+            assert tensor.untyped_storage().nbytes() == 0
+        assert pool.parked_bytes == 64 + 32, "the second of 64 bytes does not fit"
+    assert pool.allocations == 3 + 1
+    pool.reclaim(tensors[0].untyped_storage())  # has none
+    assert pool.parked_bytes == 96
+
+
+def test_scratch_is_reused_by_size_and_dtype() -> None:
+    pool = BufferPool(CPU)
+    first = pool.take(8, torch.float32)
+    pool.give(first)
+    assert pool.take(8, torch.float32) is first
+    assert pool.take(8, torch.bfloat16) is not first
+    assert pool.allocated_bytes == 32 + 16
+
+
+def _steady(rank: int) -> None:
+    for settings in ({}, {"accumulation": "full"}, {"prefetch": 2}, {"reshard_after_forward": False}):
+        model = shard(blocks(6), **settings)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        pools = runtime_of(model).buffers
+        counts = []
+        for step in range(6):
+            for micro_batch in range(2):
+                with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                    one_pass(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            accumulated = pools.accumulators.device_bytes + pools.accumulators.host_bytes
+            counts.append((pools.full.allocations, pools.full.parked_bytes, accumulated))
+        assert pools.full.parked_bytes <= pools.full.limit
+        if not StoragePool.can_park:
+            grown = {after[0] - before[0] for before, after in itertools.pairwise(counts[2:])}
+            assert len(grown) == 1, f"{settings}: every step allocates as much"
+            continue
+        assert counts[2:] == [counts[2]] * 4, (settings, counts)
+        root, unit = (runtime_of(model).handles[index].gathered_bytes for index in (0, 1))
+        together = 6 if "reshard_after_forward" in settings else 1 + settings.get("prefetch", 1)
+        assert pools.full.parked_bytes == root + together * unit, (settings, pools.full.parked_bytes)
+        assert layerzero.memory(model).measured["idle_buffer"] == pools.full.parked_bytes
+        assert pools.full.allocations == 1 + together, settings
+
+
+def test_a_steady_state_allocates_no_full_buffer() -> None:
+    run_ranks(_steady, world_size=WORLD)

@@ -1,0 +1,198 @@
+"""Kernels that add weight gradients to ``main_grad`` themselves: nothing is added twice, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import layerzero
+from tests.models import different, full_gradients
+from tests.ranks import mesh_of, run_ranks
+from tests.test_offload import LateTransfers
+
+WORLD = 4
+
+
+class Fused(torch.autograd.Function):
+    """``x @ weight.T`` whose backward adds the weight's gradient to ``main_grad``, and returns rubbish in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, early: bool, raises_flag: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.early = weight.main_grad if early else None
+        ctx.raises_flag = raises_flag
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        main_grad = weight.main_grad if ctx.early is None else ctx.early
+        assert main_grad.dtype == torch.float32 and main_grad.shape == weight.shape
+        main_grad.add_(grad.flatten(0, -2).t().float() @ x.flatten(0, -2).float())
+        if not ctx.raises_flag:
+            return grad @ weight, None, None, None
+        weight.grad_added_to_main_grad = True
+        rubbish = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        returned = rubbish(weight.shape, dtype=weight.dtype)
+        if not getattr(weight, "zero_out_wgrad", False):
+            returned.fill_(torch.nan)
+        return grad @ weight, returned, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-2, 3, (width, width)).float())
+        self.bias = nn.Parameter(torch.randint(-2, 3, (width,)).float())
+        self.fused, self.early, self.raises_flag = True, False, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return F.linear(x, self.weight, self.bias)
+        return Fused.apply(x, self.weight, self.early, self.raises_flag) + self.bias
+
+
+def net(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(4) for _ in range(count)))
+
+
+def batch(rank: int, step: int, micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+    return torch.randint(-1, 2, (3, 4), generator=generator).float()
+
+
+def gradients_alone(make: Any, step: int, micro_batches: int) -> dict[str, Tensor]:
+    alone = make()
+    for module in alone.modules():
+        module.fused = False
+    for rank, micro_batch in itertools.product(range(WORLD), range(micro_batches)):
+        alone(batch(rank, step, micro_batch)).sum().backward()
+    return {name: p.grad / WORLD for name, p in alone.named_parameters() if p.grad is not None}
+
+
+def run(model: nn.Module, rank: int, step: int, micro_batches: int = 3) -> None:
+    for micro_batch in range(micro_batches):
+        with layerzero.no_sync(model) if micro_batch + 1 < micro_batches else nullcontext():
+            model(batch(rank, step, micro_batch)).sum().backward()
+
+
+def shard(model: nn.Module, size: int = 2, **settings: Any) -> nn.Module:
+    return layerzero.shard_model(model, mesh=mesh_of(size), units=Layer, **({"accumulation": "full"} | settings))
+
+
+def _adds_once(rank: int) -> None:
+    for size, early, offload in itertools.product((1, 2, 4), (False, True), (False, True)):
+        if early and offload:
+            continue
+        with mock.patch("layerzero.api.Transfers", LateTransfers):
+            model = shard(net(), size, offload_grads=offload)
+        for layer in model:
+            layer.early = early
+        model[1].fused = False  # fused and ordinary layers side by side
+        for step in range(3):
+            run(model, rank, step)
+            wrong = different(full_gradients(model), gradients_alone(net, step, 3))
+            assert not wrong, (size, early, offload, step, wrong)
+            model.zero_grad(set_to_none=step != 1)
+
+
+def test_what_kernels_add_counts_once_in_every_micro_batch() -> None:
+    run_ranks(_adds_once, world_size=WORLD)
+
+
+class Tied(nn.Module):
+    """One weight in two fused layers, and in an ordinary product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(2)
+        self.second.weight = self.first.weight
+        self.first.weight.zero_out_wgrad = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) + x @ self.first.weight
+
+
+def _tied(rank: int) -> None:
+    model = layerzero.shard_model(Tied(), zero3_size=2, accumulation="full")
+    for step in range(2):
+        run(model, rank, step)
+        assert not different(full_gradients(model), gradients_alone(Tied, step, 3)), step
+        model.zero_grad()
+
+
+def test_a_weight_that_is_also_used_elsewhere() -> None:
+    run_ranks(_tied, world_size=WORLD)
+
+
+def _dropped(rank: int) -> None:
+    model = shard(net())
+    for step in range(2):
+        with layerzero.no_sync(model):
+            model(batch(rank, 7, 7)).sum().backward()
+        model.zero_grad()
+        model[0].early = bool(step)
+        run(model, rank, step, 1)
+        assert not different(full_gradients(model), gradients_alone(net, step, 1)), step
+        model.zero_grad()
+    # A look is no gradient.
+    model[2].fused = False
+    model[2].register_forward_pre_hook(look_at_main_grad)
+    run(model, rank, 0)
+    assert not different(full_gradients(model), gradients_alone(net, 0, 3))
+
+
+def look_at_main_grad(module: nn.Module, _: object) -> None:
+    assert module.weight.main_grad.shape == module.weight.shape
+
+
+def test_what_was_zeroed_or_only_looked_at_does_not_count() -> None:
+    run_ranks(_dropped, world_size=WORLD)
+
+
+def _refused(rank: int) -> None:
+    model = shard(net())
+    model[1].raises_flag = False
+    with pytest.raises(RuntimeError, match=r"main_grad of '1.weight' was written to, but its gradient never came"):
+        model(batch(rank, 0, 0)).sum().backward()
+    with torch.no_grad():
+        model(batch(rank, 0, 0))  # ends what the failed backward has begun
+    sharded = shard(net(), accumulation="sharded")
+    with pytest.raises(AttributeError, match="main_grad"):
+        sharded(batch(rank, 0, 0)).sum().backward()
+    with torch.no_grad():
+        sharded(batch(rank, 0, 0))
+    with mock.patch("layerzero.api.Transfers", LateTransfers):
+        offloaded = shard(net(), offload_grads=True)
+    offloaded[3].early = True
+    with pytest.raises(RuntimeError, match="asked for outside of its backward, but with offload_grads=True"):
+        offloaded(batch(rank, 0, 0))
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    run_ranks(_refused, world_size=WORLD)
+
+
+def _keeps_other_attributes(rank: int) -> None:
+    model = net(2)
+    model[0].weight.main_grad = torch.zeros(4, 4)  # of another framework
+    model[0].weight.sequence_parallel = True
+    expected = copy.deepcopy(model[0].weight.detach())
+    model = shard(model)
+    assert model[0].weight.sequence_parallel and not hasattr(model[0].weight, "main_grad")
+    assert torch.equal(model[0].weight.full_tensor(), expected)
+    run(model, rank, 0)
+    assert not different(full_gradients(model), gradients_alone(lambda: net(2), 0, 3))
+
+
+def test_the_main_grad_of_another_framework_is_forgotten() -> None:
+    run_ranks(_keeps_other_attributes, world_size=WORLD)

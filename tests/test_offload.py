@@ -1,0 +1,306 @@
+"""`offload_grads`: accumulators in host memory, the same bits, two units on the device, and no copy used too early.
+
+There is no device here whose copies run late. `LateTransfers` stands in for one: it carries a copy out only when the
+computation waits for it, and notices what touches either side before.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.accumulator import Accumulators, _Slabs
+from layerzero.device import Transfers
+from layerzero.hooks import runtime_of
+from tests.graphs import IN_FLIGHT, WORLD, Block, Case, Chain, blocks, compare, freeze, one_pass, run_script, shard
+from tests.models import (
+    IntegerNet,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.ranks import mesh_of, run_ranks
+
+MODES = ("sharded", "full")
+CPU = torch.device("cpu")
+
+
+class _Copy(NamedTuple):
+    target: Tensor
+    source: Tensor
+    seen: Tensor | None  # the source when the copy was asked for; None while an earlier copy has yet to fill it
+
+
+class LateTransfers(Transfers):
+    """Copies as late as a device may make them: when the computation waits for them.
+
+    Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
+    source must be what it was when the copy was asked for.
+    """
+
+    made: list[LateTransfers] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pins = True
+        self.stores = self.fetches = 0
+        self._queue: deque[_Copy] = deque()
+        self._done = 0
+        self._host: set[int] = set()
+        LateTransfers.made.append(self)
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = torch.full((numel,), torch.nan, dtype=dtype)
+        self._host.add(buffer.data_ptr())
+        return buffer
+
+    def copy(self, target: Tensor, source: Tensor) -> int:
+        filled_late = any(_overlap(source, pending.target) for pending in self._queue)
+        self.stores += target.data_ptr() in self._host
+        self.fetches += source.data_ptr() in self._host
+        self._queue.append(_Copy(target, source, None if filled_late else source.clone()))
+        if not any(_overlap(target, pending.source) for pending in self._queue):
+            target.fill_(torch.nan)
+        return self._done + len(self._queue)
+
+    def wait(self, mark: int) -> None:
+        while self._done < mark:
+            made = self._queue.popleft()
+            self._done += 1
+            if made.seen is not None and not torch.equal(made.source.view(torch.uint8), made.seen.view(torch.uint8)):
+                raise AssertionError("written before a copy from it was done")
+            made.target.copy_(made.source)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    begins = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [begin + t.numel() * t.element_size() for begin, t in zip(begins, (a, b), strict=True)]
+    return max(begins) < min(ends)
+
+
+def late() -> Any:
+    LateTransfers.made.clear()
+    return mock.patch("layerzero.api.Transfers", LateTransfers)
+
+
+# The stand-in notices what it is there for
+
+
+def _accumulators() -> tuple[list[Any], LateTransfers]:
+    transfers = LateTransfers(CPU)
+    made = Accumulators(CPU, transfers)
+    return [made.make(f"unit {index}", 4, torch.float32) for index in range(4)], transfers
+
+
+def test_contents_come_back_through_two_slabs() -> None:
+    accumulators, transfers = _accumulators()
+    for index, accumulator in enumerate(accumulators):
+        accumulator.open(keep=False).fill_(index)
+        accumulator.close(keep=True)
+    for turn in range(3):
+        for index, accumulator in enumerate(accumulators):
+            assert accumulator.open(keep=True).eq(index + turn).all()
+            accumulator.open(keep=True).add_(1)
+            accumulator.close(keep=True)
+    assert transfers.stores == 16 and transfers.fetches >= 10
+
+
+def test_an_unclosed_accumulator_is_stored_when_another_unit_needs_its_slab() -> None:
+    (first, *others), _ = _accumulators()
+    first.open(keep=False).fill_(7)
+    for other in others:
+        other.open(keep=False).fill_(1)
+    assert first.open(keep=True).eq(7).all()
+
+
+def test_a_busy_accumulator_keeps_its_slab() -> None:
+    (first, second, third, _), _ = _accumulators()
+    for each in (first, second):
+        each.open(keep=False).fill_(1)
+        each.busy = True
+    assert third.blocked and not first.blocked
+    third.prefetch(keep=False)  # nothing happens
+    second.busy = False
+    assert not third.blocked
+    third.open(keep=False)
+    assert first.open(keep=True).eq(1).all()
+
+
+def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
+    with mock.patch.object(_Slabs, "wait", lambda self, slab: None):
+        accumulators, transfers = _accumulators()
+        for index, accumulator in enumerate(accumulators):
+            accumulator.open(keep=False).fill_(index)
+            accumulator.close(keep=True)
+        assert not accumulators[0].open(keep=True).eq(0).any()
+        with pytest.raises(AssertionError, match="written before a copy"):
+            transfers.wait(10**6)
+
+
+# The engine
+
+
+def _train(mesh: Any, rank: int, *, pattern: tuple[bool, ...], **settings: Any) -> tuple[Any, nn.Module]:
+    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    seen = []
+    for step in range(3):
+        for index, inside in enumerate(pattern):
+            with layerzero.no_sync(model) if inside else nullcontext():
+                integer_loss(model, integer_batch(step=step, micro_batch=index, rank=rank)).backward()
+        optimizer.step()
+        seen.append((full_gradients(model), full_parameters(model)))
+        optimizer.zero_grad(set_to_none=step != 1)
+    return seen, model
+
+
+def _same_bits(rank: int) -> None:
+    policies = [{}, {"mp_policy": _policy(torch.bfloat16)}]
+    patterns = [(False,), (True, True, False), (True, False, True)]
+    for size, mode, policy, pattern in itertools.product((1, 2, 4), MODES, policies, patterns):
+        case = (size, mode, bool(policy), pattern)
+        settings = {"pattern": pattern, "accumulation": mode, **policy}
+        expected, _ = _train(mesh_of(size), rank, **settings)
+        with late():
+            seen, _ = _train(mesh_of(size), rank, offload_grads=True, **settings)
+        for step, ((g, p), (g_expected, p_expected)) in enumerate(zip(seen, expected, strict=True)):
+            assert not different(g, g_expected), (case, step, "gradients")
+            assert not different(p, p_expected), (case, step, "parameters")
+
+
+def _policy(reduce: torch.dtype) -> Any:
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+
+
+def test_offloading_changes_no_bit_though_every_copy_is_late() -> None:
+    run_ranks(_same_bits, world_size=WORLD)
+
+
+def _without_waits(rank: int) -> None:
+    settings = {"pattern": (True, True, False), "accumulation": "full"}
+    expected, _ = _train(mesh_of(2), rank, **settings)
+    with late(), mock.patch.object(_Slabs, "wait", lambda self, slab: None):
+        seen, _ = _train(mesh_of(2), rank, offload_grads=True, **settings)
+    assert different(seen[0][0], expected[0][0]), "a missing wait is noticed"
+
+
+def test_an_engine_that_does_not_wait_is_noticed() -> None:
+    run_ranks(_without_waits, world_size=WORLD)
+
+
+def _odd_graphs(rank: int) -> None:
+    cases = {
+        "in flight": Case(blocks, IN_FLIGHT),
+        "called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
+        "nested": Case(lambda: Chain(blocks(2), blocks(2))),
+        "reentrant": Case(lambda: Chain(Block(reentrant=True), Block(reentrant=True), Block())),
+        "checkpoint": Case(lambda: Chain(Block(reentrant=False), Block(reentrant=False))),
+        "unused": Case(lambda: blocks(4, order=(0, 3))),
+        "half frozen": Case(lambda: freeze(blocks(), "units.1", "units.2.linear.bias")),
+        "retained": Case(blocks, partial(run_script, script="F0 R0 B0")),
+    }
+    with late():
+        for (name, case), mode in itertools.product(cases.items(), MODES):
+            compare(rank, name, case, accumulation=mode, offload_grads=True)
+        by_unit = {"accumulation": lambda name, module: MODES[len(name) % 2 if "1" in name else 0]}
+        compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), offload_grads=True, **by_unit)
+
+
+def test_any_graph_can_be_offloaded() -> None:
+    run_ranks(_odd_graphs, world_size=WORLD)
+
+
+def _recovers(rank: int) -> None:
+    def boom(*_: object) -> None:
+        raise LookupError("boom")
+
+    with late():
+        for mode in MODES:
+            torch.manual_seed(0)
+            start = blocks(4)
+            models = [shard(copy.deepcopy(start), accumulation=mode, offload_grads=True) for _ in range(2)]
+            handle = models[0].units[1].linear.register_forward_hook(lambda m, a, o: o.register_hook(boom) and None)
+            with layerzero.no_sync(models[0]), pytest.raises(LookupError, match="boom"):
+                one_pass(models[0], rank, 9)
+            handle.remove()
+            models[0].zero_grad()
+            for model in models:
+                for micro_batch in range(3):
+                    with layerzero.no_sync(model) if micro_batch < 2 else nullcontext():
+                        one_pass(model, rank, micro_batch)
+                if mode == "sharded":
+                    model.units[2].zero_grad()  # a part of what waits is dropped
+                    one_pass(model, rank, 5)
+            got, expected = (full_gradients(model) for model in models)
+            assert not different(got, expected), mode
+
+
+def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory() -> None:
+    run_ranks(_recovers, world_size=WORLD)
+
+
+def _where_it_lies(rank: int) -> None:
+    for mode in MODES:
+        with late():
+            model = shard(blocks(6), accumulation=mode, offload_grads=True)
+        (transfers,) = LateTransfers.made
+        handles = runtime_of(model).handles
+        sizes = [handle.flow.accumulator_numel * 8 for handle in handles]
+        pointers: list[set[int]] = []
+        for step in range(4):
+            for micro_batch in range(3):
+                transfers.stores = transfers.fetches = 0
+                with layerzero.no_sync(model) if micro_batch < 2 else nullcontext():
+                    one_pass(
+                        model,
+                        rank,
+                        step,
+                    )
+                if micro_batch < 2:
+                    assert transfers.stores == len(handles), f"{mode}: every unit takes part"
+                    first = micro_batch == 0
+                    # Two units may still be there from the backward before.
+                    assert len(handles) - 2 <= transfers.fetches + len(handles) * first <= len(handles), mode
+                else:
+                    assert transfers.stores <= 1, f"{mode}: what has been reduced is not kept; the root comes in parts"
+            report = layerzero.memory(model)
+            assert report.measured["host_accumulator"] == report.predicted["host_accumulator"] == sum(sizes)
+            assert report.measured["accumulator"] == report.predicted["accumulator"] == 2 * max(sizes)
+            assert report.total == sum(report.measured.values()) - sum(sizes)
+            pointers.append({handle.flow._accumulator._host.data_ptr() for handle in handles})
+            model.zero_grad()
+        assert len(pointers[0]) == len(handles) and all(each == pointers[0] for each in pointers), "reused"
+
+
+def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device() -> None:
+    run_ranks(_where_it_lies, world_size=WORLD)
+
+
+def _warns(rank: int) -> None:
+    with pytest.warns(UserWarning, match=r"^offload_grads=True on cpu: .*the same$"):
+        shard(blocks(1), offload_grads=True)
+    with warnings.catch_warnings(), late():
+        warnings.simplefilter("error")
+        shard(blocks(1), offload_grads=True)
+
+
+def test_without_a_device_there_is_one_warning() -> None:
+    run_ranks(_warns, world_size=2)
