@@ -7,7 +7,6 @@ is also the program that each of them runs.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import socket
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
+from benchmarks import network
 from benchmarks.simulation.record import Settings, train_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -84,38 +84,31 @@ def measure(plan: Plan, *, two_nodes: bool) -> Iterator[Measured]:
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        nodes: list[_Node] = [((), "lo", "127.0.0.1")]
-        if two_nodes:
-            network = importlib.import_module("benchmarks.network")
-            if reason := network.why_unavailable():
-                raise RuntimeError(reason)
-            emulated = stack.enter_context(network.two_nodes("1gbit"))
-            nodes = [(node.prefix, node.interface, node.address) for node in emulated]
+        if two_nodes and (reason := network.why_unavailable()):
+            raise RuntimeError(reason)
+        nodes = stack.enter_context(network.two_nodes("1gbit") if two_nodes else network.one_machine())
         _run_ranks(replace(plan, folder=folder), nodes)
         yield Measured(json.loads(Path(folder, "seconds.json").read_text()), Path(folder))
 
 
-_Node = tuple[tuple[str, ...], str, str]  # what is put before a command to run it there, interface, address
-
-
-def _run_ranks(plan: Plan, nodes: list[_Node]) -> None:
+def _run_ranks(plan: Plan, nodes: Sequence[network.Node]) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     ranks_of_node = plan.ranks // len(nodes)
     processes = []
     for rank in range(plan.ranks):
-        prefix, interface, _ = nodes[rank // ranks_of_node]
+        node = nodes[rank // ranks_of_node]
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(plan.ranks),
-            "MASTER_ADDR": nodes[0][2],
+            "MASTER_ADDR": nodes[0].address,
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": interface,
+            "GLOO_SOCKET_IFNAME": node.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(_ROOT),
         }
-        command = [*prefix, sys.executable, "-m", "benchmarks.simulation.measure", json.dumps(asdict(plan))]
+        command = [*node.prefix, sys.executable, "-m", "benchmarks.simulation.measure", json.dumps(asdict(plan))]
         processes.append(subprocess.Popen(command, env=os.environ | environment, cwd=_ROOT))
     try:
         failed = [rank for rank, process in enumerate(processes) if process.wait()]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import layerzero
 from layerzero import TraceEvent
@@ -63,42 +63,10 @@ class StandIn(nn.Module):
         return self.head(x)
 
 
-class _AgreeableStore(dist.Store):
-    """A store in which every other rank has said what rank 0 says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        return self._values.get(key) or self._values[self._of_rank_0(key)]
-
-    def add(self, key: str, amount: int) -> int:
-        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
-        return int(self._values[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values or self._of_rank_0(key) in self._values for key in keys)
-
-    def wait(self, keys: list[str], timeout: object = None) -> None:
-        if not self.check(keys):
-            raise RuntimeError(f"rank 0 has not set {keys}")
-
-    def deleteKey(self, key: str) -> bool:  # the name under which torch looks for it
-        return self._values.pop(key, None) is not None
-
-    def _of_rank_0(self, key: str) -> str:
-        return key.rpartition("/")[0] + "/0"
-
-
 @contextlib.contextmanager
 def one_of_many(ranks: int) -> Iterator[None]:
     """A process group of `ranks` ranks of which only this one exists: exchanges return at once, with garbage."""
-    store = _AgreeableStore()  # torch keeps no reference to the Python object
-    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:
