@@ -32,6 +32,7 @@ from benchmarks.simulation.program import (
 
 __all__ = ["Machine", "Outcome", "simulate"]
 
+_ALL_REDUCES = ("all-reduce", "agree", "norm")
 _IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/reduction.py
 
 
@@ -44,7 +45,8 @@ class Machine:
         inside: bytes a second that a rank sends inside its node.
         between: bytes a second that a node sends to the others.
         inside_latency, between_latency: of one of the steps of an exchange.
-        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2(n) or ``"ring"`` n - 1 steps.
+        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2(n) or ``"ring"`` n - 1 steps, and twice as
+            many where all get the sum.
         launch: seconds of the host for each exchange.
         processor_per_byte: seconds that a rank's processor works for each byte that it sends. On a CPU with sockets,
             exchanges compete with the model for the cores.
@@ -65,7 +67,8 @@ class Machine:
     def latency(self, exchange: Exchange) -> float:
         n = exchange.ranks
         steps = {"direct": min(1, n - 1), "log": math.ceil(math.log2(n)), "ring": n - 1}[self.steps]
-        return steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
+        passes = 2 if exchange.kind in _ALL_REDUCES else 1
+        return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
 
     def demands(self, exchange: Exchange) -> dict[str, float]:
         """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
