@@ -5,7 +5,7 @@ RANKS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -29,6 +29,9 @@ bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and pl
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python benchmarks/padding.py
+
+bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 $(VENV)/ready: requirements.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""What can be learned about layerzero on a machine with one GPU: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,78 @@
+"""Run every part in a process of its own, and write what they found to one file.
+
+    python -m benchmarks.gpu                          # on the GPU, minutes
+    python -m benchmarks.gpu --device cpu --tiny      # the same code at the size of a test
+
+A part that fails or takes too long is reported with the end of its output, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).resolve().parents[2]
+_MARK = "result: "  # before the JSON that a part prints
+_CONTESTANTS = ("layerzero", "layerzero-full", "fsdp2-full", "fsdp2-hsdp")
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Command lines by part."""
+    flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
+    python, part = [sys.executable], [sys.executable, "-m", "benchmarks.gpu.parts"]
+    found = {"pytest": [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"]}
+    for ranks in (2, 4):
+        found[f"verify, gloo, {ranks} ranks on one device"] = [*part, "verify", "--ranks", str(ranks), *flags]
+    found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
+    found["sanitizer, offload_grads"] = [*part, "sanitizer", *flags]
+    for model in ("1.3b", "7b"):
+        for scheme in _CONTESTANTS:
+            found[f"memory, {model}, {scheme}"] = [*part, "memory", "--model", model, "--scheme", scheme, *flags]
+    for scheme in ("plain", "layerzero", "fsdp2-full"):
+        found[f"step time, 1.3b, {scheme}"] = [*part, "step-time", "--model", "1.3b", "--scheme", scheme, *flags]
+    return {name: command for name, command in found.items() if args.only in name}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of the size of a test")
+    parser.add_argument("--only", default="", help="parts with this in their name")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a part")
+    parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks/results/gpu/gpu.json")
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"torch": torch.__version__, "device": device, "tiny": args.tiny, "parts": {}}
+    for name, command in commands(args).items():
+        results["parts"][name] = run(command, args.timeout)
+        print(f"{name}: {json.dumps(results['parts'][name])}", flush=True)
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    sys.exit(any(not part["ok"] for part in results["parts"].values()))
+
+
+def run(command: list[str], timeout: float) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "error": f"not finished after {timeout:.0f} s"}
+    seconds = round(time.monotonic() - start, 1)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if "pytest" in command:
+        ok = done.returncode in (0, 5)  # 5: no test was chosen
+        return {"ok": ok, "seconds": seconds, "says": done.stdout.strip().splitlines()[-1:]}
+    if done.returncode or not lines:
+        return {"ok": False, "seconds": seconds, "error": (done.stdout + done.stderr)[-2000:]}
+    return {"seconds": seconds, "ok": True, **json.loads(lines[-1].removeprefix(_MARK))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Steps of layerzero on machines that one does not have; docs/simulation.md says how, and what to believe.
+
+python -m benchmarks.simulate calibrate --where one-machine      # predicted beside measured, 4 gloo ranks
+python -m benchmarks.simulate calibrate --where two-nodes        # two emulated nodes, 1 Gbit/s; needs root
+python -m benchmarks.simulate project                            # 7 B and 70 B models, 8 to 4,096 nodes
+python -m benchmarks.simulate replay TRACE                       # a file of layerzero.trace on a machine as described
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.simulation.calibrate import calibrate
+from benchmarks.simulation.machine import Machine, simulate
+from benchmarks.simulation.measure import Plan, measure
+from benchmarks.simulation.program import read_trace
+from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Row, project
+
+_CASES = ((4, "sharded"), (1, "sharded"), (2, "sharded"), (8, "sharded"), (1, "full"), (4, "full"), (8, "full"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+
+    command = commands.add_parser("calibrate", help="predicted beside measured steps of a small GPT")
+    command.add_argument("--where", choices=["one-machine", "two-nodes"], default="one-machine")
+    command.add_argument("--rounds", type=int, default=8, help="times that each case is measured; the quietest counts")
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--width", type=int, default=512)
+    command.add_argument("--json", type=Path, help="write the numbers there, too")
+    command.set_defaults(run=run_calibrate)
+
+    command = commands.add_parser("project", help="7 B and 70 B models on 8 to 4,096 nodes")
+    command.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS, key=len))
+    command.add_argument("--nodes", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096])
+    command.add_argument("--gbit", type=float, nargs="+", default=[25, 100, 400], help="Gbit/s of a node's link")
+    command.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
+    command.add_argument("--flops", type=float, default=Assumptions.flops)
+    command.add_argument("--memory", type=float, default=Assumptions.memory)
+    command.add_argument("--tokens", type=int, default=Assumptions.tokens)
+    command.add_argument("--steps", choices=["direct", "log", "ring"], default=Assumptions.steps, help="of an exchange")
+    command.add_argument("--json", type=Path, help="write the rows there, too")
+    command.set_defaults(run=run_project)
+
+    command = commands.add_parser("replay", help="the schedule of a trace on another machine")
+    command.add_argument("trace", type=Path)
+    command.add_argument("--node-size", type=int, default=8)
+    command.add_argument("--inside", type=float, default=Assumptions.inside, help="bytes/s of a rank in its node")
+    command.add_argument("--gbit", type=float, default=100, help="Gbit/s of a node's link")
+    command.set_defaults(run=run_replay)
+
+    args = parser.parse_args()
+    args.run(args)
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    two_nodes = args.where == "two-nodes"
+    plan = Plan(cases=_CASES, rounds=args.rounds, layers=args.layers, width=args.width)
+    with measure(plan, two_nodes=two_nodes) as measured:
+        machine, predictions = calibrate(plan, measured, two_nodes=two_nodes)
+    print(
+        f"{args.where}: {plan.ranks} ranks, zero3_size {plan.zero3_size}, GPT of {plan.layers} blocks of width "
+        f"{plan.width}, {plan.tokens} tokens a micro-batch; quietest of {plan.rounds} rounds of {plan.steps} steps"
+    )
+    print(f"fitted to the first row: {1e9 * machine.processor_per_byte:.2f} ns of a rank's processor for each byte")
+    if two_nodes:
+        print(f"link between nodes, as seen in the traces: {machine.between / 1e6:.0f} MB/s")
+    print(f"{'micro-batches':>13} {'accumulation':>13} {'measured, s':>12} {'predicted, s':>13} {'error':>8}")
+    for each in predictions:
+        error = "fitted" if each.fitted else f"{each.error:+.1%}"
+        numbers = f"{each.measured:>12.3f} {each.predicted:>13.3f} {error:>8}"
+        print(f"{each.micro_batches:>13} {each.accumulation:>13} {numbers}")
+    if args.json:
+        found = [dataclasses.asdict(each) for each in predictions]
+        content = {"where": args.where, "plan": dataclasses.asdict(plan), "predictions": found}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def run_project(args: argparse.Namespace) -> None:
+    assumed = Assumptions(flops=args.flops, memory=args.memory, tokens=args.tokens, steps=args.steps)
+    print("Simulated, not measured. The schedule of layerzero is the engine's own; those of HSDP and full sharding are")
+    print("models of these schemes. Share of the step in which a GPU computes forward or backward, in percent;")
+    print(f"(parentheses): weights, gradients and optimizer state alone exceed {assumed.memory / 1e9:.0f} GB")
+    print("assumed: " + ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(assumed).items()))
+    rows: list[Row] = []
+    for name, gbit in itertools.product(args.models, args.gbit):
+        model = MODELS[name]
+        print(f"\n{model.name}, {model.numel / 1e9:.1f} B parameters, {gbit:g} Gbit/s a node")
+        print(f"{'':>6}" + "".join(f"{f'{n} micro-batches':>{10 * len(SCHEMES) + 2}}" for n in args.micro_batches))
+        print(f"{'nodes':>6}" + ("  " + "".join(f"{scheme:>10}" for scheme in SCHEMES)) * len(args.micro_batches))
+        for nodes in args.nodes:
+            line = f"{nodes:>6}"
+            for micro_batches in args.micro_batches:
+                found = list(project(model, assumed, gbit, nodes, micro_batches))
+                line += "  " + "".join(f"{_percent(row):>10}" for row in found)
+                rows += found
+            print(line, flush=True)
+    if args.json:
+        content = {"assumed": dataclasses.asdict(assumed), "rows": [dataclasses.asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _percent(row: Row) -> str:
+    text = f"{100 * row.efficiency:.1f}"
+    return text if row.fits else f"({text})"
+
+
+def run_replay(args: argparse.Namespace) -> None:
+    machine = Machine(node_size=args.node_size, inside=args.inside, between=args.gbit * 1e9 / 8)
+    outcome = simulate(read_trace(args.trace), machine)
+    print(f"{len(outcome.step_ends)} steps, {outcome.seconds:.4f} s; computing {outcome.computed:.4f} s, ", end="")
+    print(f"waiting {outcome.waited:.4f} s; busy " + ", ".join(f"{k} {v:.4f} s" for k, v in outcome.busy.items()))
+    for kind, calls in outcome.calls.items():
+        print(f"{kind:>10} {calls:>6} calls {outcome.bytes[kind] / 1e6:>12.3f} MB sent")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A machine, and the simulation of a program on it.
+
+All ranks run the same program at the same speed, so one of them is simulated. A rank has a processor, a link inside
+its node, and a share of its node's link to the other nodes. Whatever uses one of them at the same time gets an equal
+part of it. The exchanges of a lane run one after the other; each takes its latency first, then puts its bytes on the
+links and what they cost on the processor, all at the same time.
+
+[Note: What crosses the nodes]
+Ranks are consecutive, and a ring or a hierarchical exchange over whole nodes enters and leaves each node once, whatever
+the number of ranks in it. An exchange over the replicas has one rank of each node in its group, and the ranks of a node
+have a group each: they share the link, so each gets a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from benchmarks.simulation.program import (
+    Advance,
+    Compute,
+    Exchange,
+    Launch,
+    Operation,
+    Reduce,
+    Settle,
+    StepEnd,
+    Wait,
+)
+
+__all__ = ["Machine", "Outcome", "simulate"]
+
+_ALL_REDUCES = ("all-reduce", "agree", "norm")
+_IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/reduction.py
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds in bytes and seconds.
+
+    Attributes:
+        node_size: ranks of a node.
+        inside: bytes a second that a rank sends inside its node.
+        between: bytes a second that a node sends to the others.
+        inside_latency, between_latency: of one of the steps of an exchange.
+        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2(n) or ``"ring"`` n - 1 steps, and twice as
+            many where all get the sum.
+        launch: seconds of the host for each exchange.
+        processor_per_byte: seconds that a rank's processor works for each byte that it sends. On a CPU with sockets,
+            exchanges compete with the model for the cores.
+    """
+
+    node_size: int
+    inside: float
+    between: float
+    inside_latency: float = 0.0
+    between_latency: float = 0.0
+    steps: str = "direct"
+    launch: float = 0.0
+    processor_per_byte: float = 0.0
+
+    def crosses(self, exchange: Exchange) -> bool:
+        return exchange.axis == "replica" or exchange.ranks > self.node_size
+
+    def latency(self, exchange: Exchange) -> float:
+        n = exchange.ranks
+        steps = {"direct": min(1, n - 1), "log": math.ceil(math.log2(n)), "ring": n - 1}[self.steps]
+        passes = 2 if exchange.kind in _ALL_REDUCES else 1
+        return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
+
+    def demands(self, exchange: Exchange) -> dict[str, float]:
+        """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
+        if not exchange.bytes:
+            return {}
+        found = {"processor": exchange.bytes * self.processor_per_byte}
+        if not self.crosses(exchange):
+            found["inside"] = exchange.bytes / self.inside
+        elif exchange.axis == "replica":
+            found["between"] = self.node_size * exchange.bytes / self.between
+        else:
+            found["between"] = exchange.bytes / self.between
+            found["inside"] = exchange.bytes / self.inside
+        return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
+
+
+@dataclass
+class Outcome:
+    seconds: float = 0.0  # until the host has ended its program
+    step_ends: list[float] = field(default_factory=list)
+    computed: float = 0.0  # seconds of computations, by themselves
+    waited: float = 0.0  # seconds in which the host waited for exchanges
+    busy: Counter[str] = field(default_factory=Counter)  # by resource: seconds in which it was used
+    calls: Counter[str] = field(default_factory=Counter)  # by exchange
+    bytes: Counter[str] = field(default_factory=Counter)  # by exchange, that the rank sent
+
+    @property
+    def step(self) -> float:
+        """Seconds of the last step, which has met the exchanges that the one before it left in flight."""
+        before = self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
+        return self.step_ends[-1] - before
+
+
+def simulate(program: Iterable[Operation], machine: Machine) -> Outcome:
+    """Run a program; the same program on the same machine gives the same outcome."""
+    host = _Host(machine)
+    for operation in program:
+        host.do(operation)
+    host.outcome.seconds = host.world.now
+    return host.outcome
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something that takes time: a latency, then seconds of each of some resources, all at once."""
+
+    latency: float
+    demands: dict[str, float]
+
+    @property
+    def done(self) -> bool:
+        return not self.latency and not self.demands
+
+
+class _World:
+    """Virtual time, and what is under way in it."""
+
+    def __init__(self, machine: Machine, outcome: Outcome) -> None:
+        self.now = 0.0
+        self._machine = machine
+        self._outcome = outcome
+        self._active: list[_Task] = []
+        self._lanes: defaultdict[str, deque[_Task]] = defaultdict(deque)
+
+    def launch(self, exchange: Exchange) -> _Task:
+        self._outcome.calls[exchange.kind] += 1
+        self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
+        task = _Task(self._machine.latency(exchange), self._machine.demands(exchange))
+        lane = self._lanes[exchange.lane]
+        lane.append(task)
+        if len(lane) == 1:
+            self._active.append(task)
+            self._drop_done()
+        return task
+
+    def compute(self, seconds: float) -> None:
+        task = _Task(0.0, {"processor": seconds} if seconds > 0.0 else {})
+        self._active.append(task)
+        self.until(task)
+
+    def until(self, task: _Task) -> None:
+        self._drop_done()
+        while not task.done:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To the next moment at which something ends."""
+        users: Counter[str] = Counter()
+        for task in self._active:
+            if not task.latency:
+                users.update(task.demands.keys())
+        span = min(
+            min((seconds * users[resource] for resource, seconds in task.demands.items()), default=math.inf)
+            if not task.latency
+            else task.latency
+            for task in self._active
+        )
+        near = span * (1 + 1e-12)  # what ends at once but for rounding
+        for task in self._active:
+            if task.latency:
+                task.latency = task.latency - span if task.latency > near else 0.0
+                continue
+            for resource, seconds in list(task.demands.items()):
+                if seconds * users[resource] <= near:
+                    del task.demands[resource]
+                else:
+                    task.demands[resource] = seconds - span / users[resource]
+        for resource in users:
+            self._outcome.busy[resource] += span  # type: ignore[assignment]
+        self.now += span
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        """End what is done, and begin what waited for it on its lane."""
+        self._active = [task for task in self._active if not task.done]
+        for lane in self._lanes.values():
+            while lane and lane[0].done:
+                lane.popleft()
+                if lane and not lane[0].done:
+                    self._active.append(lane[0])
+
+
+class _Running:
+    """A reduction under way; see [Note: What a recording leaves open]."""
+
+    def __init__(self, reduction: Reduce, task: _Task) -> None:
+        self.rest = list(zip(reduction.exchanges[1:], reduction.additions, strict=False))
+        self.last = reduction.additions[-1]
+        self.task = task
+        self.launched = 1
+
+
+class _Host:
+    def __init__(self, machine: Machine) -> None:
+        self.outcome = Outcome()
+        self.world = _World(machine, self.outcome)
+        self._machine = machine
+        self._tasks: dict[int, _Task] = {}
+        self._running: list[_Running] = []
+
+    def do(self, operation: Operation) -> None:
+        if isinstance(operation, Compute):
+            self._compute(operation.seconds)
+        elif isinstance(operation, Launch):
+            self._tasks[operation.number] = self._launch(operation.exchange)
+        elif isinstance(operation, Wait):
+            self._wait(self._tasks.pop(operation.number))
+        elif isinstance(operation, Reduce):
+            self._running.append(_Running(operation, self._launch(operation.exchanges[0])))
+            self._make_room(1)
+            self._advance()
+        elif isinstance(operation, Advance):
+            self._advance()
+        elif isinstance(operation, Settle):
+            while self._running:
+                self._step(min(self._running, key=lambda running: running.launched))
+        elif isinstance(operation, StepEnd):
+            self.outcome.step_ends.append(self.world.now)
+
+    def _compute(self, seconds: float) -> None:
+        self.outcome.computed += seconds
+        self.world.compute(seconds)
+
+    def _launch(self, exchange: Exchange) -> _Task:
+        self.world.compute(self._machine.launch)
+        return self.world.launch(exchange)
+
+    def _wait(self, task: _Task) -> None:
+        before = self.world.now
+        self.world.until(task)
+        self.outcome.waited += self.world.now - before
+
+    # The rules of layerzero/reduction.py
+
+    def _advance(self) -> None:
+        ahead = None
+        for running in list(self._running):
+            if (ahead is not None and ahead.launched <= running.launched) or not running.task.done:
+                ahead = running
+                continue
+            self._step(running)
+            ahead = running if running in self._running else ahead
+
+    def _step(self, running: _Running) -> None:
+        self._wait(running.task)
+        if running.rest:
+            exchange, addition = running.rest.pop(0)
+            self._compute(addition.seconds)
+            running.task = self._launch(exchange)
+            running.launched += 1
+            self._make_room(running.launched)
+        else:
+            self._compute(running.last.seconds)
+            self._running.remove(running)
+
+    def _make_room(self, launched: int) -> None:
+        waiting = [running for running in self._running if running.launched == launched]
+        if len(waiting) > _IN_FLIGHT[launched]:
+            self._step(waiting[0])

@@ -1,0 +1,177 @@
+"""Runs of a small GPT on real gloo ranks, for the simulation to be compared with.
+
+:func:`measure` starts the ranks, on one machine or in two network namespaces, and collects what they wrote. This module
+is also the program that each of them runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from benchmarks import network
+from benchmarks.simulation.record import Settings, train_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt import GPT, Block, GPTConfig, next_token_loss
+
+__all__ = ["Block", "Measured", "Plan", "gpt", "losses_of", "measure"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WARM_UP = 2  # steps that are not measured
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. The first of `cases` is the one that is traced, and to which the simulation is fitted."""
+
+    cases: tuple[tuple[int, str], ...]  # micro-batches, accumulation
+    ranks: int = 4
+    zero3_size: int = 2
+    layers: int = 4
+    width: int = 512
+    tokens: int = 64
+    rounds: int = 5
+    steps: int = 3  # that follow each other without a pause
+    folder: str = ""
+
+    def settings(self, micro_batches: int, accumulation: str) -> Settings:
+        return Settings(self.ranks, self.zero3_size, micro_batches, accumulation)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step of the slowest rank, by case and round, and the folder of the traces."""
+
+    seconds: list[list[float]]
+    folder: Path
+
+    def quietest(self, case: int) -> float:
+        """Of the rounds: whatever else runs on the machine can only make a step longer."""
+        return min(self.seconds[case])
+
+
+def gpt(plan: Plan) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=plan.layers, width=plan.width, heads=plan.width // 64, context=plan.tokens))
+
+
+def losses_of(model: nn.Module, plan: Plan, micro_batches: int) -> list[Callable[[], Tensor]]:
+    tokens = torch.randint(256, (1, plan.tokens))
+    return [lambda: next_token_loss(model(tokens), tokens.roll(-1, 1))] * micro_batches
+
+
+@contextlib.contextmanager
+def measure(plan: Plan, *, two_nodes: bool) -> Iterator[Measured]:
+    """Run a plan; the traces are there while the context lasts.
+
+    Raises:
+        RuntimeError: a rank failed, or `two_nodes` where they cannot be emulated.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if two_nodes and (reason := network.why_unavailable()):
+            raise RuntimeError(reason)
+        nodes = stack.enter_context(network.two_nodes("1gbit") if two_nodes else network.one_machine())
+        _run_ranks(replace(plan, folder=folder), nodes)
+        yield Measured(json.loads(Path(folder, "seconds.json").read_text()), Path(folder))
+
+
+def _run_ranks(plan: Plan, nodes: Sequence[network.Node]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    ranks_of_node = plan.ranks // len(nodes)
+    processes = []
+    for rank in range(plan.ranks):
+        node = nodes[rank // ranks_of_node]
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(plan.ranks),
+            "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": node.interface,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(_ROOT),
+        }
+        command = [*node.prefix, sys.executable, "-m", "benchmarks.simulation.measure", json.dumps(asdict(plan))]
+        processes.append(subprocess.Popen(command, env=os.environ | environment, cwd=_ROOT))
+    try:
+        failed = [rank for rank, process in enumerate(processes) if process.wait()]
+    finally:
+        for process in processes:
+            process.kill()
+    if failed:
+        raise RuntimeError(f"ranks {failed} failed; their output is above")
+
+
+def _rank(plan: Plan) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    trained = {
+        accumulation: plan.settings(1, accumulation).shard(gpt(plan), Block)
+        for accumulation in dict.fromkeys(accumulation for _, accumulation in plan.cases)
+    }
+    silent, _ = replace(plan.settings(1, "full"), zero3_size=1).shard(gpt(plan), Block)
+    steps: list[Callable[[], None]] = []
+    for micro_batches, accumulation in plan.cases:
+        model, optimizer = trained[accumulation]
+        losses = losses_of(model, plan, micro_batches)
+        steps.append(lambda model=model, optimizer=optimizer, losses=losses: train_step(model, optimizer, losses))
+    for step in steps:
+        for _ in range(_WARM_UP):
+            step()
+    seconds: list[list[float]] = [[] for _ in steps]
+    for index in range(plan.rounds):
+        for case, step in enumerate(steps):
+            seconds[case].append(_timed(step, plan.steps))
+        _trace_compute(silent, plan, index)
+        dist.barrier()
+        with layerzero.trace(trained[plan.cases[0][1]][0], f"{plan.folder}/steps-{{rank}}-{index}.json"):
+            for _ in range(plan.steps):
+                steps[0]()
+    if dist.get_rank() == 0:
+        Path(plan.folder, "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(step: Callable[[], None], times: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        step()
+    longest = torch.tensor((time.perf_counter() - start) / times)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def _trace_compute(model: nn.Module, plan: Plan, index: int) -> None:
+    """What units take where nothing is exchanged: ZeRO-1 inside no_sync, on all ranks at once."""
+    (loss,) = losses_of(model, plan, 1)
+    with layerzero.no_sync(model):
+        loss().backward()
+        dist.barrier()
+        with layerzero.trace(model, f"{plan.folder}/compute-{{rank}}-{index}.json"):
+            for _ in range(plan.steps * 2):
+                loss().backward()
+    model.zero_grad()
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    _rank(Plan(**{**given, "cases": tuple((a, b) for a, b in given["cases"])}))

@@ -1,0 +1,259 @@
+"""Steps of large models on many nodes, of layerzero and of models of its peers.
+
+layerzero's schedule is the engine's own, recorded for a stand-in of as many blocks, with the bytes and the times of the
+real model put in its place. The schedules of the peers are written down here from what their papers and manuals say;
+they are models of peers, not measurements, and are given what favours them: prefetch of one unit, separate lanes that
+overlap, no padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.model_shapes import UNITS
+from benchmarks.simulation.machine import Machine, Outcome, simulate
+from benchmarks.simulation.program import (
+    Compute,
+    Exchange,
+    Launch,
+    Operation,
+    Reduce,
+    Settle,
+    StepEnd,
+    Wait,
+    What,
+    from_events,
+    resized,
+    retimed,
+)
+from benchmarks.simulation.record import Settings, record_blocks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from scheme_costs import scheme_costs
+
+__all__ = ["MODELS", "SCHEMES", "Assumptions", "Model", "Row", "project"]
+
+_ROOT = "the root"
+_COMPUTE, _REDUCE = 2, 4  # bytes of an element: bf16 weights, fp32 gradients
+_STEPS = 2  # that are simulated; the last counts
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer; elements of a block, and of embedding, last norm and head together."""
+
+    name: str
+    blocks: int
+    width: int
+    block_numel: int
+    root_numel: int
+
+    @property
+    def numel(self) -> int:
+        return self.blocks * self.block_numel + self.root_numel
+
+    def numel_of(self, unit: str) -> int:
+        return self.root_numel if unit == _ROOT else self.block_numel
+
+    @classmethod
+    def from_shapes(cls, name: str, width: int) -> Model:
+        units = {shapes.unit: shapes for shapes in UNITS if shapes.model == name}
+        return cls(name, units["block"].copies, width, units["block"].numel, units["root"].numel)
+
+
+MODELS = {"7b": Model.from_shapes("Llama 7B", 4096), "70b": Model.from_shapes("Llama 70B", 8192)}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """About the machine and the run. Bytes, seconds and FLOP are of one GPU unless said otherwise."""
+
+    gpus: int = 8  # of a node
+    flops: float = 400e12  # reached in a block, bf16, not the peak
+    memory: float = 80e9  # bytes
+    memory_speed: float = 2.5e12  # bytes a second
+    inside: float = 300e9  # bytes a second inside a node
+    inside_latency: float = 5e-6
+    between_latency: float = 10e-6
+    launch: float = 10e-6
+    steps: str = "log"
+    tokens: int = 4096  # of a GPU's micro-batch: one sequence
+
+    def machine(self, gbit: float) -> Machine:
+        """With links of so many Gbit/s a node between the nodes."""
+        return Machine(
+            node_size=self.gpus,
+            inside=self.inside,
+            between=gbit * 1e9 / 8,
+            inside_latency=self.inside_latency,
+            between_latency=self.between_latency,
+            steps=self.steps,
+            launch=self.launch,
+        )
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of what a GPU computes. Each GPU holds ``1 / states`` of the masters."""
+
+    model: Model
+    assumed: Assumptions
+    states: int
+
+    def __call__(self, what: What) -> float:
+        phase, unit = what
+        if phase in ("forward", "backward"):
+            return self.forward(unit) * (2 if phase == "backward" else 1)
+        if phase == "update":  # reads master, gradient and two moments, writes all but the gradient: 28 bytes
+            return 28 * self.model.numel / self.states / self.assumed.memory_speed
+        if phase == "add":  # reads what came and the accumulator, writes the accumulator
+            exchange, _, unit = unit.partition(" ")
+            parts = self.assumed.gpus if exchange == "hop1" else self.states
+            return 12 * self.model.numel_of(unit) / parts / self.assumed.memory_speed
+        return 0.0
+
+    def forward(self, unit: str) -> float:
+        model, tokens = self.model, self.assumed.tokens
+        if unit == _ROOT:  # the head; looking up embeddings is free
+            return 2 * (model.root_numel / 2) * tokens / self.assumed.flops
+        attention = 2 * tokens * model.width  # a token, scores and mixing, causal: half of all pairs
+        return (2 * model.block_numel + attention) * tokens / self.assumed.flops
+
+
+def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
+    """The engine's own schedule, with the model's bytes and times."""
+    inside, replicas = assumed.gpus, nodes
+
+    def bytes_of(exchange: Exchange) -> Exchange:
+        ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
+        if exchange.kind in ("agree", "order", "norm"):
+            return replace(exchange, ranks=ranks)
+        numel = model.numel_of(exchange.unit) / (inside if exchange.axis == "replica" else 1)
+        element = _COMPUTE if exchange.kind in ("gather", "refresh") else _REDUCE
+        return replace(exchange, ranks=ranks, bytes=numel * element * (ranks - 1) / ranks)
+
+    def place(what: What) -> str:
+        return "last" if what == ("forward", _ROOT) else "first"  # the head comes after the blocks
+
+    program = _recorded(model.blocks, inside, micro_batches)
+    return resized(retimed(program, _Times(model, assumed, inside * nodes), place), bytes_of)
+
+
+@lru_cache
+def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
+    settings = Settings(ranks=2 * inside, zero3_size=inside, micro_batches=micro_batches)
+    return from_events(record_blocks(blocks, settings, steps=_STEPS))
+
+
+def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
+    """FSDP, ZeRO-3: every gather and every reduction over all ranks."""
+    ranks = assumed.gpus * nodes
+    return list(_peer(model, _Times(model, assumed, ranks), micro_batches, over=ranks, replicas=1))
+
+
+def hsdp_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
+    """HSDP, MiCS: everything inside the node, and an all-reduce between nodes in the last micro-batch."""
+    times = _Times(model, assumed, assumed.gpus)
+    return list(_peer(model, times, micro_batches, over=assumed.gpus, replicas=nodes))
+
+
+SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sharding_program}
+
+
+def _peer(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
+    units = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
+    number = span = 0
+
+    def gather(unit: str) -> Launch:
+        sent = _COMPUTE * model.numel_of(unit) * (over - 1) / over
+        return Launch(Exchange("gather", unit, "zero3", "gather", over, sent), number)
+
+    def reduction(unit: str, *, last: bool) -> Reduce:
+        elements = model.numel_of(unit)
+        chain = [Exchange("reduce", unit, "zero3", "reduce", over, _REDUCE * elements * (over - 1) / over)]
+        if last and replicas > 1:
+            shared = _REDUCE * elements / over
+            crossing = 2 * shared * (replicas - 1) / replicas
+            chain.append(Exchange("all-reduce", unit, "replica", "replica", replicas, crossing))
+        return Reduce(tuple(chain), tuple(Compute(0.0) for _ in chain))
+
+    for _ in range(_STEPS):
+        for micro_batch in range(micro_batches):
+            for phase, order in (("forward", units), ("backward", units[:0:-1])):
+                first = number
+                for index, unit in enumerate(order):
+                    # One unit ahead of the one that computes. The root stays gathered from forward to backward.
+                    for ahead in range(number - first, min(index + 2, len(order))):
+                        yield gather(order[ahead])
+                        number += 1
+                    yield Wait(first + index)
+                    if phase == "backward" and not index:
+                        yield Compute(times(("backward", _ROOT)), ("backward", _ROOT), span)
+                    if unit != _ROOT:
+                        yield Compute(times((phase, unit)), (phase, unit), span)
+                    span += 1
+                    if phase == "backward":
+                        yield reduction(unit, last=micro_batch + 1 == micro_batches)
+                if phase == "forward":
+                    yield Compute(times(("forward", _ROOT)), ("forward", _ROOT), span)
+            yield reduction(_ROOT, last=micro_batch + 1 == micro_batches)
+            yield Settle()
+        yield Compute(times(("update", "optimizer")), ("update", "optimizer"), span)
+        yield StepEnd()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One projected step."""
+
+    model: str
+    gbit: float  # Gbit/s of a node's link
+    nodes: int
+    micro_batches: int
+    scheme: str
+    seconds: float
+    efficiency: float  # the time of forward and backward, by the time of the step
+    between: float  # bytes that a GPU sends to other nodes
+    state: float  # bytes of weights, gradients and optimizer state of a GPU
+    fits: bool  # the state alone; activations and gathered weights come on top
+
+
+def project(model: Model, assumed: Assumptions, gbit: float, nodes: int, micro_batches: int) -> Iterator[Row]:
+    """The schemes side by side."""
+    costs = scheme_costs(model.numel, ranks=nodes * assumed.gpus, zero3_size=assumed.gpus, micro_batches=micro_batches)
+    compute = (
+        3
+        * micro_batches
+        * sum(
+            _Times(model, assumed, 1).forward(unit) * copies
+            for unit, copies in ((_ROOT, 1), ("blocks.0", model.blocks))
+        )
+    )
+    for scheme, make in SCHEMES.items():
+        outcome = simulate(make(model, assumed, nodes, micro_batches), assumed.machine(gbit))
+        state = next(cost.state_bytes for cost in costs if cost.scheme in (scheme, _IN_COSTS.get(scheme)))
+        yield Row(
+            model=model.name,
+            gbit=gbit,
+            nodes=nodes,
+            micro_batches=micro_batches,
+            scheme=scheme,
+            seconds=outcome.step,
+            efficiency=compute / outcome.step,
+            between=_sent_between(outcome, scheme, assumed.gpus),
+            state=state,
+            fits=state <= assumed.memory,
+        )
+
+
+_IN_COSTS = {"full": "FSDP"}
+
+
+def _sent_between(outcome: Outcome, scheme: str, gpus: int) -> float:
+    if scheme == "full":
+        return (outcome.bytes["gather"] + outcome.bytes["reduce"]) / _STEPS / gpus
+    return (outcome.bytes["hop2"] + outcome.bytes["refresh"] + outcome.bytes["all-reduce"]) / _STEPS

@@ -1,0 +1,274 @@
+"""The simulator on schedules whose times one can work out by hand, and on the engine's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero
+from benchmarks.simulation.calibrate import Prediction
+from benchmarks.simulation.machine import Machine, simulate
+from benchmarks.simulation.program import (
+    Advance,
+    Compute,
+    Exchange,
+    Launch,
+    Operation,
+    Reduce,
+    Settle,
+    StepEnd,
+    Wait,
+    from_events,
+    read_trace,
+    resized,
+    retimed,
+    seconds_of,
+)
+from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
+from benchmarks.simulation.record import Settings, record_blocks
+from tests.models import TiedTransformer
+from tests.ranks import mesh_of, run_ranks
+
+MACHINE = Machine(node_size=4, inside=100.0, between=10.0)  # bytes a second
+
+
+def gather(number: int, sent: float, lane: str = "gather") -> Launch:
+    return Launch(Exchange("gather", f"unit {number}", "zero3", lane, 4, sent), number)
+
+
+def across(number: int, sent: float, lane: str = "replica") -> Launch:
+    return Launch(Exchange("refresh", f"unit {number}", "replica", lane, 2, sent), number)
+
+
+def seconds(*program: Operation, machine: Machine = MACHINE) -> float:
+    return simulate(program, machine).seconds
+
+
+def test_one_unit_waits_for_its_gather_and_then_computes() -> None:
+    outcome = simulate([gather(0, 300.0), Wait(0), Compute(2.0)], MACHINE)
+    assert (outcome.seconds, outcome.computed, outcome.waited) == (5.0, 2.0, 3.0)
+    assert outcome.busy == {"inside": 3.0, "processor": 2.0}
+
+
+def test_a_prefetched_gather_hides_behind_the_unit_before() -> None:
+    program = [gather(0, 200.0), Wait(0), gather(1, 200.0), Compute(3.0), Wait(1), Compute(3.0)]
+    assert seconds(*program) == 2.0 + 3.0 + 3.0
+    assert seconds(*program[:2], Compute(3.0), program[2], *program[4:]) == 10.0, "not without prefetch"
+
+
+def test_exchanges_of_a_lane_run_one_after_the_other_and_those_of_two_lanes_share_the_link() -> None:
+    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(0)) == 1.0
+    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(1)) == 2.0
+    assert seconds(gather(0, 100.0), gather(1, 100.0, lane="reduce"), Wait(0)) == 2.0, "each has half of it"
+    assert seconds(gather(0, 100.0), gather(1, 300.0, lane="reduce"), Wait(1)) == 4.0, "the rest is faster"
+    assert seconds(gather(0, 100.0), across(1, 10.0), Wait(0)) == 1.0, "another link"
+
+
+def test_latency_comes_before_the_bytes_and_counts_the_steps_of_an_exchange() -> None:
+    slow = Machine(node_size=4, inside=100.0, between=10.0, inside_latency=0.25, between_latency=2.0)
+    for steps, expected in (("direct", 1), ("log", 2), ("ring", 3)):
+        machine = Machine(**{**vars(slow), "steps": steps})
+        assert seconds(gather(0, 100.0), Wait(0), machine=machine) == 1.0 + 0.25 * expected
+    assert seconds(across(0, 0.0), Wait(0), machine=slow) == 2.0
+    everywhere = Launch(Exchange("all-reduce", "", "replica", "replica", 2, 0.0), 0)
+    assert seconds(everywhere, Wait(0), machine=slow) == 4.0, "a reduce-scatter and an all-gather"
+    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(1), machine=slow) == 2.5, "one latency after the other"
+
+
+def test_the_ranks_of_a_node_share_its_link_and_a_ring_over_all_ranks_enters_it_once() -> None:
+    assert seconds(across(0, 10.0), Wait(0)) == 4.0, "four ranks of a node send at once"
+    ring = Launch(Exchange("gather", "unit", "zero3", "gather", 8, 10.0), 0)
+    assert seconds(ring, Wait(0)) == 1.0
+    within = Launch(Exchange("gather", "unit", "zero3", "gather", 4, 10.0), 0)
+    assert seconds(within, Wait(0)) == 0.1
+
+
+def test_bytes_may_cost_the_processor_that_computes() -> None:
+    machine = Machine(node_size=4, inside=float("inf"), between=10.0, processor_per_byte=0.01)
+    assert seconds(gather(0, 100.0), Compute(5.0), machine=machine) == 6.0, "half of it for a second of work each"
+    assert seconds(gather(0, 100.0), Wait(0), Compute(5.0), machine=machine) == 6.0
+
+
+def test_a_launch_takes_the_hosts_time() -> None:
+    machine = Machine(node_size=4, inside=100.0, between=10.0, launch=0.5)
+    assert seconds(gather(0, 100.0), Wait(0), machine=machine) == 1.5
+
+
+def reduction(unit: int, inside: float, between: float = 0.0, addition: float = 0.0) -> Reduce:
+    chain = [Exchange("hop1", f"unit {unit}", "zero3", "reduce", 4, inside)]
+    if between:
+        chain.append(Exchange("hop2", f"unit {unit}", "replica", "replica", 2, between))
+    return Reduce(tuple(chain), tuple(Compute(addition, ("add", "")) for _ in chain))
+
+
+def test_a_reduction_hides_behind_the_next_unit_and_only_one_hop_1_is_left_in_flight() -> None:
+    assert seconds(Compute(2.0), reduction(0, 100.0), Compute(2.0), Settle()) == 4.0
+    assert seconds(Compute(2.0), reduction(0, 100.0), Settle()) == 3.0
+    # The second launch waits for the first, 3 s, then for itself, 3 s.
+    assert seconds(reduction(0, 300.0), Compute(1.0), reduction(1, 300.0), Settle()) == 6.0
+    assert seconds(reduction(0, 300.0), Compute(1.0), reduction(1, 300.0)) == 3.0
+    assert seconds(reduction(0, 100.0, addition=0.5), Settle()) == 1.5
+
+
+def test_hop_2_follows_hop_1_when_the_host_looks() -> None:
+    chain = reduction(0, 100.0, 5.0)  # 1 s, then 4 x 5 bytes at 10 a second: 2 s
+    assert seconds(chain, Settle()) == 3.0
+    assert seconds(chain, Compute(1.0), Advance(), Compute(2.0), Settle()) == 3.0, "looked at in time"
+    assert seconds(chain, Compute(3.0), Settle()) == 5.0, "nobody looked"
+    assert seconds(chain, Compute(0.5), Advance(), Compute(2.5), Settle()) == 5.0, "looked at too early"
+
+
+def step(micro_batches: int) -> list[Operation]:
+    """A unit of 100 bytes inside and 10 between the nodes: gather, compute, reduce; refresh once a step."""
+    program: list[Operation] = []
+    for index in range(micro_batches):
+        last = index + 1 == micro_batches
+        program += [gather(index, 100.0), Wait(index), Compute(2.0), reduction(0, 200.0, 10.0 * last), Settle()]
+    return [*program, StepEnd()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 7])
+def test_micro_batches_add_up_and_the_slow_link_is_paid_once(micro_batches: int) -> None:
+    outcome = simulate(step(micro_batches), MACHINE)
+    assert outcome.seconds == micro_batches * (1.0 + 2.0 + 2.0) + 4.0
+    assert outcome.busy["between"] == 4.0
+    assert outcome.bytes == {"gather": 100.0 * micro_batches, "hop1": 200.0 * micro_batches, "hop2": 10.0}
+    assert simulate(step(micro_batches) * 3, MACHINE).step == outcome.seconds
+
+
+# The engine's own schedule
+
+
+SETTINGS = [
+    Settings(ranks=16, zero3_size=8, micro_batches=a, accumulation=m) for a in (1, 3) for m in ("sharded", "full")
+]
+
+
+def settings_id(settings: Settings) -> str:
+    return f"{settings.micro_batches}-{settings.accumulation}"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_a_recorded_schedule_keeps_every_exchange_and_every_second(settings: Settings) -> None:
+    blocks, steps = 3, 2
+    events = record_blocks(blocks, settings, steps=steps)
+    program = from_events(events)
+    units, a = blocks + 1, settings.micro_batches
+    outcome = simulate(program, MACHINE)
+    hop1 = a if settings.accumulation == "sharded" else 1
+    assert outcome.calls == {
+        "gather": 2 * a * units * steps,
+        "hop1": hop1 * units * steps,
+        "hop2": units * steps,
+        "refresh": units * steps,
+        "agree": steps,
+    }
+    for kind in outcome.calls:
+        sent = sum(event.bytes for event in events if event.kind == "launch" and event.exchange == kind)
+        assert outcome.bytes[kind] == sent, kind
+    chains = [operation for operation in program if isinstance(operation, Reduce)]
+    assert sum(len(chain.exchanges) == 2 for chain in chains) == units * steps, "hop 2 belongs to a hop 1"
+    assert all(chain.exchanges[0].unit == chain.exchanges[-1].unit for chain in chains)
+    assert len(outcome.step_ends) == steps
+    computed = sum(each.seconds for each in program if isinstance(each, Compute))
+    assert 0 < computed <= (events[-1].end - events[0].start) / 1e6
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_no_simulation_beats_the_processor_or_a_link_and_all_repeat_exactly(settings: Settings) -> None:
+    program = from_events(record_blocks(3, settings))
+    program = retimed(program, lambda what: 1.0 if what[0] in ("forward", "backward") else 0.0, lambda what: "first")
+    for inside, between in itertools.product((1e3, 1e5), (1e2, 1e6)):
+        outcome = simulate(program, Machine(node_size=8, inside=inside, between=between, between_latency=0.01))
+        busiest = max(outcome.computed, *outcome.busy.values())
+        assert outcome.seconds >= busiest - outcome.busy["between"], "the last refresh may be in flight at the end"
+        assert outcome.step >= (1 - 1e-9) * outcome.computed / 3
+        serial = outcome.computed + sum(outcome.busy[link] for link in ("inside", "between")) + 0.01 * 60
+        assert outcome.seconds <= serial
+        again = simulate(program, Machine(node_size=8, inside=inside, between=between, between_latency=0.01))
+        assert again == outcome
+
+
+def test_times_and_bytes_can_be_replaced() -> None:
+    program = from_events(record_blocks(2, SETTINGS[0], steps=2))
+    told = retimed(program, lambda what: {"forward": 1.0, "backward": 2.0, "add": 0.25}.get(what[0], 0.0))
+    found = seconds_of(told)
+    assert found["forward", "blocks.1"] == pytest.approx(1.0)
+    assert found["backward", "the root"] == pytest.approx(2.0)
+    assert found["add", "hop2 blocks.0"] == 0.25 and found["update", "optimizer"] == 0.0
+    doubled = resized(told, lambda exchange: Exchange(**{**vars(exchange), "bytes": 2 * exchange.bytes}))
+    before, after = simulate(told, MACHINE), simulate(doubled, MACHINE)
+    assert after.bytes == {kind: 2 * sent for kind, sent in before.bytes.items()}
+    assert after.computed == before.computed
+
+
+def _trace(rank: int, folder: str) -> dict[str, int]:
+    model = layerzero.shard_model(TiedTransformer(), mesh=mesh_of(2), units=TiedTransformer.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for index in range(3):
+        if index:
+            layerzero.traffic(model, reset=True)
+        with layerzero.trace(model, f"{folder}/rank{{rank}}.json"):
+            for _ in range(2):
+                TiedTransformer.loss(model, TiedTransformer.batch(step=index, rank=rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return layerzero.traffic(model).bytes
+
+
+def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path) -> None:
+    traffic = run_ranks(_trace, str(tmp_path))
+    for rank, counted in enumerate(traffic):
+        outcome = simulate(read_trace(tmp_path / f"rank{rank}.json"), Machine(node_size=2, inside=1e9, between=1e8))
+        assert outcome.bytes == counted, "the real engine on gloo, where looks at exchanges found them unfinished"
+        assert len(outcome.step_ends) == 2 and outcome.computed > 0
+        assert outcome.seconds >= (1 - 1e-9) * outcome.computed
+
+
+# Projections
+
+
+TINY = Model("tiny", blocks=3, width=64, block_numel=6_000_000, root_numel=2_000_000)
+
+
+def rows_of(micro_batches: int, gbit: float = 10.0, nodes: int = 16, model: Model = TINY) -> Sequence:
+    return list(project(model, Assumptions(tokens=64), gbit, nodes, micro_batches))
+
+
+def test_projected_bytes_between_nodes_are_the_formulas() -> None:
+    for micro_batches, nodes in ((1, 2), (4, 16)):
+        layerzero_row, hsdp, full = rows_of(micro_batches, nodes=nodes)
+        shared = TINY.numel / 8 * (1 - 1 / nodes)
+        assert layerzero_row.between == pytest.approx(shared * (4 + 2))
+        assert hsdp.between == pytest.approx(shared * 2 * 4)
+        # The root is gathered once a micro-batch, the blocks twice.
+        blocks = TINY.blocks * TINY.block_numel
+        sent = micro_batches * (2 * blocks * 2 + TINY.root_numel * 2 + TINY.numel * 4) / 8 * (1 - 1 / (8 * nodes))
+        assert full.between == pytest.approx(sent)
+
+
+def test_projected_steps_respect_the_slow_link_and_improve_with_accumulation_where_it_helps() -> None:
+    for gbit in (1.0, 1000.0):
+        by_scheme: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
+        for micro_batches in (1, 4, 16):
+            for row in rows_of(micro_batches, gbit):
+                assert row.seconds >= (1 - 1e-9) * 8 * row.between / (gbit * 1e9 / 8), row
+                assert 0 < row.efficiency <= 1 + 1e-9
+                by_scheme[row.scheme].append(row.efficiency)
+        for scheme in ("layerzero", "HSDP"):
+            assert by_scheme[scheme] == sorted(by_scheme[scheme]), f"{scheme} at {gbit} Gbit/s"
+        assert by_scheme["layerzero"][-1] > by_scheme["full"][-1]
+    assert rows_of(4, 1.0) == rows_of(4, 1.0), "a projection does not depend on the machine that makes it"
+
+
+def test_the_models_are_the_ones_they_are_named_for() -> None:
+    assert MODELS["7b"].numel == pytest.approx(6.7e9, rel=0.02)
+    assert MODELS["70b"].numel == pytest.approx(69e9, rel=0.02)
+
+
+def test_an_error_is_relative_to_what_was_measured() -> None:
+    assert Prediction(1, "full", False, measured=2.0, predicted=2.2).error == pytest.approx(0.1)
