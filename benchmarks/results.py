@@ -125,6 +125,12 @@ class Row:
         return max(held for run in self.runs for ranks in run["state_bytes"].values() for held in ranks)
 
     @property
+    def scratch_bytes(self) -> int:
+        """Of them, what layerzero keeps for the next exchange or gather, and whose contents nobody needs; peers: 0."""
+        kinds = self.runs[0]["kinds"] or {}
+        return int(kinds.get("reduce_buffer", 0) + kinds.get("idle_buffer", 0))
+
+    @property
     def peak_bytes(self) -> float:
         """Of the rank that needs most, above what its imports need."""
         return statistics.median(max(run["peak_bytes"]) for run in self.runs)

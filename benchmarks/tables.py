@@ -84,23 +84,24 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
     wire = "link, MB" if results.link_bytes_per_second is not None else "loopback, MB"
     lines = [
         f"**A = {micro_batches}, reduction in {reduce}**\n",
-        f"| | step, s | (min - max, steps) | ratio | {wire} | ledger, MB | state, MB | peak, MB | loss |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| | step, s | (min - max, steps) | ratio | {wire} | ledger, MB | state, MB | scratch, MB | peak, MB | loss |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     measured = [row for row in rows if row.runs]
     common, apart = losses_agree(measured)
     for row in rows:
         if not row.runs:
             reason = (row.problem or "").strip().splitlines()[-1]
-            lines.append(f"| {row.entry.label} | not measured: {reason} | | | | | | | |")
+            lines.append(f"| {row.entry.label} | not measured: {reason} | | | | | | | | |")
             continue
         ledger = "" if row.ledger_bytes is None else f"{row.ledger_bytes / 1e6:.1f}"
         ratio = "" if reference is None else f"{row.median / reference:.2f}"
+        scratch = f"{row.scratch_bytes / 1e6:.1f}" if row.scratch_bytes else ""
         loss = "" if row.entry.family == "compute" else f"{row.losses[common - 1]:.4f}"
         lines.append(
             f"| {row.entry.label} | {row.median:.3f} | {min(row.seconds):.2f} - {max(row.seconds):.2f}, "
             f"{len(row.seconds)} | {ratio} | {row.wire_bytes / 1e6:.1f} | {ledger} | {row.state_bytes / 1e6:.1f} "
-            f"| {row.peak_bytes / 1e6:.0f} | {loss} |"
+            f"| {scratch} | {row.peak_bytes / 1e6:.0f} | {loss} |"
         )
     agree = "agree" if apart <= LOSS_TOLERANCE else "**DO NOT AGREE**"
     lines.append(f"\nLosses after step {common} {agree}: they lie {100 * apart:.2f} % apart.\n")

@@ -75,6 +75,8 @@ def _hybrid(results: Results, rows: dict[str, Row], ours: Row, micro_batches: in
         bar = "model state below every hybrid peer's, ratio"
         ratio = ours.state_bytes / least.state_bytes
         found.append(Verdict(bar, ours.name, ratio, 1.0, False, least.entry.label))
+        bare = (ours.state_bytes - ours.scratch_bytes) / least.state_bytes
+        found.append(Verdict(f"{bar}, without our scratch", ours.name, bare, 1.0, False, least.entry.label))
     speed = results.link_bytes_per_second
     if speed is None:
         return found
