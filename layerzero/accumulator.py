@@ -10,7 +10,7 @@ that was computed before it was asked for, so a slab needs no further care when 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -58,7 +58,7 @@ class Accumulators:
 
     def __init__(self, device: torch.device, transfers: Transfers | None = None) -> None:
         self._device = device
-        self._slabs = None if transfers is None else _Slabs(device, transfers)
+        self._slabs = None if transfers is None else _Slabs(transfers)
         self._made: list[Accumulator] = []
 
     @property
@@ -82,12 +82,18 @@ class Accumulators:
         self._made.append(made)
         return made
 
-    def predicted_bytes(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Bytes on the device and in the host, where the accumulators of each unit take `sizes` bytes."""
-        total = sum(sizes.values())
+    def predicted_bytes(self, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Bytes on the device and in the host, where the accumulators of each unit take `sizes` bytes each."""
+        total = sum(map(sum, sizes))
         if self._slabs is None:
             return total, 0
-        return (_SLABS * max(sizes.values()) if total else 0), total
+        units = sorted(sum(map(_aligned, unit)) for unit in sizes if any(unit))
+        return (min(_SLABS, len(units)) * units[-1] if units else 0), total
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up to where the next accumulator of a slab may begin, whatever its dtype."""
+    return -(-nbytes // 16) * 16
 
 
 class _DeviceAccumulator:
@@ -190,7 +196,7 @@ class _Tenant:
         assert self.slab is None, "a unit grows while it has a slab"
         self._accumulators.append(accumulator)
         place = slice(self.nbytes, self.nbytes + nbytes)
-        self.nbytes = place.stop
+        self.nbytes += _aligned(nbytes)
         return place
 
     def leave(self) -> None:
@@ -200,8 +206,8 @@ class _Tenant:
 
 
 class _Slab:
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
         self.mark: CopyMark = None  # of the last copy from or to it
         self.marked = False  # and what is computed does not wait for that copy yet
@@ -210,10 +216,9 @@ class _Slab:
 class _Slabs:
     """Two slabs, and who has them."""
 
-    def __init__(self, device: torch.device, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
-        self._device = device
-        self._slabs = [_Slab(device) for _ in range(_SLABS)]  # the one used last comes last
+        self._slabs = [_Slab() for _ in range(_SLABS)]  # the one used last comes last
         self._tenants: dict[Hashable, _Tenant] = {}
 
     @property
@@ -245,7 +250,7 @@ class _Slabs:
             largest = max(each.nbytes for each in self._tenants.values())
             if slab.memory.numel() < largest:
                 self.wait(slab)
-                slab.memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
+                slab.memory = self.transfers.device_buffer(largest)
         self._slabs.remove(slab)
         self._slabs.append(slab)
         return slab

@@ -38,6 +38,13 @@ class Transfers:
         self._streams: Any = torch.get_device_module(device)
         self._side: Any = self._streams.Stream(device) if self.pins else None
 
+    def device_buffer(self, nbytes: int) -> Tensor:
+        """1-D [nbytes] of bytes on the device, not used for anything else while a copy may use it."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._side is not None:
+            buffer.record_stream(self._side)
+        return buffer
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D [numel] in host memory, pinned where there is a device."""
         return torch.empty(numel, dtype=dtype, pin_memory=self.pins)

@@ -32,6 +32,8 @@ from layerzero.topology import Topology
 
 __all__ = ["GradientFlow", "Phases"]
 
+_MOST_PLACES = 8  # flat tensors whose views a flow keeps: more than there are buffers of one size in use
+
 Phases = Generator[PendingSum, None, None]  # the exchanges of one reduction, as they are launched
 
 
@@ -116,8 +118,13 @@ class GradientFlow:
 
     @property
     def blocked(self) -> bool:
-        """Nothing can be taken before an exchange in flight has ended."""
+        """The accumulator cannot be used before an exchange in flight has ended."""
         return self._accumulator.busy or self._accumulator.blocked
+
+    @property
+    def landing_blocked(self) -> bool:
+        """No gradient can be taken before an exchange in flight has ended."""
+        return self.landing is Landing.ACCUMULATOR and self.blocked
 
     @property
     def _holds_whole(self) -> bool:
@@ -145,13 +152,26 @@ class GradientFlow:
         self.note_written(slot)
 
     def note_written(self, slot: int) -> None:
-        """One parameter's gradient is in its landing place: a kernel has added it there, see :meth:`main_grad`."""
+        """One parameter's gradient is in its landing place."""
         self._landed[slot] = True
         self._opened[slot] = False
         self.fresh[slot] = True
         self._missing -= not self._arrived[slot]
         self._arrived[slot] = True
         self.contributed[slot] = True
+
+    def take_written(self, slot: int) -> None:
+        """A kernel has added one parameter's gradient to its :meth:`main_grad`."""
+        if not self._landed[slot] and not self._opened[slot]:
+            raise RuntimeError(
+                f"main_grad of {self.layout.slots[slot].name!r} was kept from a forward, and its contents were "
+                "reduced or zeroed since; take it in the backward"
+            )
+        self.note_written(slot)
+
+    def forget_written(self, slot: int) -> None:
+        """What a kernel may have added does not count: the parameter has been frozen."""
+        self._opened[slot] = False
 
     @property
     def offers_main_grad(self) -> bool:
@@ -160,7 +180,7 @@ class GradientFlow:
     @property
     def keeps_main_grad(self) -> bool:
         """A view of it may be kept from a forward to its backward."""
-        return self._accumulator.lasting
+        return self.landing is Landing.SHARD or self._accumulator.lasting
 
     def main_grad(self, slot: int) -> Tensor:
         """The landing place of one parameter, to be added to; :meth:`note_written` makes it count."""
@@ -169,6 +189,11 @@ class GradientFlow:
             place.zero_()
             self._opened[slot] = True
         return place
+
+    def expect(self, coming: Sequence[bool]) -> None:
+        """Of the awaited gradients, only those that are `coming` in this pass make the round complete."""
+        slots = zip(self.awaited, coming, self._arrived, strict=True)
+        self._missing = sum(awaited and comes and not arrived for awaited, comes, arrived in slots)
 
     def end_round(self) -> None:
         """The pass needs no more of this flow: the next arrival starts a new round."""
@@ -208,12 +233,14 @@ class GradientFlow:
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
         self.end_round()
+        self._accumulator.busy = False
+        self._opened = [False] * len(self._opened)  # a kernel may have written there
         if self._buffer is not None:
             self._pool.give(self._buffer)
             self._buffer = None
             self._landed = [False] * len(self._landed)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Gradients will arrive soon."""
         if self.landing is Landing.ACCUMULATOR:
             self._accumulator.prefetch(keep=self._holds_whole)
@@ -337,6 +364,8 @@ class GradientFlow:
             flat = self._buffer
         key = flat.data_ptr()  # the views keep the memory, so that no other tensor comes to lie there
         if key not in self._places:
+            if len(self._places) == _MOST_PLACES:
+                self._places.clear()
             self._places[key] = [flat[each.offset : each.end].view(each.shape) for each in self.layout.slots]
         return self._places[key][slot]
 

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, Works, all_gather
@@ -61,6 +62,14 @@ class Member:
     master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
     span: RowSpan
     local: slice  # this rank's elements inside the ZeRO-1 shard
+    accumulates: Node  # autograd's node that delivers the gradient of the leaf
+
+    def is_coming(self) -> bool:
+        """The backward that runs now delivers a gradient of the whole parameter."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self.accumulates))  # type: ignore[attr-defined]
+        except RuntimeError:  # autograd.grad for the leaf itself
+            return True
 
 
 class Handle:
@@ -180,16 +189,14 @@ class Handle:
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor
-        leaf = (
-            GatheredParameter(whole, requires_grad=self.trainable)
-            if self._lands_whole
-            else nn.Parameter(whole, requires_grad=self.trainable)
-        )
+        leaf = (GatheredParameter if self._lands_whole else nn.Parameter)(whole)
+        accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
+        leaf.requires_grad_(self.trainable)
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=self.trainable)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
-        return Member(slot.name, owners, leaf, parameter, master, span, local)
+        return Member(slot.name, owners, leaf, parameter, master, span, local, accumulates)
 
     # Gather and reshard
 

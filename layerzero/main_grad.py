@@ -31,7 +31,7 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def main_grad(self) -> Tensor:
-        """The whole gradient so far, fp32, of the parameter's shape: a view of the accumulator, to be added to."""
+        """The whole gradient so far, in the master's dtype (fp32) and the parameter's shape, to be added to."""
         opened = None if self.open_main_grad is None else self.open_main_grad()
         if opened is None:
             raise AttributeError("main_grad")

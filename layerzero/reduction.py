@@ -20,6 +20,7 @@ __all__ = ["ReductionQueue"]
 
 # Reductions that may wait for their first and for their second exchange before the oldest is waited for. Each holds a
 # unit's gradients, whole for the first and a node's part for the second, twice on gloo.
+# With more than one first exchange, ranks whose slabs (accumulator.py) are both in use could launch in other orders.
 _IN_FLIGHT = {1: 1, 2: 4}
 
 
@@ -77,7 +78,7 @@ class ReductionQueue:
 
     def make_way_for(self, flow: GradientFlow) -> None:
         """Wait until `flow` can take gradients."""
-        while flow.blocked:
+        while flow.blocked and self._running:
             self._carry_on()
 
     def advance(self) -> None:

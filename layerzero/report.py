@@ -103,12 +103,10 @@ def _predict(handle: Handle) -> dict[str, int]:
 
 def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
     """Bytes on the device and in host memory."""
-    sizes = {
-        unit.name: sum(
-            handle.flow.accumulator_numel * handle.precision.master.itemsize for handle in unit.handles if handle.flow
-        )
+    sizes = [
+        [handle.flow.accumulator_numel * handle.precision.master.itemsize for handle in unit.handles if handle.flow]
         for unit in runtime.units
-    }
+    ]
     return runtime.buffers.accumulators.predicted_bytes(sizes)
 
 

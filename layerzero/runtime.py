@@ -198,7 +198,7 @@ class Runtime:
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the use; see [Note: Who frees the full buffer].
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        use.is_watched = bool(inputs)
+        use.is_watched = len(inputs) == 1  # with several, it is not known where the backward ends
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self._after_backward, use))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -239,18 +239,32 @@ class Runtime:
                 self._gather(around.unit)
         backward.begun.add(use)
         self._gather(unit)
-        unit.expect_gradients()
+        unit.prefetch_accumulators()
+        self._expect_no_more(backward, use)
         if not use.follower_ends_next:
             self._prefetch_before(use)
         self._wait(unit)
         unit.show_leaves()
-        self.gradients.advance()
+        self.gradients.start_ready(across_replicas=backward.reduces)
         self.observer.begin("backward", unit.label, use)
 
+    def _expect_no_more(self, backward: _Backward, use: Use) -> None:
+        """What the uses before this one in the backward have not delivered by now will not come.
+
+        Another rank may have used other parameters, complete a handle and wait for its reduction. So this rank starts
+        it in the same place of the program, before it waits itself for a gather that the other has not come to.
+        """
+        for handle in use.ended_handles():
+            if handle.trainable and handle.flow is not None and not handle.flow.round_complete:
+                handle.flow.expect([member.is_coming() for member in handle.members])
+                if handle.flow.round_complete:
+                    backward.arrived[handle] = None
+
     def _prefetch_before(self, use: Use) -> None:
-        for earlier in use.before(self.config.prefetch):
+        for distance, earlier in enumerate(use.before(self.config.prefetch)):
             self._gather(earlier.unit)
-            earlier.unit.expect_gradients()
+            if distance == 0:  # there are two slabs
+                earlier.unit.prefetch_accumulators()
 
     def _after_backward(self, use: Use, gradients: object) -> None:
         self.observer.end(use)
@@ -280,9 +294,12 @@ class Runtime:
         """The gradient of one whole parameter has arrived in ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
+        written = take_flag(leaf)
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
+            if written and handle.flow is not None:
+                handle.flow.forget_written(slot)
             return
-        take = self.gradients.take_main_grad if take_flag(leaf) else self.gradients.arrive
+        take = self.gradients.take_main_grad if written else self.gradients.arrive
         if not take(handle, slot, gradient):
             return
         backward.arrived[handle] = None
@@ -290,7 +307,8 @@ class Runtime:
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""
-        return self.gradients.main_grad(handle, slot, in_backward=_inside_backward())
+        in_backward = _inside_backward() and not self._running  # a forward that is computed again is no backward
+        return self.gradients.main_grad(handle, slot, in_backward=in_backward)
 
     def _enter_backward(self, name: str) -> _Backward:
         if torch.is_grad_enabled():  # the engine's own mode inside a backward

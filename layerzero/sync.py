@@ -12,6 +12,7 @@ from torch import Tensor
 from layerzero.agreement import agree
 from layerzero.collectives import Exchange, Works, all_reduce, broadcast
 from layerzero.handle import Handle, Member
+from layerzero.main_grad import take_flag
 from layerzero.reduction import ReductionQueue
 from layerzero.topology import Topology
 
@@ -56,7 +57,7 @@ class GradientSync:
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         assert flow is not None
-        if flow.blocked:
+        if flow.landing_blocked:
             self._queue.make_way_for(flow)
         flow.arrive(slot, gradient)
         return flow.round_complete
@@ -72,6 +73,8 @@ class GradientSync:
                     f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
                     "offload_grads=True it may be elsewhere by then; take it in the backward, or do not offload"
                 )
+            if self.failed:
+                self.heed_user()
             handle.heed_user()
         self._queue.make_way_for(flow)
         with torch.no_grad():
@@ -81,7 +84,7 @@ class GradientSync:
         """A kernel has added one parameter's gradient to its ``main_grad``; as :meth:`arrive`."""
         flow = handle.flow
         assert flow is not None
-        flow.note_written(slot)
+        flow.take_written(slot)
         if getattr(handle.members[slot].leaf, "zero_out_wgrad", False):
             flow.arrive(slot, gradient)
         return flow.round_complete
@@ -115,6 +118,7 @@ class GradientSync:
             handle.flow.abort()
             for member in handle.members:
                 member.leaf.grad = None
+                take_flag(member.leaf)
 
     # Between backwards
 

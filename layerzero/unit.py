@@ -39,6 +39,14 @@ class Use:
         follower = self._order[self._position + 1]
         return follower.is_watched and follower not in self.around and follower in follower.unit.in_backward
 
+    def ended_handles(self) -> Iterator[Handle]:
+        """Of the use that returned next, and of those around it, whose nodes autograd runs before any of this one's."""
+        if self._position + 1 < len(self._order):
+            follower = self._order[self._position + 1]
+            for ended in (follower, *follower.around):
+                if ended is not self and ended not in self.around:
+                    yield from ended.unit.handles
+
     def before(self, count: int) -> Iterator[Use]:
         """The `count` uses that returned before this one, nearest first."""
         return reversed(self._order[max(0, self._position - count) : self._position])
@@ -100,11 +108,11 @@ class Unit:
         for handle in self.handles:
             handle.reshard()
 
-    def expect_gradients(self) -> None:
+    def prefetch_accumulators(self) -> None:
         """Its gradients will arrive soon."""
         for handle in self.handles:
             if handle.flow is not None and handle.trainable:
-                handle.flow.expect()
+                handle.flow.prefetch()
 
     def release(self) -> None:
         """Free the full buffer and show sharded parameters again."""

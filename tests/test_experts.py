@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import MODES, WIDTH, WORLD, Block, Case, Chain, blocks, compare, one_pass, run_script, sgd, shard
+from tests.graphs import (
+    MODES,
+    WIDTH,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    assert_same_gradients,
+    blocks,
+    compare,
+    one_pass,
+    run_script,
+    sgd,
+    shard,
+)
 from tests.ranks import run_ranks
 
 
@@ -172,3 +188,40 @@ def test_an_exception_on_one_rank_ends_the_others_within_the_timeout() -> None:
     with pytest.raises(AssertionError, match="this rank only") as caught:
         run_ranks(_leave_early, world_size=WORLD, pg_timeout=3)
     assert "had not returned" not in str(caught.value)
+
+
+class Optional(nn.Module):
+    """A layer with a second weight that only some ranks use."""
+
+    UNIT = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.expert = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.uses_expert = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return x + torch.tanh(self.expert(x)) if self.uses_expert else x
+
+
+def _one_rank_leaves_out(rank: int) -> None:
+    for mode, place in itertools.product(("sharded", "full"), (5, 3, 0)):
+        torch.manual_seed(0)
+        alone = Chain(*(Optional() for _ in range(6)))
+        model = shard(copy.deepcopy(alone), accumulation=mode)
+        for step in range(3):
+            without = step % 2
+            model.units[place].uses_expert = rank != without
+            one_pass(model, rank, step)
+            for r in range(WORLD):
+                alone.units[place].uses_expert = r != without
+                one_pass(alone, r, step)
+            assert_same_gradients(model, alone, (mode, place, step))
+            model.zero_grad()
+            alone.zero_grad()
+
+
+def test_a_rank_that_leaves_out_a_parameter_of_the_last_unit_keeps_nobody_waiting() -> None:
+    run_ranks(_one_rank_leaves_out, world_size=WORLD, pg_timeout=15)

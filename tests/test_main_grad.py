@@ -196,3 +196,45 @@ def _keeps_other_attributes(rank: int) -> None:
 
 def test_the_main_grad_of_another_framework_is_forgotten() -> None:
     run_ranks(_keeps_other_attributes, world_size=WORLD)
+
+
+def _kept_too_long(rank: int) -> None:
+    """A kernel that takes ``main_grad`` in its forward, and what may happen before its backward."""
+    for disturb in ("reduce", "zero", "fail"):
+        model = shard(net())
+        for layer in model:
+            layer.early = True
+        optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        x = batch(rank, 0, 0)
+        if disturb == "reduce":
+            first, second = model(x).sum(), model(x).sum()
+            first.backward()
+        elif disturb == "zero":
+            with layerzero.no_sync(model):
+                model(x).sum().backward()
+            second = model(x).sum()
+            model.zero_grad()
+        else:
+            handle = model[1].weight.register_hook(_boom)
+            with pytest.raises(LookupError):
+                model(x).sum().backward()
+            handle.remove()
+            model.zero_grad()
+            run(model, rank, 0, 1)
+            assert not different(full_gradients(model), gradients_alone(net, 0, 1)), "nothing is left of the failure"
+            continue
+        with pytest.raises(
+            RuntimeError, match="was kept from a forward, and its contents were reduced or zeroed since"
+        ):
+            second.backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+
+
+def _boom(_: Tensor) -> None:
+    raise LookupError("boom")
+
+
+def test_a_view_that_was_kept_too_long_is_refused_and_failures_leave_nothing() -> None:
+    run_ranks(_kept_too_long, world_size=WORLD)
