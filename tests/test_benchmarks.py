@@ -139,11 +139,14 @@ def example(**seconds: float) -> Results:
 def test_verdicts_compare_with_the_fastest_configuration_of_a_peer() -> None:
     results = example(layerzero=1.0, fsdp2_hsdp=3.0, fsdp2_hsdp_keep=1.4, fsdp2_full=7.0, compute=0.5)
     found = {verdict.bar: verdict for verdict in verdicts(results, 4, "fp32")}
-    assert len(found) == 5
+    assert len(found) == 6
     hsdp = found["times faster than FSDP2 HSDP"]
     assert hsdp.measured == pytest.approx(1.4) and not hsdp.met and "kept" in hsdp.peer
     assert found["times faster than FSDP2 full sharding"].met
     assert found["model state below every hybrid peer's, ratio"].measured == pytest.approx(5 / 7)
+    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 100_000, "accumulator": 7}
+    found = {verdict.bar: verdict for verdict in verdicts(results, 4, "fp32")}
+    assert found["model state below every hybrid peer's, ratio, without our scratch"].measured == pytest.approx(4 / 7)
     # N (1 - 1/R) (4 + 2) = 3 MB: exactly what was sent
     assert found["bytes on the link off the formula by"].measured == pytest.approx(0.0)
     bound = found["step over max(compute alone, bytes / speed)"]
@@ -162,7 +165,9 @@ def test_tables_say_what_is_missing_and_replace_only_their_part_of_the_page() ->
     results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
     text = render(results)
     assert "not measured: deepspeed is not installed" in text
-    assert "| FSDP2 HSDP, all-reduce in the last | 3.000 | 1.50 - 6.00, 3 | 3.00 | 3.0 |  | 0.7 | 2 | 4.0000 |" in text
+    assert (
+        "| FSDP2 HSDP, all-reduce in the last | 3.000 | 1.50 - 6.00, 3 | 3.00 | 3.0 |  | 0.7 |  | 2 | 4.0000 |" in text
+    )
     page = page_with("before\n<!-- two-nodes -->\nold\n<!-- end of two-nodes -->\nafter\n", [results])
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and text in page
     assert page_with(page, [results]) == page

@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
     "sharding a model with a sharded part": Case(_shard_around_a_sharded_part, ValueError, ("second", "already")),
     "sharding a part of a sharded model": Case(_shard_a_part_of_a_sharded_model, ValueError, ("already|part of",)),
     "something that is no module": Case(lambda: _shard([nn.Linear(2, 2)]), TypeError, ("model", "list", "Module")),
-    "offload_grads": Case(partial(_shard, offload_grads=True), Exception, ("offload_grads", "not (yet )?implemented")),
+    "offload_grads": Case(partial(_shard, offload_grads="pinned"), TypeError, ("offload_grads", "bool", "pinned")),
     "integer param_dtype": Case(
         partial(_shard_with_dtypes, param_dtype=torch.int32), BAD, ("param_dtype", "int32", "float")
     ),
