@@ -92,9 +92,6 @@ class GradientSync:
     def start_ready(self, *, across_replicas: bool) -> None:
         self._queue.start_ready(across_replicas=across_replicas)
 
-    def advance(self) -> None:
-        self._queue.advance()
-
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""

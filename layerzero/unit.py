@@ -79,10 +79,6 @@ class Unit:
         return self.name or "the root"
 
     @property
-    def trainable(self) -> tuple[Handle, ...]:
-        return tuple(handle for handle in self.handles if handle.trainable)
-
-    @property
     def gathered(self) -> bool:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 

@@ -15,7 +15,9 @@ from tests.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-needs_parking = pytest.mark.skipif(not StoragePool.can_park, reason="torch >= 2.12 moves memory between storages")
+needs_parking = pytest.mark.skipif(
+    not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not"
+)
 
 
 def _empty(numel: int) -> torch.Tensor:
