@@ -5,7 +5,7 @@
 >>> optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)  # doctest: +SKIP
 """
 
-from layerzero import optimizers
+from layerzero import checkpoint, optimizers
 from layerzero.api import no_sync, refresh, shard_model
 from layerzero.clip import clip_grad_norm_
 from layerzero.config import LayerZeroConfig
@@ -29,6 +29,7 @@ __all__ = [
     "TraceEvent",
     "TrafficReport",
     "VerifyReport",
+    "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",
     "init_mesh",

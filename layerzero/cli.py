@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ import typer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.checkpoint import CheckpointError, convert
 from layerzero.verification import verify
 
 __all__ = ["app"]
@@ -63,9 +65,8 @@ def _verify(
         sys.path.insert(0, os.getcwd())
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
-        if param_dtype not in _DTYPES:
-            _refuse(f"--param-dtype {param_dtype} is unknown; use one of {', '.join(_DTYPES)}")
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_DTYPES[param_dtype], reduce_dtype=torch.float32)
+        dtype = _dtype(param_dtype, "--param-dtype")
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model_fn = _load(model, "the model")
     if unit:
         settings["units"] = [_unit(name, model.partition(":")[0]) for name in unit]
@@ -95,6 +96,69 @@ def _verify(
         if not dist.is_initialized() or dist.get_rank() == 0:
             typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command("inspect")
+def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")]) -> None:
+    """Verify the SHA-256 of every file of a checkpoint, and list its tensors.
+
+    Exit status: 0 if it is whole, 1 if it is damaged or incomplete.
+    """
+    with _readable_failures():
+        found = convert.inspect(checkpoint)
+    rows = [("name", "shape", "dtype", "bytes", "files")]
+    for entry in sorted(found.entries, key=lambda entry: entry.name):
+        dtype = str(entry.dtype).removeprefix("torch.")
+        rows.append((entry.name, str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for name, shape, dtype, nbytes, files in rows:
+        texts = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
+        typer.echo("  ".join((*texts, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
+    ranks, zero3_size = found.topology["data_parallel"], found.topology["zero3_size"]
+    typer.echo(
+        f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
+        f"number {found.sequence} in its folder; {found.nbytes:,} bytes in all; every file is intact"
+    )
+
+
+@app.command("export")
+def _export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")],
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as saved.")] = None,
+) -> None:
+    """Write the whole model of a checkpoint as one safetensors file, in one process."""
+    with _readable_failures():
+        convert.export_model(checkpoint, out, dtype=_dtype(dtype, "--dtype"))
+
+
+@app.command("import")
+def _import(
+    files: Annotated[list[Path], typer.Argument(help="Safetensors files, and last the checkpoint to make of them.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as they are.")
+    ] = None,
+) -> None:
+    """Make a checkpoint of a whole model in safetensors files, in one process."""
+    if len(files) < 2:
+        _refuse("import needs at least one safetensors file, and the checkpoint to make")
+    with _readable_failures():
+        convert.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
+
+
+@contextmanager
+def _readable_failures() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError, ValueError) as error:
+        typer.echo(f"layerzero: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _dtype(name: str | None, option: str) -> torch.dtype | None:
+    if name is not None and name not in _DTYPES:
+        _refuse(f"{option} {name} is unknown; use one of {', '.join(_DTYPES)}")
+    return None if name is None else _DTYPES[name]
 
 
 @contextmanager

@@ -211,34 +211,68 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
 
+        Groups are matched by the names of their parameters: each takes the hyperparameters of the saved groups that
+        held them. `foreach`, `fused` and `capturable`, which say how and not what is computed, stay as they are.
+
         Raises:
-            ValueError: names are missing or unexpected, or a shape is wrong; nothing is changed then.
+            ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
+                different hyperparameters; nothing is changed then.
         """
+        self._load(state_dict, copy=True)
+
+    @torch.no_grad()
+    def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """:meth:`load_state_dict` that may keep the given tensors instead of copies of them."""
+        self._load(state_dict, copy=False)
+
+    def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        groups = [self._saved_group(group, loaded["param_groups"]) for group in self.param_groups]
-        names = {self._name(p): p for group in self.param_groups for p in group["params"]}
-        if unexpected := sorted(set(loaded["state"]) - set(names)):
+        groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
+        holder = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(holder)):
             raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
-        new_state = {
-            self._master_of[id(names[name])]: _cut_state(values, self._member_at.get(id(names[name])))
-            for name, values in loaded["state"].items()
-        }
+        new_state = {}
+        for name, values in loaded["state"].items():
+            parameter, group = holder[name]
+            cut = _cut_state(values, self._member_at.get(id(parameter)), copy=copy)
+            if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
+                cut = {key: _on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
+            new_state[self._master_of[id(parameter)]] = cut
         self.inner.state.clear()
         self.inner.state.update(new_state)
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(saved)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-        names = {self._name(parameter) for parameter in group["params"]}
+    def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The hyperparameters that some saved groups give to the parameters of `group`.
+
+        Raises:
+            ValueError: no saved group has one of the parameters, or two that have them differ.
+        """
+        missing = {self._name(parameter) for parameter in group["params"]}
+        names, found = set(missing), None
         for saved in saved_groups:
-            if names == set(saved["params"]):
-                return saved
-        raise ValueError(f"no saved parameter group holds exactly {sorted(names)}")
+            if not names & set(saved["params"]):
+                continue
+            missing -= set(saved["params"])
+            settings = {key: value for key, value in saved.items() if key not in ("params", *_HOW)}
+            if found is not None and (odd := sorted(key for key in found | settings if _differ(found, settings, key))):
+                raise ValueError(
+                    f"the parameters of one group, {_few(names)}, were saved in groups with different {', '.join(odd)}"
+                )
+            found = settings
+        if missing:
+            raise ValueError(f"no saved parameter group holds {_few(missing)}")
+        return found or {}
+
+    def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
+        """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
+        return [self._name(parameter) for parameter in group["params"]]
 
     def _name(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))
@@ -283,21 +317,37 @@ def _show(value: Any, member: Member | None) -> Any:
     return value
 
 
-def _cut_state(values: Mapping[str, Any], member: Member | None) -> dict[str, Any]:
+_HOW = ("foreach", "fused", "capturable")  # settings of a group that say how, not what
+
+
+def _few(names: Iterable[str]) -> str:
+    some = sorted(names)
+    return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    return (key in one) != (key in other) or bool(one[key] != other[key])
+
+
+def _on(value: Any, master: Tensor) -> Any:
+    return value.to(master.device) if isinstance(value, Tensor) else value
+
+
+def _cut_state(values: Mapping[str, Any], member: Member | None, *, copy: bool = True) -> dict[str, Any]:
     """One parameter's state with every tensor of the parameter's shape cut to this rank's rows."""
-    return {key: value if member is None else _cut(key, value, member) for key, value in values.items()}
+    return {key: value if member is None else _cut(key, value, member, copy=copy) for key, value in values.items()}
 
 
-def _cut(key: str, value: Any, member: Member) -> Any:
+def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0:
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone() if isinstance(value, Tensor) and copy else value
     if isinstance(value, DTensor):
         local = value._local_tensor
         if not isinstance(local, LocalRows) or not local.span.cut_like(member.span):
             raise ValueError(
                 f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
             )
-        return plain(value).clone()
+        return plain(value).to(member.master.device, copy=copy)
     if tuple(value.shape) != member.span.shape:
         raise ValueError(
             f"state {key!r} of {member.name!r} has shape {list(value.shape)}, the parameter {list(member.span.shape)}"

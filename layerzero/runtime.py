@@ -93,6 +93,7 @@ class Runtime:
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
+        self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
         self.members = {member.name: member for handle in self.handles for member in handle.members}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})

@@ -162,6 +162,12 @@ def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type:
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
 
 
+def new_control_group(topology: Topology) -> dist.ProcessGroup:
+    """Another gloo group of all ranks, for a thread of its own. Every rank must call this."""
+    like = topology.control.group
+    return _new_group(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
+
+
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raise unless `mesh` is a DeviceMesh with the two axes."""
     way_out = "make it with layerzero.init_mesh or layerzero.mesh_from_groups"

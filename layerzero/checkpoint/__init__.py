@@ -1,0 +1,12 @@
+"""Checkpoints: sharded, durable, free of code, and for any number of ranks.
+
+A checkpoint is a folder: one safetensors file a rank, ``contents.json``, and ``manifest.json`` with the sizes and
+SHA-256 of the others. See docs/checkpoints.md.
+"""
+
+from layerzero.checkpoint.api import PendingSave, load, per_rank, save, save_async
+from layerzero.checkpoint.files import CheckpointError
+from layerzero.checkpoint.folder import latest
+from layerzero.checkpoint.interchange import reader
+
+__all__ = ["CheckpointError", "PendingSave", "latest", "load", "per_rank", "reader", "save", "save_async"]

@@ -1,0 +1,312 @@
+"""save, save_async and load."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+from torch.distributed.tensor import DTensor
+
+from layerzero.agreement import agree
+from layerzero.checkpoint.files import CheckpointError, Manifest, discard, partial_of
+from layerzero.checkpoint.folder import next_sequence, rotate
+from layerzero.checkpoint.staging import Staging
+from layerzero.checkpoint.state import Restore, encode_all
+from layerzero.checkpoint.storage import Contents, Reader, Writer
+from layerzero.checkpoint.values import PerRank
+from layerzero.hooks import runtime_of
+from layerzero.optimizer import ShardedOptimizer
+from layerzero.runtime import Runtime
+from layerzero.topology import new_control_group
+
+__all__ = ["PendingSave", "load", "per_rank", "save", "save_async"]
+
+PathLike = str | os.PathLike[str]
+
+
+def per_rank(value: object) -> PerRank:
+    """Marks a value in ``extra`` that differs between ranks, such as a state of random numbers.
+
+    Each rank gets its own back from :func:`load`, if as many ranks load as have saved; otherwise None.
+
+    Example::
+
+        extra = {"step": step, "rng": layerzero.checkpoint.per_rank(torch.get_rng_state())}
+    """
+    return PerRank(value)
+
+
+def save(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    extra: object = None,
+    *,
+    keep_last: int | None = None,
+) -> None:
+    """Write a checkpoint that any number of ranks, with any `zero3_size` and any units, can load.
+
+    Each rank writes the rows of masters and optimizer state that it owns; nothing is gathered and nothing is written
+    twice. Buffers and whatever else is not sharded are the first rank's. All data-parallel ranks must call this, with a
+    path on a file system that they share. Gradients are not saved: call it between ``optimizer.step()`` and the next
+    backward.
+
+    Args:
+        path: a folder that does not exist yet. It appears when all of it is on the disk, and not before.
+        model: from :func:`layerzero.shard_model`.
+        optimizer: from :func:`layerzero.shard_optimizer`.
+        extra: what else the run needs, such as ``scheduler.state_dict()`` and the position in the data: numbers,
+            strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``), and
+            lists, tuples and dicts of them. The same on all ranks, but for what :func:`per_rank` marks.
+        keep_last: after a success, only so many checkpoints stay in the folder that `path` is in; the oldest go.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        TypeError: a value in `extra` cannot be saved; names it.
+        ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
+        CheckpointError: a rank could not write, with what it met; nothing is left at `path`.
+
+    Example::
+
+        extra = {"step": step, "scheduler": scheduler.state_dict()}
+        layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
+    """
+    runtime = runtime_of(model)
+    job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
+    _write(job, job.tensors, runtime.topology.control.group)
+
+
+def save_async(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    extra: object = None,
+    *,
+    keep_last: int | None = None,
+) -> PendingSave:
+    """:func:`save` that copies to (pinned) host memory, returns, and writes while training goes on.
+
+    What is written is the state at the time of the call. The host memory, as large as what this rank owns, is kept for
+    the next call. A save that is still being written is waited for by the next one, and by :func:`load`, which also
+    raise its error. Call ``wait()`` on the last one before ``destroy_process_group()``.
+
+    Returns:
+        A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
+
+    Example::
+
+        pending = layerzero.checkpoint.save_async("runs/1/step-000100", model, optimizer)
+        train_on()
+        pending.wait()
+    """
+    runtime = runtime_of(model)
+    job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
+    staging = cast("Staging | None", runtime.staging)
+    if staging is None:
+        staging = runtime.staging = Staging(new_control_group(runtime.topology))
+    tensors = staging.copy(job.tensors)
+    pending = PendingSave(partial(_write, job, tensors, staging.group))
+    staging.pending = pending
+    return pending
+
+
+class PendingSave:
+    """A checkpoint that is being written in the background."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="layerzero checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Nothing is being written any more; :meth:`wait` says whether that is good news."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint exists. Raises, once, what :func:`save` would have raised."""
+        self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def _finish_pending(runtime: Runtime) -> None:
+    """Wait for a save in the background, and raise its error."""
+    staging = cast("Staging | None", runtime.staging)
+    if staging is not None and staging.pending is not None:
+        pending, staging.pending = staging.pending, None
+        pending.wait()
+
+
+def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
+    """Put a checkpoint into a sharded model and optimizer.
+
+    Every byte is compared with the SHA-256 that was written, each file by one rank. Then each rank reads its own rows.
+    All data-parallel ranks must call this. Ranks, `zero3_size` and units need not be those that saved.
+
+    Args:
+        path: from :func:`save`, :func:`save_async`, or :func:`latest`.
+        optimizer: None leaves out the optimizer state that the checkpoint may have. Its parameter groups take the
+            hyperparameters that their parameters were saved with, whatever the groups were.
+        strict: False loads what fits and warns about the rest.
+
+    Returns:
+        The ``extra`` that was saved; tensors on the CPU, sharded ones cut as the model now is.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed.
+        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+
+    Example::
+
+        path = layerzero.checkpoint.latest("runs/1")
+        extra = layerzero.checkpoint.load(path, model, optimizer) if path else {"step": 0}
+    """
+    runtime = runtime_of(model)
+    ranks, control = runtime.topology.ranks, runtime.topology.control
+    contents: Contents | None = None
+    manifest: Manifest | None = None
+    restore: Restore | None = None
+    fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
+    failure: Exception | None = None
+    try:
+        _finish_pending(runtime)
+        _check(runtime, optimizer)
+        manifest = Manifest.read(path)
+        fields["files"] = {name: record.sha256 for name, record in manifest.files.items()}
+        manifest.verify(sorted(manifest.files)[control.rank :: control.size])
+        contents = Contents.read(manifest)
+        same = contents.topology["data_parallel"] == control.size
+        restore = Restore(runtime, optimizer, contents, rank=control.rank if same else None)
+        if restore.problems and strict:
+            raise ValueError(f"{os.fspath(path)} does not fit: " + "; ".join(restore.problems))
+    except Exception as error:
+        failure = error
+    agree("checkpoint.load", fields, ranks=ranks, failure=failure)
+    assert manifest is not None and contents is not None and restore is not None
+
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        read_tensors(
+            dict(restore.tensors),
+            storage_reader=Reader(manifest, contents),
+            planner=planner,
+            process_group=control.group,
+        )
+    except CheckpointException as error:
+        raise _readable("read", path, error) from None
+    twins = restore.twin_problems()
+    agree("checkpoint.load", {}, ranks=ranks, failure=ValueError("; ".join(twins)) if twins else None)
+    if restore.problems and control.rank == 0:
+        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=2)
+    return restore.commit()
+
+
+class _Job:
+    """One checkpoint that is going to be written.
+
+    Attributes:
+        tensors: by key, what this rank offers: what is sharded, and from the first rank everything else.
+    """
+
+    def __init__(self, path: Path, writer: Writer, tensors: dict[str, Tensor], keep_last: int | None) -> None:
+        self.path = path
+        self.writer = writer
+        self.tensors = tensors
+        self.keep_last = keep_last
+
+
+def _prepare(
+    path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, keep_last: int | None
+) -> _Job:
+    topology = runtime.topology
+    rank = topology.control.rank
+    fields: dict[str, Any] = {"path": str(path), "keep_last": keep_last}
+    failure: Exception | None = None
+    document: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    own: list[Any] = []
+    try:
+        _finish_pending(runtime)
+        _check(runtime, optimizer)
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"keep_last must be a positive int or None, got {keep_last!r}")
+        path = path.absolute()
+        if path.name.startswith("."):
+            raise ValueError(f"the name of a checkpoint must not start with a dot, got {path.name!r}")
+        if rank == 0 and os.path.lexists(path):
+            raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
+        document, encoder = encode_all(runtime, optimizer, extra, rank=rank)
+        fields |= encoder.digests
+        own = encoder.own
+        tensors = {
+            key: tensor
+            for key, tensor in encoder.tensors.items()
+            if rank == 0 or isinstance(tensor, DTensor) or key.startswith(f"rank{rank}.")
+        }
+        if rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            discard(partial_of(path))  # of a save that died
+            partial_of(path).mkdir()
+    except Exception as error:
+        failure = error
+    agree("checkpoint.save", fields, ranks=topology.ranks, failure=failure)
+    writer = Writer(
+        partial_of(path),
+        path,
+        rank=rank,
+        topology={"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size},
+        document=document,
+        own=own,
+        sequence=partial(next_sequence, path.parent),
+    )
+    return _Job(path, writer, tensors, keep_last)
+
+
+def _write(job: _Job, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    first = dist.get_rank(group) == 0
+    try:
+        write_tensors(tensors, storage_writer=job.writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        if first:
+            discard(partial_of(job.path))
+        raise _readable("written", job.path, error) from None
+    if first and job.keep_last is not None:
+        try:
+            rotate(job.path.parent, job.keep_last)
+        except OSError as error:  # the new checkpoint is there, and the other ranks go on
+            warnings.warn(f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _check(runtime: Runtime, optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
+    if optimizer is not None and optimizer not in runtime.optimizers:
+        raise ValueError("the optimizer belongs to another model")
+    if runtime.shows_full:
+        raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
+
+
+def _readable(done: str, path: PathLike, error: CheckpointException) -> CheckpointError:
+    said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+    return CheckpointError(f"{os.fspath(path)} could not be {done}: {said}")

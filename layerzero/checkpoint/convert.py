@@ -1,0 +1,200 @@
+"""Whole models in one process: out of a checkpoint, into one, and a look inside. Needs no process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.checkpoint.files import CheckpointError, Manifest, discard, partial_of, publish, write_file
+from layerzero.checkpoint.folder import next_sequence
+from layerzero.checkpoint.storage import (
+    CONTENTS,
+    DTYPES,
+    Contents,
+    StoredTensor,
+    opened,
+    pieces,
+    write_safetensors,
+)
+from layerzero.checkpoint.values import references
+
+__all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect"]
+
+_DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    files: int  # that hold a part of it
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found."""
+
+    entries: tuple[Entry, ...]
+    topology: Mapping[str, int]
+    sequence: int
+    nbytes: int  # of all files
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Verify all files of a checkpoint, and list its tensors.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+    """
+    manifest = Manifest.read(path)
+    manifest.verify()
+    contents = Contents.read(manifest)
+    entries = tuple(
+        Entry(key, tensor.shape, tensor.dtype, tensor.nbytes, len({file for file, _, _ in tensor.chunks}))
+        for key, tensor in contents.tensors.items()
+    )
+    nbytes = sum(record.size for record in manifest.files.values())
+    return Inspection(entries, contents.topology, manifest.sequence, nbytes)
+
+
+def export_model(
+    path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
+
+    Tied parameters are written under each of their names. No more than 64 MiB (or a row) of a tensor is in memory at
+    once.
+
+    Args:
+        dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
+
+    Raises:
+        FileExistsError: there is something at `out`.
+        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+    """
+    manifest = Manifest.read(path)
+    manifest.verify()
+    contents = Contents.read(manifest)
+    keys = {
+        name: str(reference[next(iter(reference))])
+        for name, value in contents.document["model"].items()
+        for reference in references(value, rank=None)
+        if reference is value
+    }
+    header = {}
+    for name, key in keys.items():
+        tensor = contents.tensors[key]
+        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        header[name] = (tensor.shape, cast)
+    order = sorted(header, key=lambda name: -header[name][1].itemsize)
+    target = Path(out).absolute()
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already")
+    partial = partial_of(target)
+    partial.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(opened(manifest.path_of(name)))
+            for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
+        }
+        content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
+        write_safetensors(partial, {name: header[name] for name in order}, content)
+    os.rename(partial, target)
+
+
+def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The values of a tensor in order, piece by piece."""
+    for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1]):
+        if any(offsets[1:]) or tuple(sizes[1:]) != tensor.shape[1:]:
+            raise CheckpointError(f"{key} is cut in another way than by rows")
+        for piece in pieces(files[file], key, range(sizes[0] if sizes else 1), sizes, tensor.dtype):
+            yield piece.to(dtype)
+
+
+def import_model(
+    files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Make a checkpoint, without an optimizer, of a whole model in safetensors files.
+
+    Args:
+        files: that have the model's ``state_dict()`` between them.
+        dtype: cast floating-point tensors to it. Not needed for training: a load widens bf16 to the masters' fp32.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        ValueError: two files have a tensor of the same name.
+        CheckpointError: a file is not a safetensors file.
+    """
+    target = Path(path).absolute()
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already; a checkpoint is never overwritten")
+    with ExitStack() as stack:
+        sources: dict[str, _Source] = {}
+        for file in files:
+            tensors = stack.enter_context(opened(Path(file)))
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                if name in sources:
+                    raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
+                sources[name] = _Source.of(tensors, name, dtype)
+        order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
+        _write_model(target, {name: sources[name] for name in order})
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of an opened file, and the dtype that it is going to have."""
+
+    tensors: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cast: torch.dtype
+
+    @classmethod
+    def of(cls, tensors: Any, name: str, cast: torch.dtype | None) -> _Source:
+        entry = tensors.get_slice(name)
+        dtype = _DTYPE_NAMED[entry.get_dtype()]
+        changed = cast if cast is not None and dtype.is_floating_point else dtype
+        return cls(tensors, tuple(entry.get_shape()), dtype, changed)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        rows = range(self.shape[0] if self.shape else 1)
+        for piece in pieces(self.tensors, name, rows, self.shape, self.dtype):
+            yield piece.to(self.cast)
+
+
+def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
+    partial = partial_of(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    discard(partial)
+    partial.mkdir()
+    try:
+        record = write_safetensors(
+            partial / "rank-00000.safetensors",
+            {f"model.{name}": (source.shape, source.cast) for name, source in sources.items()},
+            (source.pieces(name) for name, source in sources.items()),
+        )
+        stored = {
+            f"model.{name}": StoredTensor(
+                source.shape, source.cast, ((record.name, (0,) * len(source.shape), source.shape),)
+            )
+            for name, source in sources.items()
+        }
+        model = {name: {"$tensor": f"model.{name}"} for name in sources}
+        document = {"model": model, "optimizer": None, "extra": None}
+        contents = Contents({"data_parallel": 1, "zero3_size": 1}, document, stored)
+        listed = write_file(partial / CONTENTS, [contents.to_json()])
+        publish(partial, target, [record, listed], sequence=next_sequence(target.parent))
+    except BaseException:
+        discard(partial)
+        raise

@@ -1,0 +1,215 @@
+"""Files that are either there, whole, or not there at all: what every other part of a checkpoint relies on.
+
+[Note: When a checkpoint exists]
+All files of a checkpoint are written into ``.NAME.partial``, each flushed to the disk. The manifest comes last: it
+names every other file with its size and SHA-256. Only then is the folder renamed to ``NAME``. Whatever dies in between
+leaves a name with a leading dot, which nothing here takes for a checkpoint; and a folder without an intact manifest is
+none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = [
+    "CheckpointError",
+    "FileRecord",
+    "Manifest",
+    "discard",
+    "partial_of",
+    "publish",
+    "tensor_bytes",
+    "write_file",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = "layerzero-checkpoint"
+VERSION = 1
+_PIECE = 1 << 20  # bytes of a tensor that are hashed and written while they are in the cache
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete or damaged, or could not be written; names the file."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint, as it was written."""
+
+    name: str
+    size: int  # bytes
+    sha256: str  # hexadecimal
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All other files of a checkpoint, and its place in the order of saves.
+
+    Attributes:
+        sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
+    """
+
+    folder: Path
+    files: Mapping[str, FileRecord]
+    sequence: int
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Manifest:
+        """The manifest of the checkpoint at `folder`; of the other files, presence and size are checked.
+
+        Raises:
+            FileNotFoundError: there is nothing at `folder`.
+            CheckpointError: it is no checkpoint, or an incomplete or damaged one.
+        """
+        folder = Path(folder)
+        if not folder.exists():
+            raise FileNotFoundError(f"there is no checkpoint at {folder}")
+        path = folder / MANIFEST
+        if not path.is_file() or path.is_symlink():
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        text = path.read_bytes()
+        try:
+            content = json.loads(text)
+            known = {key: content[key] for key in ("format", "version", "sequence", "files")}
+            intact = text == _manifest_text(known)
+            version, sequence = known["version"], known["sequence"]
+            records = {name: FileRecord(name, size, digest) for name, (size, digest) in known["files"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+        if not intact or known["format"] != FORMAT:
+            raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
+        if version != VERSION:
+            raise CheckpointError(f"{path} has format version {version}; this layerzero reads version {VERSION}")
+        manifest = cls(folder, records, sequence)
+        for record in records.values():
+            manifest._check_presence(record)
+        return manifest
+
+    def _check_presence(self, record: FileRecord) -> None:
+        if Path(record.name).name != record.name or record.name in ("", ".", ".."):
+            raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
+        path = self.folder / record.name
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
+        if found.st_size != record.size:
+            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, {record.size} were written")
+
+    def path_of(self, name: str) -> Path:
+        """Where the file `name` is, which the manifest must list."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
+        return self.folder / name
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the SHA-256 of some files, or of all.
+
+        Raises:
+            CheckpointError: a file is not what was written; names it.
+        """
+        for name in self.files if names is None else names:
+            path = self.path_of(name)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            if digest.hexdigest() != self.files[name].sha256:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was written")
+
+
+def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
+    """Write a new file, of objects with a buffer, through to the disk."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0) as file:
+        for piece in content:
+            digest.update(piece)
+            size += _write_all(file.fileno(), piece)
+        os.fsync(file.fileno())
+    return FileRecord(path.name, size, digest.hexdigest())
+
+
+def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
+    """The memory of a contiguous tensor on the CPU, not copied, in pieces; `tensor` must outlive them."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    nbytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+    for start in range(0, nbytes, _PIECE):
+        yield (ctypes.c_char * min(_PIECE, nbytes - start)).from_address(address + start)
+
+
+def partial_of(path: Path) -> Path:
+    """Where the checkpoint `path` is while it is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequence: int) -> None:
+    """Make a checkpoint of the files in `partial`; see [Note: When a checkpoint exists].
+
+    Raises:
+        CheckpointError: a file is not there as it was written: ranks do not share the file system.
+        FileExistsError: there is something at `path`.
+    """
+    files = {record.name: record for record in records}
+    manifest = Manifest(partial, files, sequence)
+    try:
+        for record in files.values():
+            manifest._check_presence(record)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
+    table = {name: [record.size, record.sha256] for name, record in sorted(files.items())}
+    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table}
+    write_file(partial / MANIFEST, [_manifest_text(known)])
+    _flush_folder(partial)
+    if os.path.lexists(path):  # rename() would replace an empty folder
+        raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
+    os.rename(partial, path)
+    _flush_folder(path.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint, or what is left of one, so that nobody can meet half of it."""
+    if not folder.name.startswith("."):
+        hidden = partial_of(folder)
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(folder, hidden)
+        folder = hidden
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _manifest_text(known: Mapping[str, Any]) -> bytes:
+    """The one text that says this: any other byte on the disk is damage."""
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def _write_all(descriptor: int, data: Any) -> int:
+    written = os.write(descriptor, data)
+    while written < len(data):  # a signal, or a disk that is about to be full
+        written += os.write(descriptor, bytes(data)[written:])
+    return written
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(file: Any) -> Any:
+    digest = hashlib.sha256()  # Python 3.10 has no file_digest
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    return digest

@@ -1,0 +1,279 @@
+"""What a model and an optimizer hold, as names and tensors; and how it is put back.
+
+[Note: Nothing changes before all is known]
+A load compares every name, shape and dtype with what the checkpoint's table says, then reads everything into memory of
+its own, and only when that has worked on all ranks writes to the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.checkpoint.storage import Contents, StoredTensor
+from layerzero.checkpoint.values import Decoder, Encoder, references
+from layerzero.handle import Member
+from layerzero.optimizer import ShardedOptimizer
+from layerzero.runtime import Runtime
+from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
+
+__all__ = ["Names", "Restore", "encode_all"]
+
+
+class Names:
+    """The names that parameters have in a checkpoint: those of the model's ``state_dict()``.
+
+    They are those of ``named_parameters()``, but for wrappers that hide themselves from state dicts.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.entries: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
+        first_name: dict[int, str] = {}
+        for name, value in self.entries.items():
+            first_name.setdefault(id(value), name)
+        self.members: dict[str, Member] = {}
+        self._stored: dict[str, str] = {}  # by the member's own name
+        for member in runtime.members.values():
+            name = first_name.get(id(member.parameter), member.name)
+            self.members[name] = member
+            self._stored[member.name] = name
+
+    def of_rows(self, rows: LocalRows) -> str:
+        """Of the parameter that a sharded tensor is cut like."""
+        return self._stored[rows.span.name]
+
+    def to_stored(self, name: str) -> str:
+        """The stored name of what the optimizer calls `name`."""
+        return self._stored.get(name, name)
+
+    def from_stored(self, name: str) -> str:
+        """The other way."""
+        return self.members[name].name if name in self.members else name
+
+
+def encode_all(
+    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, rank: int
+) -> tuple[dict[str, Any], Encoder]:
+    """The document of a checkpoint, and the encoder that has its tensors.
+
+    Raises:
+        TypeError: something cannot be put into a checkpoint; names it.
+    """
+    names = Names(runtime)
+    encoder = Encoder(rank, names.of_rows)
+    document = {
+        "model": encoder.encode(dict(names.entries), "model"),
+        "optimizer": None
+        if optimizer is None
+        else encoder.encode(_renamed(optimizer.state_dict(), names.to_stored), "optimizer"),
+        "extra": encoder.encode(extra, "extra"),
+    }
+    encoder.digest_tensors("extra")
+    return document, encoder
+
+
+def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
+    """An optimizer's state dict under other names of parameters."""
+    return {
+        "state": {rename(name): values for name, values in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [rename(name) for name in group["params"]]} for group in state_dict["param_groups"]
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Memory that a stored tensor is read into, and what it is for."""
+
+    rows: Tensor  # plain, on the CPU: this rank's rows, or the whole tensor
+    target: Tensor | Member
+
+
+class Restore:
+    """What loading a checkpoint changes, decided before anything is read.
+
+    Args:
+        rank: of this rank among those that saved, if they were as many; else None.
+
+    Attributes:
+        problems: what does not fit, a line each; those entries are left out.
+        tensors: by key, what is to be read; sharded or whole, on the CPU.
+    """
+
+    def __init__(
+        self, runtime: Runtime, optimizer: ShardedOptimizer | None, contents: Contents, *, rank: int | None
+    ) -> None:
+        self.problems: list[str] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._document = contents.document
+        self._stored = contents.tensors
+        self._names = Names(runtime)
+        self._decoder = Decoder(lambda key: self.tensors[key], rank)
+        self._landings: list[_Landing] = []
+        self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
+        self._states: list[tuple[str, Any]] = []  # of modules with an extra state
+        self._optimizer_state: dict[str, Any] = {}
+        self._group_settings: list[dict[str, Any]] = []  # by group of the optimizer
+        self._plan_model(contents.document["model"])
+        if optimizer is not None:
+            self._plan_optimizer(optimizer, contents.document["optimizer"])
+        for reference in references(contents.document["extra"], rank=rank):
+            self._plan_extra(reference)
+
+    # Before reading
+
+    def _plan_model(self, stored: Mapping[str, Any]) -> None:
+        by_target: dict[int, list[str]] = {}
+        for name, target in self._names.entries.items():
+            key = id(target) if isinstance(target, Tensor) else id(by_target) + len(by_target)
+            by_target.setdefault(key, []).append(name)
+        for names in by_target.values():
+            found = [name for name in names if name in stored]
+            target = self._names.entries[names[0]]
+            if not found:
+                self.problems.append(f"missing: {' = '.join(names)}")
+            elif isinstance(target, Tensor):
+                self._plan_tensor(found, target, stored)
+            elif next(references(stored[found[0]], rank=None), None) is None:
+                self._states.append((found[0], self._decoder.decode(stored[found[0]])))
+            else:
+                self.problems.append(f"{found[0]}: a state with tensors, which cannot be loaded")
+        for name in stored.keys() - self._names.entries.keys():
+            self.problems.append(f"unexpected: {name}")
+
+    def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
+        member = self._names.members.get(names[0]) or self._runtime.member_of(target)
+        dtype = target.dtype if member is None else member.master.dtype
+        keys: dict[str, str] = {}  # to the first name that has it
+        for name in names:
+            key = _key_of(stored[name])
+            if key is None:
+                self.problems.append(f"{name}: expected a tensor")
+            elif problem := _misfit(self._stored[key], target.shape, dtype):
+                self.problems.append(f"{name}: {problem}")
+            else:
+                keys.setdefault(key, name)
+        for index, (key, name) in enumerate(keys.items()):
+            rows = self._make(key, member, dtype)
+            if index == 0:
+                self._landings.append(_Landing(rows, target if member is None else member))
+                first = (name, key)
+            else:
+                self._twins.append((*first, name, key))
+
+    def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
+        if stored is None:
+            self.problems.append("missing: the optimizer, which the checkpoint does not have")
+            return
+        groups = optimizer.param_groups
+        here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
+        state: dict[str, Any] = {}
+        for name, values in stored["state"].items():
+            if name not in here:
+                self.problems.append(f"unexpected in the optimizer: {name}")
+                continue
+            member = self._names.members.get(name)
+            shape = self._names.entries[name].shape if member is None else torch.Size(member.span.shape)
+            keys = {entry: key for entry, value in values.items() if (key := _key_of(value)) is not None}
+            wrong = [
+                f"{entry} of {name} in the optimizer: {problem}"
+                for entry, key in keys.items()
+                if self._stored[key].shape and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
+            ]
+            self.problems += wrong
+            if not wrong:
+                for key in keys.values():
+                    self._make(key, member if self._stored[key].shape else None, self._stored[key].dtype)
+                state[here[name]] = values
+        saved_groups = [
+            {**group, "params": [self._names.from_stored(name) for name in group["params"]]}
+            for group in stored["param_groups"]
+        ]
+        for reference in references(stored["param_groups"], rank=None):
+            self._make(str(_key_of(reference)), None, self._stored[str(_key_of(reference))].dtype)
+        self._group_settings = [self._settings_of(optimizer, group, saved_groups) for group in groups]
+        self._optimizer_state = state
+
+    def _settings_of(
+        self, optimizer: ShardedOptimizer, group: Mapping[str, Any], saved_groups: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        try:
+            return optimizer.saved_group(group, saved_groups)
+        except ValueError as error:
+            self.problems.append(str(error))
+            return {}
+
+    def _plan_extra(self, reference: Mapping[str, str]) -> None:
+        key, like = str(_key_of(reference)), reference.get("like")
+        stored = self._stored[key]
+        member = None if like is None else self._names.members.get(like)
+        if like is not None and (member is None or member.span.shape != stored.shape):
+            self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
+        else:
+            self._make(key, member, stored.dtype)
+
+    def _make(self, key: str, member: Member | None, dtype: torch.dtype) -> Tensor:
+        """Memory for the stored tensor `key`; the plain part of it that is on this rank."""
+        shape = self._stored[key].shape
+        if member is None:
+            rows = self.tensors[key] = torch.empty(shape, dtype=dtype)
+        else:
+            rows = torch.empty(len(member.span.rows), *shape[1:], dtype=dtype)
+            self.tensors[key] = sharded(rows, member.span, Watch())
+        return rows
+
+    # After reading
+
+    def twin_problems(self) -> list[str]:
+        """Tied parameters that the checkpoint has twice, with different values."""
+        return [
+            f"{first} and {second} are one parameter here, but have different values in the checkpoint"
+            for first, key, second, other in self._twins
+            if not torch.equal(plain(self.tensors[key]), plain(self.tensors[other]))
+        ]
+
+    @torch.no_grad()
+    def commit(self) -> Any:
+        """Write it all; returns ``extra``. Every rank must call this."""
+        for handle in self._runtime.handles:
+            handle.finish_refresh()  # it may read what is written here
+        for landing in self._landings:
+            target = landing.target.master if isinstance(landing.target, Member) else landing.target
+            target.copy_(landing.rows)
+        for name, value in self._states:
+            module = self._runtime.model.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
+            module.set_extra_state(value)
+        self._runtime.refresh(self._runtime.handles)
+        if self._optimizer is not None:
+            groups = [
+                {**group, **self._decoder.decode(settings), "params": self._optimizer.parameter_names(group)}
+                for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True)
+            ]
+            state = {name: self._decoder.decode(values) for name, values in self._optimizer_state.items()}
+            self._optimizer.adopt_state_dict({"state": state, "param_groups": groups})
+        return self._decoder.decode(self._document["extra"])
+
+
+def _key_of(reference: Any) -> str | None:
+    """The key of a tensor reference; None for anything else."""
+    found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
+    return None if found is not reference or found is None else str(found[next(iter(found))])
+
+
+def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
+    """Why a stored tensor cannot become one of this shape and dtype without loss."""
+    if stored.shape != tuple(shape):
+        return f"expected shape {list(shape)}, the checkpoint has {list(stored.shape)}"
+    if stored.dtype == dtype:
+        return None
+    floating = stored.dtype.is_floating_point and dtype.is_floating_point
+    if floating and torch.promote_types(stored.dtype, dtype) == dtype:
+        return None  # bf16 into fp32 keeps every value
+    return f"expected {dtype}, the checkpoint has {stored.dtype}"

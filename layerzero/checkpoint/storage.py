@@ -1,0 +1,348 @@
+"""Where torch.distributed.checkpoint puts tensors and finds them: safetensors files, and one JSON file for the rest.
+
+torch plans who writes and who reads which rows. These two classes do what the plan says. Each rank writes one file, in
+which a tensor's key is its name; ``contents.json`` says which rows of it are in which file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, publish, tensor_bytes, write_file
+from layerzero.checkpoint.values import dtype_named
+from layerzero.sharded_tensor import plain
+
+__all__ = ["CONTENTS", "Contents", "Reader", "StoredTensor", "Writer", "write_safetensors"]
+
+CONTENTS = "contents.json"
+DTYPES = {  # of the safetensors format
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64",
+}  # fmt: skip
+_PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One whole tensor of a checkpoint, and the boxes that it was cut into.
+
+    Attributes:
+        chunks: (file, offsets, sizes) of every box.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What ``contents.json`` says.
+
+    Attributes:
+        topology: of the ranks that saved: ``data_parallel`` and ``zero3_size``.
+        document: what :class:`layerzero.checkpoint.values.Encoder` made of the model, the optimizer and ``extra``.
+        tensors: by key, what `document` refers to.
+    """
+
+    topology: Mapping[str, int]
+    document: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def read(cls, manifest: Manifest) -> Contents:
+        """Verified first. Raises CheckpointError."""
+        manifest.verify([CONTENTS])
+        content = json.loads(manifest.path_of(CONTENTS).read_bytes())
+        tensors = {
+            key: StoredTensor(
+                tuple(shape),
+                dtype_named(dtype),
+                tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
+            )
+            for key, (dtype, shape, chunks) in content["tensors"].items()
+        }
+        return cls(content["topology"], content["document"], tensors)
+
+    def to_json(self) -> bytes:
+        tensors = {
+            key: [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.chunks]
+            for key, tensor in sorted(self.tensors.items())
+        }
+        return json.dumps({"topology": self.topology, "document": self.document, "tensors": tensors}).encode()
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint.
+
+    Args:
+        document: from the first rank, all of it; other ranks' are not looked at.
+        own: this rank's :class:`PerRank` values.
+        finished: called on the first rank when the checkpoint exists.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        path: Path,
+        *,
+        rank: int,
+        topology: Mapping[str, int],
+        document: dict[str, Any],
+        own: list[Any],
+        sequence: Callable[[], int],
+    ) -> None:
+        self._partial, self._path = partial, path
+        self._rank = rank
+        self._topology = topology
+        self._document = document
+        self._own = own
+        self._sequence = sequence
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=json.dumps(self._own))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        owns = [json.loads(plan.storage_data) for plan in plans]
+        self._document = _with_all_ranks(self._document, owns)
+        return [replace(plan, storage_data=None) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        results: list[WriteResult] = []
+        if plan.items:
+            # Wide elements first, so that each tensor is aligned in the file.
+            items = sorted(plan.items, key=lambda item: -_written(item)[1].itemsize)
+            record = write_safetensors(
+                self._partial / f"rank-{self._rank:05d}.safetensors",
+                {item.index.fqn: _written(item) for item in items},
+                ((_resolved(planner, item),) for item in items),
+            )
+            results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in items]
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, FileRecord] = {}
+        chunks: dict[str, list[Any]] = defaultdict(list)
+        for result in (result for of_rank in results for result in of_rank):
+            record = result.storage_data
+            files[record.name] = record
+            stored = metadata.state_dict_metadata[result.index.fqn]
+            assert isinstance(stored, TensorStorageMetadata)
+            offsets = result.index.offset or torch.Size([0] * len(stored.size))
+            sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == offsets)
+            chunks[result.index.fqn].append((record.name, tuple(offsets), tuple(sizes)))
+        tensors = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
+        contents = Contents(self._topology, self._document, tensors)
+        listed = write_file(self._partial / CONTENTS, [contents.to_json()])
+        publish(self._partial, self._path, [*files.values(), listed], sequence=self._sequence())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads tensors of one verified checkpoint.
+
+    Args:
+        values: by flat name, what is not a tensor, for people who load through torch.distributed.checkpoint.
+        names: by flat name, the key of the tensor that it stands for.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        contents: Contents,
+        *,
+        names: Mapping[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._contents = contents
+        self._names = {key: key for key in contents.tensors} if names is None else names
+        self._values = values or {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
+        for name, key in self._names.items():
+            stored = self._contents.tensors[key]
+            entries[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=stored.dtype),
+                size=torch.Size(stored.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, at, sizes in stored.chunks],
+            )
+        return Metadata(state_dict_metadata=entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = defaultdict(list)
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(self._values[item.storage_index.fqn]))
+                continue
+            key = self._names[item.storage_index.fqn]
+            by_file[self._file_of(key, item.storage_index)].append((key, item))
+        for file, items in by_file.items():
+            with opened(self._manifest.path_of(file)) as tensors:
+                for key, item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_box(tensors, key, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _file_of(self, key: str, index: MetadataIndex) -> str:
+        chunks = self._contents.tensors[key].chunks
+        if index.offset is None:
+            return chunks[0][0]
+        return next(file for file, offsets, _ in chunks if offsets == tuple(index.offset))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterator[Iterator[Tensor] | Any]
+) -> FileRecord:
+    """Write a safetensors file as its tensors arrive, hashed on the way.
+
+    Args:
+        tensors: shape and dtype by name, in the order of the file.
+        content: for each of them, its values: one or more tensors on any device that follow each other.
+
+    The format: the length of a header as 8 bytes, the header as JSON, the tensors' bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not have")
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(path, _safetensors_bytes(text, content))
+
+
+def _safetensors_bytes(header: bytes, content: Iterator[Any]) -> Iterator[Any]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for pieces in content:
+        for piece in pieces:
+            values = piece.cpu().contiguous()
+            yield from tensor_bytes(values)
+
+
+def opened(path: Path) -> Any:
+    """The tensors of a safetensors file, as safetensors' own context manager."""
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - loading alone needs it
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "loading a checkpoint needs safetensors: pip install layerzero[checkpoint]"
+        ) from error
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def pieces(tensors: Any, key: str, rows: range, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Rows of one tensor of an opened file, no more than 64 MiB of them (or one row) at once."""
+    if not shape:
+        yield tensors.get_tensor(key)
+        return
+    row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
+    step = max(1, _PIECE // row)
+    source = tensors.get_slice(key)
+    for start in range(rows.start, rows.stop, step):
+        yield source[start : min(start + step, rows.stop)]
+
+
+def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    if not offsets:
+        return tensors.get_tensor(key)  # type: ignore[no-any-return]
+    return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]
+
+
+def _written(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return plain(tensor.detach())
+
+
+def _with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
+    """`value` with each ``{"$per_rank": index}`` filled with what the ranks have there."""
+    if isinstance(value, list):
+        return [_with_all_ranks(item, owns) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$per_rank" in value:
+        return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
+    return {key: _with_all_ranks(item, owns) for key, item in value.items()}
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What torch.distributed.checkpoint expects of something that is no tensor; it comes from JSON."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

@@ -1,0 +1,229 @@
+"""Nested values as JSON and tensors, and back: what a pickle would do, without what a pickle can do.
+
+JSON has no tuples, no integer keys, no infinities. Such values become an object with one key that starts with ``$``:
+
+    {"$tensor": KEY}                    a whole tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
+    {"$sharded": KEY, "like": NAME}     a sharded tensor, cut like the parameter NAME
+    {"$per_rank": [VALUE, ...]}         one value for each rank that saved
+    {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
+    {"$float": "inf"}, {"$dtype": "bfloat16"}
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.files import tensor_bytes
+from layerzero.sharded_tensor import LocalRows
+
+__all__ = ["Decoder", "Encoder", "PerRank", "dtype_named", "references"]
+
+_TENSORS = ("$tensor", "$ndarray", "$sharded")
+_PAIRS: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda p: Counter(dict(p)),
+}
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value in ``extra`` that differs between ranks; made by :func:`layerzero.checkpoint.per_rank`."""
+
+    value: object
+
+
+@dataclass
+class Encoder:
+    """Turns values into JSON, and collects their tensors.
+
+    Attributes:
+        tensors: by key, what the JSON refers to.
+        own: this rank's :class:`PerRank` values as JSON, in the order in which they were met.
+        digests: by path, of every value that must be the same on all ranks.
+    """
+
+    rank: int
+    name_of: Callable[[LocalRows], str]  # of the parameter that a sharded tensor is cut like
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    own: list[Any] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that is met twice is stored once
+    _prefix: str = ""
+
+    def encode(self, value: Any, path: str) -> Any:
+        """The JSON of `value`; `path` names it in messages, and its tensors in the checkpoint.
+
+        Raises:
+            TypeError: of a value that is neither plain data nor a tensor; names its path.
+        """
+        if isinstance(value, PerRank):
+            return self._per_rank(value.value, path)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if type(value) in (dict, OrderedDict, Counter):
+            return self._mapping(value, path)
+        if type(value) in (list, tuple):
+            items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        if type(value).__module__ == "numpy":
+            return self._numpy(value, path)
+        encoded = _leaf(value, path)
+        self._note(path, encoded)
+        return encoded
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        encoded = [[key, self.encode(item, f"{path}.{key}")] for key, item in value.items()]
+        self._note(f"{path} (keys)", [repr(key) for key in value])
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(encoded)
+        tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[type(value)]
+        return {tag: [[_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
+
+    def _numpy(self, value: Any, path: str) -> Any:
+        if value.ndim == 0:
+            return self.encode(value.item(), path)
+        try:
+            tensor = torch.from_numpy(value)
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from None
+        return {"$ndarray": self._tensor(tensor.contiguous(), path)["$tensor"]}
+
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
+        key = self._keys.get((self._prefix, id(tensor)))
+        if key is None:
+            key = self._prefix + path
+            while key in self.tensors:  # {1: a, "1": b}
+                key += "'"
+            self._keys[self._prefix, id(tensor)] = key
+            self.tensors[key] = tensor
+        if isinstance(tensor, DTensor):
+            rows = tensor._local_tensor
+            if not isinstance(rows, LocalRows):
+                raise TypeError(f"{path}: a DTensor that layerzero has not made; store its full_tensor()")
+            if self._prefix:
+                raise TypeError(f"{path}: a sharded tensor belongs to all ranks; take it out of per_rank")
+            return {"$sharded": key, "like": self.name_of(rows)}
+        if not self._prefix:
+            self.digests[path] = ""  # filled by `digest_tensors`, where somebody compares
+        return {"$tensor": key}
+
+    def _per_rank(self, value: object, path: str) -> Any:
+        if self._prefix:
+            raise TypeError(f"{path}: per_rank inside per_rank")
+        self._prefix = f"rank{self.rank}."
+        try:
+            self.own.append(self.encode(value, path))
+        finally:
+            self._prefix = ""
+        return {"$per_rank": len(self.own) - 1}
+
+    def _note(self, path: str, encoded: Any) -> None:
+        if not self._prefix:
+            self.digests[path] = repr(encoded)
+
+    def digest_tensors(self, path: str) -> None:
+        """Digest the whole tensors at and below `path`, so that ranks can compare them."""
+        for key in [key for key, digest in self.digests.items() if key.startswith(path) and not digest]:
+            tensor = self.tensors[key].detach().cpu().contiguous()
+            said = f"{tensor.dtype} {list(tensor.shape)} "
+            digest = hashlib.sha256()
+            for piece in tensor_bytes(tensor):
+                digest.update(piece)
+            self.digests[key] = said + digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Turns JSON back into values.
+
+    Attributes:
+        tensor: the tensor that is stored under a key.
+        rank: whose :class:`PerRank` values are wanted; None: nobody's.
+    """
+
+    tensor: Callable[[str], Tensor]
+    rank: int | None
+
+    def decode(self, value: Any) -> Any:
+        """What was encoded as `value`."""
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next(iter(value), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(item) for key, item in value.items()}
+        return self._tagged(tag, value[tag])
+
+    def _tagged(self, tag: str, content: Any) -> Any:
+        if tag in ("$tensor", "$sharded"):
+            return self.tensor(content)
+        if tag == "$ndarray":
+            return self.tensor(content).numpy()
+        if tag == "$per_rank":
+            return None if self.rank is None else self.decode(content[self.rank])
+        if tag in _PAIRS:
+            return _PAIRS[tag]([(self.decode(key), self.decode(item)) for key, item in content])
+        if tag == "$tuple":
+            return tuple(self.decode(item) for item in content)
+        if tag == "$bytes":
+            return base64.b64decode(content)
+        if tag == "$float":
+            return float(content)
+        if tag == "$dtype":
+            return dtype_named(content)
+        raise ValueError(f"unknown tag {tag!r}; was the checkpoint written by a newer layerzero?")
+
+
+def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
+    """The tensor references inside some JSON that :class:`Decoder` would follow for `rank`."""
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item, rank=rank)
+    elif isinstance(value, dict):
+        tag = next(iter(value), "")
+        if tag in _TENSORS:
+            yield value
+        elif tag == "$per_rank":
+            if rank is not None:
+                yield from references(value[tag][rank], rank=rank)
+        else:
+            for item in value.values():
+                yield from references(item, rank=rank)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``torch.bfloat16`` of ``"bfloat16"``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def _leaf(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind in (tuple, torch.Size):
+        return {"$tuple": [_leaf(item, path) for item in value]}
+    raise TypeError(
+        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be put into a checkpoint, which holds no code; store "
+        "its numbers, strings, tensors, and lists, tuples and dicts of them"
+    )

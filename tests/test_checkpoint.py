@@ -1,0 +1,436 @@
+"""layerzero.checkpoint: what was saved comes back, into any number of ranks and any units."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+import layerzero
+from layerzero import checkpoint
+from tests.models import IntegerNet, TiedTransformer, different, exact_sgd, full_parameters, integer_batch, integer_net
+from tests.ranks import mesh_of, run_ranks
+
+GLOBAL_BATCHES = 4  # of every step, whatever the number of ranks
+TOPOLOGIES = ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1))
+
+
+def sharded_net(
+    zero3_size: int, *, units: Any = IntegerNet.UNITS, seed: int = 0, adam: bool = False, **settings: Any
+) -> tuple[nn.Module, Optimizer]:
+    model = layerzero.shard_model(integer_net(seed), mesh=mesh_of(zero3_size), units=units, **settings)
+    inner = torch.optim.AdamW(model.parameters(), lr=2**-4) if adam else exact_sgd(model.parameters())
+    return model, layerzero.shard_optimizer(inner, model)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """On the same global batches for any number of ranks; every gradient is exact."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        for batch in range(rank, GLOBAL_BATCHES, world):
+            inputs, targets = integer_batch(step=step, rank=batch)
+            (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state, whole."""
+    found = {f"model.{name}": value for name, value in full_parameters(model).items()}
+    found |= {f"buffer.{name}": value.clone() for name, value in model.named_buffers()}
+    for name, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+            found[f"optimizer.{name}.{key}"] = whole.clone()
+    return found
+
+
+def _save(rank: int, path: str, zero3_size: int, adam: bool) -> dict[str, Tensor]:
+    model, optimizer = sharded_net(zero3_size, adam=adam)
+    train(model, optimizer, range(2))
+    checkpoint.save(path, model, optimizer, {"step": 2})
+    saved = everything(model, optimizer)
+    train(model, optimizer, range(2, 4))
+    return {"saved": saved, "continued": everything(model, optimizer)}
+
+
+def _resume(rank: int, path: str, zero3_size: int, adam: bool, units: Any) -> dict[str, Tensor]:
+    model, optimizer = sharded_net(zero3_size, adam=adam, units=units, seed=1)
+    extra = checkpoint.load(path, model, optimizer)
+    assert extra == {"step": 2}
+    loaded = everything(model, optimizer)
+    train(model, optimizer, range(extra["step"], 4))
+    return {"saved": loaded, "continued": everything(model, optimizer)}
+
+
+@pytest.mark.parametrize("saved_on", [(4, 2), (2, 1), (1, 1)])
+def test_a_run_resumed_on_any_topology_equals_one_that_never_stopped(tmp_path: Path, saved_on: tuple[int, int]) -> None:
+    path = str(tmp_path / "step-2")
+    expected = run_ranks(_save, path, saved_on[1], False, world_size=saved_on[0])[0]
+    assert any(name.endswith("momentum_buffer") for name in expected["saved"])
+    for world_size, zero3_size in TOPOLOGIES:
+        for units in (IntegerNet.UNITS, None):
+            for found in run_ranks(_resume, path, zero3_size, False, units, world_size=world_size):
+                for moment, values in expected.items():
+                    wrong = different(found[moment], values)
+                    assert not wrong, f"{saved_on} -> {world_size, zero3_size} units={units} {moment}: {wrong}"
+
+
+def test_adamw_resumes_with_the_bits_of_a_run_that_never_stopped(tmp_path: Path) -> None:
+    path = str(tmp_path / "step-2")
+    expected = run_ranks(_save, path, 2, True)[0]
+    for world_size, zero3_size in ((4, 2), (2, 2)):
+        found = run_ranks(_resume, path, zero3_size, True, IntegerNet.UNITS, world_size=world_size)[0]
+        assert not (wrong := different(found["saved"], expected["saved"])), wrong
+        if world_size == 4:
+            assert not (wrong := different(found["continued"], expected["continued"])), wrong
+
+
+def _sizes(rank: int, path: str, zero3_size: int) -> int:
+    model, optimizer = sharded_net(zero3_size, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    train(model, optimizer, range(1))
+    checkpoint.save(path, model, optimizer)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_rank_writes_what_it_alone_owns(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    numel = run_ranks(_sizes, str(path), 2)[0]
+    contents = json.loads((path / "contents.json").read_text())["tensors"]
+    sizes = [
+        torch.Size(sizes).numel()
+        for name, (_, _, chunks) in contents.items()
+        for _, _, sizes in chunks
+        if name.startswith("model.") or name.endswith("momentum_buffer")
+    ]
+    assert sum(sizes) == 2 * numel, "parameters and momenta, once each"
+    files = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    assert len(files) == 4
+    headers = {name: int.from_bytes((path / name).read_bytes()[:8], "little") + 8 for name in files}
+    assert sum(files.values()) - sum(headers.values()) == 4 * 2 * numel, "in fp32"
+
+
+EXTRA = {
+    "step": 7,
+    "loss": 0.1,
+    "nothing": None,
+    "text": "ß",
+    "raw": b"\x00\xff",
+    "infinite": [float("inf"), float("-inf")],
+    "pair": (1, (2.5, "x")),
+    "by number": {1: "a", 2: {"b": (True, False)}},
+    "$odd": {"$tensor": "not one"},
+    "milestones": Counter({30: 1, 80: 2}),
+    "ordered": OrderedDict(b=1, a=2),
+    "dtype": torch.bfloat16,
+    "tensor": torch.arange(6).view(2, 3),
+    "scalar": torch.tensor(3, dtype=torch.uint8),
+    "empty": torch.zeros(0, 3),
+    "bf16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16).expand(3, 2),
+    "numpy": np.random.RandomState(3).get_state()[1],
+    "count": np.int64(5),
+    "empties": ({}, [], ()),
+}
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype and (found == expected).all()
+    elif isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    elif isinstance(expected, np.generic):
+        assert found == expected
+    else:
+        assert type(found) is type(expected), (found, expected)
+        if isinstance(expected, dict):
+            assert list(found) == list(expected)
+            for key, value in expected.items():
+                _assert_same(found[key], value)
+        elif isinstance(expected, (list, tuple)):
+            assert len(found) == len(expected)
+            for one, other in zip(found, expected, strict=True):
+                _assert_same(one, other)
+        else:
+            assert found == expected
+
+
+def _extra(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    ema = layerzero.EMA(model)
+    ema.update()
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    extra = {
+        **EXTRA,
+        "nan": float("nan"),
+        "scheduler": scheduler.state_dict(),
+        "ema": ema.state_dict(),
+        "rng": checkpoint.per_rank({"torch": torch.get_rng_state(), "python": random.getstate(), "rank": rank}),
+    }
+    checkpoint.save(f"{folder}/one", model, optimizer, extra)
+    drawn = torch.rand(3), random.random()
+    again, its_optimizer = sharded_net(1, seed=1)
+    its_scheduler = torch.optim.lr_scheduler.MultiStepLR(its_optimizer, [9], gamma=0.5)
+    loaded = checkpoint.load(f"{folder}/one", again, its_optimizer)
+    assert loaded.pop("nan") != loaded
+    _assert_same({key: loaded[key] for key in EXTRA}, EXTRA)
+    assert loaded["rng"]["rank"] == rank
+    torch.set_rng_state(loaded["rng"]["torch"])
+    random.setstate(loaded["rng"]["python"])
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+    its_scheduler.load_state_dict(loaded["scheduler"])
+    its_optimizer.step()
+    for _ in range(3):
+        scheduler.step()
+        its_scheduler.step()
+        assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
+    its_ema = layerzero.EMA(again)
+    its_ema.update()
+    its_ema.load_state_dict(loaded["ema"])
+    averages = [
+        {name: average.full_tensor() for name, average in e.state_dict()["averages"].items()} for e in (ema, its_ema)
+    ]
+    assert not different(*averages)
+
+
+def _extra_elsewhere(rank: int, folder: str) -> None:
+    model, _ = sharded_net(1, seed=1)
+    loaded = checkpoint.load(f"{folder}/one", model)
+    assert loaded["rng"] is None, "other ranks' random numbers are nobody's here"
+    _assert_same({key: loaded[key] for key in EXTRA}, EXTRA)
+
+
+def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
+    run_ranks(_extra, str(tmp_path))
+    run_ranks(_extra_elsewhere, str(tmp_path), world_size=2)
+
+
+def _refused_extra(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    for extra, error, said in (
+        ({"a": [{"b": object()}]}, TypeError, "extra.a.0.b: a builtins.object cannot"),
+        ({"step": lambda: 0}, TypeError, "extra.step"),
+        ({"rank": rank}, ValueError, "extra.rank is 0? ?"),
+        ({"seeds": torch.tensor([rank])}, ValueError, "extra.seeds"),
+        ({"only": 1} if rank else {}, ValueError, "extra"),
+        ({"a": checkpoint.per_rank(checkpoint.per_rank(1))}, TypeError, "per_rank inside per_rank"),
+    ):
+        with pytest.raises((error, RuntimeError), match=said.replace("? ?", "")):
+            checkpoint.save(f"{folder}/refused", model, optimizer, extra)
+    with pytest.raises((TypeError, RuntimeError), match="shard_optimizer"):
+        checkpoint.save(f"{folder}/refused", model, torch.optim.SGD([torch.zeros(1)]))
+    other, other_optimizer = sharded_net(2)
+    with pytest.raises((ValueError, RuntimeError), match="belongs to another model"):
+        checkpoint.save(f"{folder}/refused", other, optimizer)
+    with pytest.raises((ValueError, RuntimeError), match="path is"):
+        checkpoint.save(f"{folder}/refused-{rank}", model, optimizer)
+    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="unsharded"):
+        checkpoint.save(f"{folder}/refused", model, optimizer)
+    del other_optimizer
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_refused_extra, str(tmp_path))
+    assert list(tmp_path.iterdir()) == [], "and leaves nothing"
+
+
+class Changed(IntegerNet):
+    """An IntegerNet with another head, and a parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(2))
+
+
+def _strict(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+    checkpoint.save(f"{folder}/one", model, optimizer, {"step": 1})
+    torch.manual_seed(5)
+    other = layerzero.shard_model(Changed(), mesh=mesh_of(2), units=Changed.UNITS)
+    other.shift.requires_grad_(True)
+    groups = [{"params": [p for n, p in other.named_parameters() if n != "shift"]}]
+    its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(groups, lr=1.0, momentum=0.9), other)
+    before = everything(other, its_optimizer)
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load(f"{folder}/one", other, its_optimizer)
+    for said in (
+        "head.weight: expected shape [4, 6], the checkpoint has [3, 6]",
+        "head.bias: expected shape [4], the checkpoint has [3]",
+        "missing: scale",
+        "missing: count",
+        "unexpected in the optimizer: shift",
+        "momentum_buffer of head.weight in the optimizer: expected shape [4, 6]",
+        "no saved parameter group holds scale",
+    ):
+        assert said in str(caught.value), f"{said!r} is not in {caught.value}"
+    assert not different(everything(other, its_optimizer), before), "nothing was changed"
+    assert its_optimizer.param_groups[0]["lr"] == 1.0
+    if rank == 0:
+        with pytest.warns(UserWarning, match=r"left out what does not fit: .*missing: scale"):
+            assert checkpoint.load(f"{folder}/one", other, its_optimizer, strict=False) == {"step": 1}
+    else:
+        assert checkpoint.load(f"{folder}/one", other, its_optimizer, strict=False) == {"step": 1}
+    after, saved = everything(other, its_optimizer), everything(model, optimizer)
+    for name, value in after.items():
+        fits = name in saved and saved[name].shape == value.shape
+        assert torch.equal(value, saved[name] if fits else before[name]), name
+    assert not any("shift" in name for name in after if name.startswith("optimizer"))
+    with pytest.raises(ValueError, match="missing: the optimizer"):
+        checkpoint.save(f"{folder}/bare", model)
+        checkpoint.load(f"{folder}/bare", model, optimizer)
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    run_ranks(_strict, str(tmp_path))
+
+
+def _dtypes(rank: int, folder: str) -> None:
+    for trained in (False, True):
+        net = integer_net().to(torch.bfloat16).requires_grad_(trained)
+        model = layerzero.shard_model(net, mesh=mesh_of(2))
+        checkpoint.save(f"{folder}/{trained}", model)
+    wide = layerzero.shard_model(integer_net(1), mesh=mesh_of(2))
+    checkpoint.load(f"{folder}/False", wide)
+    assert not different(full_parameters(wide), dict(integer_net().named_parameters())), "bf16 fits into fp32"
+    with pytest.raises(ValueError, match=r"shift: expected torch.bfloat16, the checkpoint has torch.float32"):
+        frozen = integer_net().to(torch.bfloat16).requires_grad_(False)
+        checkpoint.load(f"{folder}/True", layerzero.shard_model(frozen, mesh=mesh_of(2)))
+
+
+def test_a_dtype_that_would_lose_digits_is_refused(tmp_path: Path) -> None:
+    run_ranks(_dtypes, str(tmp_path), world_size=2)
+
+
+def _groups(rank: int, folder: str) -> None:
+    def built(net: nn.Module, *groups: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
+        model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
+        named = dict(model.named_parameters())
+        filled = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+        return model, layerzero.shard_optimizer(torch.optim.SGD(filled, lr=1.0), model)
+
+    names = [name for name, _ in integer_net().named_parameters()]
+    weights = [name for name in names if name.endswith("weight")]
+    others = [name for name in names if not name.endswith("weight")]
+    model, optimizer = built(
+        integer_net(), {"params": weights, "lr": 0.5, "weight_decay": 0.1}, {"params": others, "lr": torch.tensor(0.25)}
+    )
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    first = {"params": others[:1]}
+    model, optimizer = built(integer_net(), first, {"params": weights, "momentum": 0.5}, {"params": others[1:]})
+    checkpoint.load(f"{folder}/one", model, optimizer)
+    found = [(float(g["lr"]), g["weight_decay"], g["momentum"]) for g in optimizer.param_groups]
+    assert found == [(0.25, 0, 0), (0.5, 0.1, 0), (0.25, 0, 0)], "by name, not by place"
+    model, optimizer = built(integer_net(), {"params": names})
+    with pytest.raises(ValueError, match="saved in groups with different lr, weight_decay"):
+        checkpoint.load(f"{folder}/one", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    run_ranks(_groups, str(tmp_path), world_size=2)
+
+
+class WithBuffers(TiedTransformer):
+    """Tied, with buffers, one of them not persistent, and a module with a state of its own."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.counting = self.Counting()
+        self.register_buffer("seen", torch.full((3,), seed))
+        self.register_buffer("scratch", torch.full((2,), seed), persistent=False)
+
+
+def _model_state(rank: int, folder: str) -> None:
+    net = WithBuffers(seed=1)
+    expected = {name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    net.counting.calls = 17
+    model = layerzero.shard_model(net, mesh=mesh_of(2), units=WithBuffers.UNITS)
+    checkpoint.save(f"{folder}/one", model)
+    stored = json.loads(Path(folder, "one", "contents.json").read_text())
+    names = [name for name in stored["tensors"] if "embedding" in name or "head" in name]
+    assert names == ["model.embedding.weight"], "tied weights are stored once"
+    for zero3_size in (1, 2):
+        other = layerzero.shard_model(WithBuffers(seed=2), mesh=mesh_of(zero3_size), units=None)
+        checkpoint.load(f"{folder}/one", other)
+        whole = layerzero.full_state_dict(other, rank0_only=False)
+        assert not different({n: v for n, v in whole.items() if isinstance(v, Tensor)}, expected)
+        assert other.counting.calls == 17
+        assert other.scratch.tolist() == [2, 2]
+
+
+def test_buffers_tied_weights_and_extra_states_come_back(tmp_path: Path) -> None:
+    run_ranks(_model_state, str(tmp_path), world_size=2)
+
+
+def _rotation(rank: int, folder: str) -> list[str]:
+    model, optimizer = sharded_net(2)
+    for step in (8, 9, 10, 11):
+        checkpoint.save(f"{folder}/step-{step}", model, optimizer, keep_last=2)
+    with pytest.raises((FileExistsError, RuntimeError), match="exists already"):
+        checkpoint.save(f"{folder}/step-11", model, optimizer)
+    with pytest.raises((ValueError, RuntimeError), match="keep_last"):
+        checkpoint.save(f"{folder}/step-12", model, optimizer, keep_last=0)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_only_the_last_checkpoints_are_kept_and_latest_finds_the_last(tmp_path: Path) -> None:
+    (tmp_path / "step-99").mkdir()
+    (tmp_path / ".step-98.partial").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    left = run_ranks(_rotation, str(tmp_path), world_size=2)[0]
+    assert left == ["notes.txt", "step-10", "step-11", "step-99"], "a folder without a manifest is none of ours"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-11"
+    (tmp_path / "step-11" / "contents.json").unlink()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+
+
+def _not_there(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    with pytest.raises((FileNotFoundError, RuntimeError), match="there is no checkpoint at"):
+        checkpoint.load(f"{folder}/none", model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match=r"it has no manifest\.json"):
+        checkpoint.load(folder, model, optimizer)
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    run_ranks(_not_there, str(tmp_path), world_size=2)
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    run_ranks(_save, str(tmp_path / "one"), 2, True)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["contents.json", "manifest.json", *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
+    for path in (tmp_path / "one").glob("*.json"):
+        json.loads(path.read_text())
+    safetensors = pytest.importorskip("safetensors.torch")
+    for path in (tmp_path / "one").glob("*.safetensors"):
+        assert safetensors.load_file(path)

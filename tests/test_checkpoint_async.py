@@ -1,0 +1,131 @@
+"""save_async writes what was there when it was called, while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero import checkpoint
+from layerzero.checkpoint import files
+from tests.models import different
+from tests.ranks import run_ranks
+from tests.test_checkpoint import everything, sharded_net, train
+
+
+def _trained_meanwhile(rank: int, folder: str, gate_path: str) -> None:
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+    gate, write = threading.Event(), files.write_file
+
+    def write_late(*args, **kwargs):
+        gate.wait()
+        return write(*args, **kwargs)
+
+    from layerzero.checkpoint import storage
+
+    storage.write_file = write_late
+    try:
+        at_call = everything(model, optimizer)
+        pending = checkpoint.save_async(f"{folder}/one", model, optimizer, {"step": 1})
+        train(model, optimizer, range(1, 4))
+        assert not pending.done() and not Path(folder, "one").exists()
+        assert different(everything(model, optimizer), at_call)
+        gate.set()
+        pending.wait()
+    finally:
+        gate.set()
+        storage.write_file = write
+    dist.barrier()
+    undisturbed, its_optimizer = sharded_net(2)
+    train(undisturbed, its_optimizer, range(4))
+    assert not different(everything(model, optimizer), everything(undisturbed, its_optimizer))
+    again, its_optimizer = sharded_net(4, seed=1)
+    assert checkpoint.load(f"{folder}/one", again, its_optimizer) == {"step": 1}
+    assert not (wrong := different(everything(again, its_optimizer), at_call)), wrong
+
+
+def test_training_during_the_write_changes_nothing_in_it(tmp_path: Path) -> None:
+    run_ranks(_trained_meanwhile, str(tmp_path), "")
+
+
+def _staged(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    states, buffers = [], []
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        states.append(everything(model, optimizer))
+        pending = checkpoint.save_async(f"{folder}/step-{step}", model, optimizer, {"step": step})
+        from layerzero.hooks import runtime_of
+
+        buffers.append({key: buffer.data_ptr() for key, buffer in runtime_of(model).staging._buffers.items()})
+    pending.wait()
+    assert buffers[1] == buffers[2], "host memory is taken again"
+    for step, expected in enumerate(states):
+        again, its_optimizer = sharded_net(4, seed=1)
+        assert checkpoint.load(f"{folder}/step-{step}", again, its_optimizer) == {"step": step}
+        assert not (wrong := different(everything(again, its_optimizer), expected)), f"{step}: {wrong}"
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    run_ranks(_staged, str(tmp_path))
+
+
+def _failing(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+
+    def blocked(name: str) -> checkpoint.PendingSave:
+        pending = checkpoint.save_async(f"{folder}/{name}", model, optimizer)
+        return pending
+
+    from layerzero.checkpoint import storage
+
+    write = storage.write_file
+
+    def refuse(path: Path, content: object) -> files.FileRecord:
+        if path.name == "rank-00001.safetensors":
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    storage.write_file = refuse
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=r"one could not be written: rank 1: OSError: .*No space"):
+            blocked("one").wait()
+        blocked("two")
+        with pytest.raises((checkpoint.CheckpointError, RuntimeError), match="two could not be written: rank 1"):
+            checkpoint.save(f"{folder}/three", model, optimizer)
+        pending = blocked("four")
+        with pytest.raises((checkpoint.CheckpointError, RuntimeError), match="four could not be written"):
+            checkpoint.load(f"{folder}/none", model, optimizer)
+        pending.wait()  # has been said
+    finally:
+        storage.write_file = write
+    checkpoint.save_async(f"{folder}/five", model, optimizer).wait()
+    dist.barrier()
+    assert [path.name for path in Path(folder).iterdir()] == ["five"]
+
+
+def test_an_error_surfaces_in_wait_and_at_the_next_call(tmp_path: Path) -> None:
+    run_ranks(_failing, str(tmp_path), world_size=2)
+
+
+def _left_alone(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    tensor = torch.ones(3)
+    extra = {"list": [1], "tensor": tensor, "own": checkpoint.per_rank(tensor)}
+    pending = checkpoint.save_async(f"{folder}/one", model, optimizer, extra)
+    extra["list"].append(2)
+    tensor.zero_()
+    pending.wait()
+    loaded = checkpoint.load(f"{folder}/one", model, optimizer)
+    assert loaded["list"] == [1]
+    assert loaded["tensor"].tolist() == loaded["own"].tolist() == [1, 1, 1]
+
+
+def test_extra_is_copied_too(tmp_path: Path) -> None:
+    run_ranks(_left_alone, str(tmp_path), world_size=2)
