@@ -69,8 +69,11 @@ class RowSpan:
         """The whole parameter, from every rank's rows `local`; every rank must call this."""
         topology, rest = self.topology, self.shape[1:]
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        pieces = local.new_zeros(1, longest, *rest)
-        pieces[0, : local.shape[0]] = local
+        if local.shape[0] == longest:
+            pieces = local.unsqueeze(0)
+        else:
+            pieces = local.new_zeros(1, longest, *rest)
+            pieces[0, : local.shape[0]] = local
         for lane in (topology.replica, topology.gather):  # k = s * R + r: the replica axis is the inner one
             if lane.size > 1 and pieces.numel():
                 wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
@@ -79,6 +82,8 @@ class RowSpan:
             elif lane.size > 1:
                 pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
         held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        if all(rows == longest for rows in held):
+            return pieces.view(self.shape)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
 
