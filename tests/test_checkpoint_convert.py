@@ -12,10 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import convert
+from layerzero.sharded_tensor import plain
 from tests.models import TiedTransformer, different
 from tests.ranks import mesh_of, run_ranks
 from tests.test_checkpoint import WithBuffers, everything, sharded_net, train
@@ -135,6 +139,7 @@ import sys, resource, torch
 from pathlib import Path
 from safetensors import safe_open
 from layerzero.checkpoint import convert
+from layerzero.sharded_tensor import plain
 folder = Path(sys.argv[1])
 convert.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
 convert.export_model(folder / "small", folder / "small-out.safetensors")
@@ -179,31 +184,29 @@ class Wide(nn.Module):
 
 def _stream(rank: int) -> tuple[int, int]:
     model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=nn.Sequential)
-    with AllocationPeak() as of_others:
+    with AllocationPeak(model) as of_others:
         state = layerzero.full_state_dict(model)
     assert bool(state) == (rank == 0)
-    with AllocationPeak() as of_load:
+    with AllocationPeak(model) as of_load:
         layerzero.load_full_state_dict(model, state)
     return of_others.peak, of_load.peak
 
 
-class AllocationPeak(torch.utils._python_dispatch.TorchDispatchMode):
+class AllocationPeak(TorchDispatchMode):
     """The most bytes of new storages that are alive at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[object, int]] = {}
+        self._old = {plain(parameter).untyped_storage()._cdata for parameter in model.parameters()}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._alive.setdefault(
-                    storage._cdata, (torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes())
-                )
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._old:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
         return out
 
