@@ -20,8 +20,9 @@ setup(
     entry_points={"console_scripts": ["layerzero = layerzero.__main__:main"]},
     extras_require={
         "cli": ["typer"],
-        "demo": ["tqdm"],
-        "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer"],
+        "checkpoint": ["safetensors"],
+        "demo": ["tqdm", "safetensors"],
+        "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer", "safetensors"],
         "bench": ["deepspeed", "matplotlib"],
         "dev": ["ruff", "mypy"],
     },

@@ -5,7 +5,8 @@
 runs four ranks on this machine and treats them as two nodes of two ranks (`--zero3-size 2`). Without a GPU
 it uses gloo on the CPU and takes one to two minutes on two cores. It prints the validation loss before and
 after, what the run held in memory and sent, what other ways of sharding would need for the same model (the
-formulas are in scheme_costs.py), and a sample of text. It needs tqdm.
+formulas are in scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` it may be stopped
+and started again, also with another number of ranks.
 
 To make it your own, look at `build`: three calls shard a model and an optimizer that know nothing of it.
 """
@@ -31,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import layerzero
+from layerzero import checkpoint
 
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 1},  # 0.1 million parameters, for a quick look
@@ -59,6 +61,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
     add("--dtype", choices=list(DTYPES), default="bf16", help=DTYPE_HELP)
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
+    add("--checkpoints", metavar="FOLDER", help="save there, and go on from the last one that is there")
+    add("--save-every", type=int, default=60, metavar="STEPS", help="and after the last step")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--no-sample", action="store_true", help="do not generate text at the end")
@@ -121,8 +125,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> Result:
 
     first_loss = validate(trainer.model, held_out, ranks)
     layerzero.traffic(trainer.model, reset=True)  # count training alone
-    train(args, trainer, sampler, ranks)
-    costs = costs_table(args, trainer, ranks)  # on every rank, should a report ever need the others
+    steps = train(args, trainer, sampler, ranks)
+    costs = costs_table(args, trainer, ranks, steps)  # on every rank, should a report ever need the others
     last_loss = validate(trainer.model, held_out, ranks)
     if ranks.is_first:
         print(costs)
@@ -157,21 +161,45 @@ def build(args: argparse.Namespace, ranks: Ranks) -> Trainer:
     return Trainer(model, optimizer, scheduler, numel)
 
 
-def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> None:
+def resume(args: argparse.Namespace, trainer: Trainer) -> int:
+    """The step to go on with. Ranks, and how they share the weights, need not be those that saved."""
+    path = checkpoint.latest(args.checkpoints) if args.checkpoints else None
+    if path is None:
+        return 0
+    extra = checkpoint.load(path, trainer.model, trainer.optimizer)
+    trainer.scheduler.load_state_dict(extra["scheduler"])
+    return int(extra["step"])
+
+
+def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.PendingSave:
+    extra = {"step": step, "scheduler": trainer.scheduler.state_dict()}
+    path = f"{args.checkpoints}/step-{step:06d}"
+    return checkpoint.save_async(path, trainer.model, trainer.optimizer, extra, keep_last=2)
+
+
+def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> int:
+    """Returns the number of steps that were left to do."""
     trainer.model.train()
+    first = resume(args, trainer)
+    pending = None  # a checkpoint that is being written
     tokens = sampler.windows_per_step * args.seq_len  # of all ranks, a step
-    with tqdm(total=args.steps, unit="step", disable=not ranks.is_first) as bar:
+    with tqdm(total=args.steps, initial=first, unit="step", disable=not ranks.is_first) as bar:
         start = time.perf_counter()
-        for step in range(args.steps):
+        for step in range(first, args.steps):
             loss, grad_norm = train_step(args, trainer, sampler, ranks, step)
             bar.set_postfix(
                 loss=f"{loss:.3f}",
                 grad_norm=f"{grad_norm:.2f}",
                 lr=f"{trainer.scheduler.get_last_lr()[0]:.1e}",
-                tokens_per_s=f"{tokens * (step + 1) / (time.perf_counter() - start):,.0f}",
+                tokens_per_s=f"{tokens * (step + 1 - first) / (time.perf_counter() - start):,.0f}",
                 refresh=False,
             )
             bar.update()
+            if args.checkpoints and (step + 1 == args.steps or (step + 1) % args.save_every == 0):
+                pending = save(args, trainer, step + 1)
+    if pending is not None:
+        pending.wait()
+    return args.steps - first
 
 
 def train_step(
@@ -255,8 +283,8 @@ def read_reports(model: nn.Module) -> Measured:
     )
 
 
-def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks) -> str:
-    measured = read_reports(trainer.model)
+def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps: int) -> str:
+    measured, steps = read_reports(trainer.model), max(1, steps)
     costs = scheme_costs(
         trainer.numel,
         ranks=ranks.size,
@@ -271,9 +299,9 @@ def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks) -> str
 
     lines += ["", row("sent by rank 0 in a step, MiB", "sent", "calls")]
     for name, (sent, calls) in measured.exchanges.items():
-        lines.append(row(f"  {name}", mib(sent / args.steps), f"{calls / args.steps:.1f}"))
+        lines.append(row(f"  {name}", mib(sent / steps), f"{calls / steps:.1f}"))
     for axis, sent in measured.axes.items():
-        lines.append(row(f"  all on the {axis} axis", mib(sent / args.steps), ""))
+        lines.append(row(f"  all on the {axis} axis", mib(sent / steps), ""))
 
     lines += ["", row("by formula, a rank (a step), MiB", "model states", "between nodes")]
     for cost in costs:

@@ -1,0 +1,190 @@
+"""Save and load of a model with AdamW state, beside torch.distributed.checkpoint of FSDP2, on the same ranks and disk.
+
+    python -m benchmarks.checkpoint                    # 300 M parameters, 4 ranks: 3.6 GB a checkpoint
+    python -m benchmarks.checkpoint --width 512        # a small one, to see it work
+
+Each contestant runs in fresh processes; rounds alternate between them. A save is timed until the bytes are on the
+disk (both flush their files), a stall until save_async returns, a load, from the page cache, until the optimizer has
+its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import layerzero
+from benchmarks.results import FOLDER
+
+__all__ = ["main"]
+
+CONTESTANTS = ("layerzero", "fsdp2")
+LAYERS = 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--width", type=int, default=3536, help=f"of each of the {LAYERS} layers")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint.json")
+    args = parser.parse_args()
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
+    sizes: dict[str, int] = {}
+    for turn in range(args.rounds):
+        for name in CONTESTANTS if turn % 2 == 0 else reversed(CONTESTANTS):
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                mp.spawn(_rank, (args.ranks, name, args.width, folder), nprocs=args.ranks)
+                found = json.loads(Path(folder, "seconds.json").read_text())
+            sizes[name] = found.pop("bytes")
+            for what, value in found.items():
+                seconds[name].setdefault(what, []).append(value)
+            print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
+    settings = {"parameters": LAYERS * args.width**2, "ranks": args.ranks, "torch": torch.__version__}
+    args.results.write_text(json.dumps({"settings": settings, "bytes": sizes, "seconds": seconds}, indent=1) + "\n")
+    print(table(json.loads(args.results.read_text())))
+
+
+def table(results: dict[str, Any]) -> str:
+    """As it is in docs/checkpoints.md: medians in seconds, with the fastest and the slowest."""
+    lines = ["| | layerzero | FSDP2, torch.distributed.checkpoint | ratio |", "| --- | --- | --- | --- |"]
+    ours, theirs = (results["seconds"][name] for name in CONTESTANTS)
+    for what in ours:
+        cells = [f"{statistics.median(v):.2f} s ({min(v):.2f} … {max(v):.2f})" for v in (ours[what], theirs[what])]
+        ratio = statistics.median(theirs[what]) / statistics.median(ours[what])
+        lines.append(f"| {what} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
+    sizes = [f"{results['bytes'][name] / 1e9:.2f} GB" for name in CONTESTANTS]
+    return "\n".join([*lines, f"| on the disk | {sizes[0]} | {sizes[1]} | |"])
+
+
+def _rank(rank: int, ranks: int, name: str, width: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    try:
+        seconds = {"layerzero": _ours, "fsdp2": _fsdp2}[name](width, folder)
+        if rank == 0:
+            Path(folder, "seconds.json").write_text(json.dumps(seconds))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _net(width: int) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    model(torch.ones(1, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from when all ranks begin to when the last one has ended."""
+    dist.barrier()
+    began = time.perf_counter()
+    result = work()
+    dist.barrier()
+    return time.perf_counter() - began, result
+
+
+def _stall(launch: Callable[[], Any], finish: Callable[[Any], Any]) -> tuple[float, float]:
+    """Seconds that a training loop would be held up, and until the checkpoint is there."""
+    dist.barrier()
+    began = time.perf_counter()
+    pending = launch()
+    stalled = torch.tensor(time.perf_counter() - began)
+    finish(pending)
+    dist.all_reduce(stalled, dist.ReduceOp.MAX)
+    dist.barrier()
+    return float(stalled), time.perf_counter() - began
+
+
+def _ours(width: int, folder: str) -> dict[str, float]:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+
+    model = layerzero.shard_model(_net(width), zero3_size=2, units=nn.Linear, param_init_fn=fill)
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+    _step(model, optimizer, width)
+    path = f"{folder}/one"
+    save, _ = _timed(lambda: layerzero.checkpoint.save(path, model, optimizer))
+    load, _ = _timed(lambda: layerzero.checkpoint.load(path, model, optimizer))
+    found = {"save": save, "load": load, "bytes": _bytes(path)}
+    return found | _both_stalls(
+        folder,
+        lambda path: layerzero.checkpoint.save_async(path, model, optimizer),
+        lambda pending: pending.wait(),
+    )
+
+
+def _fsdp2(width: int, folder: str) -> dict[str, float]:
+    model = _net(width)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    _step(model, optimizer, width)
+    path = f"{folder}/one"
+
+    def state() -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def load_all() -> None:
+        found = state()
+        dcp.load(found, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    save, _ = _timed(lambda: dcp.save(state(), checkpoint_id=path))
+    load, _ = _timed(load_all)
+    found = {"save": save, "load": load, "bytes": _bytes(path)}
+    return found | _both_stalls(
+        folder,
+        lambda path: dcp.async_save(state(), checkpoint_id=path),
+        lambda pending: pending.result(),
+    )
+
+
+def _both_stalls(folder: str, launch: Callable[[str], Any], finish: Callable[[Any], Any]) -> dict[str, float]:
+    """Of a first asynchronous save, and of one that finds its host memory there."""
+    found = {}
+    for number, which in enumerate(("first", "next")):
+        path = f"{folder}/async-{number}"
+        stalled, whole = _stall(lambda path=path: launch(path), finish)
+        found[f"save_async, {which}: stall"] = stalled
+        found[f"save_async, {which}: until written"] = whole
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+        dist.barrier()
+    return found
+
+
+def _bytes(path: str) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""examples/train_gpt.py on real ranks: it learns, and a run that is stopped and started again is the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import train_gpt
+
+from tests.ranks import run_ranks
+
+ARGS = ["--model", "tiny", "--steps", "6", "--save-every", "3", "--seq-len", "32", "--validation-windows", "32"]
+
+
+def _run(rank: int, folder: str, zero3_size: int) -> tuple[float, float]:
+    argv = [*ARGS, "--device", "cpu", "--no-sample", "--checkpoints", folder, "--zero3-size", str(zero3_size)]
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        return tuple(train_gpt.main(argv))
+
+
+def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first, last = run_ranks(_run, str(folder), 2)[0]
+    assert last < first - 0.1
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000006"]
+    shutil.rmtree(folder / "step-000006")
+    assert run_ranks(_run, str(folder), 2)[0] == (first, last)
+    _, again = run_ranks(_run, str(folder), 2)[0]
+    assert again == last, "nothing was left to do"
+    shutil.rmtree(folder / "step-000006")
+    _, other = run_ranks(_run, str(folder), 4)[0]
+    assert abs(other - last) < 1e-3
