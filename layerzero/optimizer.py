@@ -237,7 +237,10 @@ class ShardedOptimizer(Optimizer):
         new_state = {}
         for name, values in loaded["state"].items():
             parameter, group = holder[name]
-            cut = _cut_state(values, self._member_at.get(id(parameter)), copy=copy)
+            member = self._member_at.get(id(parameter))
+            cut = _cut_state(values, member, copy=copy)
+            if member is None:
+                cut = {key: _on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
                 cut = {key: _on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
             new_state[self._master_of[id(parameter)]] = cut

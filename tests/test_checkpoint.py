@@ -434,3 +434,40 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for path in (tmp_path / "one").glob("*.safetensors"):
         assert safetensors.load_file(path)
+
+
+def _ignored(rank: int, folder: str) -> None:
+    def built(seed: int, zero3_size: int) -> tuple[nn.Module, Optimizer]:
+        net = integer_net(seed)
+        model = layerzero.shard_model(
+            net, mesh=mesh_of(zero3_size), units=IntegerNet.UNITS, ignored_params=[net.first.weight]
+        )
+        return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+    model, optimizer = built(0, 2)
+    train(model, optimizer, range(2))
+    dist.broadcast(model.first.weight.data, 0)  # layerzero leaves it alone
+    dist.broadcast(optimizer.state[model.first.weight]["momentum_buffer"], 0)
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    again, its_optimizer = built(1, 1)
+    checkpoint.load(f"{folder}/one", again, its_optimizer)
+    for saved, loaded in ((_parameters(model), _parameters(again)), (_state(optimizer), _state(its_optimizer))):
+        assert not (wrong := different(loaded, saved)), wrong
+    assert "first.weight.momentum_buffer" in _state(its_optimizer)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def _state(optimizer: Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {f"{name}.{key}": _whole(value) for name, values in state.items() for key, value in values.items()}
+
+
+def test_ignored_parameters_and_their_state_come_back(tmp_path: Path) -> None:
+    run_ranks(_ignored, str(tmp_path), world_size=2)
