@@ -223,12 +223,12 @@ def _refused_extra(rank: int, folder: str) -> None:
     for extra, error, said in (
         ({"a": [{"b": object()}]}, TypeError, "extra.a.0.b: a builtins.object cannot"),
         ({"step": lambda: 0}, TypeError, "extra.step"),
-        ({"rank": rank}, ValueError, "extra.rank is 0? ?"),
+        ({"rank": rank}, ValueError, r"extra\.rank is .*per_rank"),
         ({"seeds": torch.tensor([rank])}, ValueError, "extra.seeds"),
         ({"only": 1} if rank else {}, ValueError, "extra"),
         ({"a": checkpoint.per_rank(checkpoint.per_rank(1))}, TypeError, "per_rank inside per_rank"),
     ):
-        with pytest.raises((error, RuntimeError), match=said.replace("? ?", "")):
+        with pytest.raises((error, RuntimeError), match=said):
             checkpoint.save(f"{folder}/refused", model, optimizer, extra)
     with pytest.raises((TypeError, RuntimeError), match="shard_optimizer"):
         checkpoint.save(f"{folder}/refused", model, torch.optim.SGD([torch.zeros(1)]))

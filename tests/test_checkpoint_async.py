@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from layerzero import checkpoint
-from layerzero.checkpoint import files
+from layerzero.checkpoint import files, storage
+from layerzero.hooks import runtime_of
 from tests.models import different
 from tests.ranks import run_ranks
 from tests.test_checkpoint import everything, sharded_net, train
 
 
-def _trained_meanwhile(rank: int, folder: str, gate_path: str) -> None:
+def _trained_meanwhile(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
     gate, write = threading.Event(), files.write_file
@@ -25,8 +25,6 @@ def _trained_meanwhile(rank: int, folder: str, gate_path: str) -> None:
     def write_late(*args, **kwargs):
         gate.wait()
         return write(*args, **kwargs)
-
-    from layerzero.checkpoint import storage
 
     storage.write_file = write_late
     try:
@@ -50,7 +48,7 @@ def _trained_meanwhile(rank: int, folder: str, gate_path: str) -> None:
 
 
 def test_training_during_the_write_changes_nothing_in_it(tmp_path: Path) -> None:
-    run_ranks(_trained_meanwhile, str(tmp_path), "")
+    run_ranks(_trained_meanwhile, str(tmp_path))
 
 
 def _staged(rank: int, folder: str) -> None:
@@ -60,8 +58,6 @@ def _staged(rank: int, folder: str) -> None:
         train(model, optimizer, range(step, step + 1))
         states.append(everything(model, optimizer))
         pending = checkpoint.save_async(f"{folder}/step-{step}", model, optimizer, {"step": step})
-        from layerzero.hooks import runtime_of
-
         buffers.append({key: buffer.data_ptr() for key, buffer in runtime_of(model).staging._buffers.items()})
     pending.wait()
     assert buffers[1] == buffers[2], "host memory is taken again"
@@ -80,10 +76,7 @@ def _failing(rank: int, folder: str) -> None:
     train(model, optimizer, range(1))
 
     def blocked(name: str) -> checkpoint.PendingSave:
-        pending = checkpoint.save_async(f"{folder}/{name}", model, optimizer)
-        return pending
-
-    from layerzero.checkpoint import storage
+        return checkpoint.save_async(f"{folder}/{name}", model, optimizer)
 
     write = storage.write_file
 

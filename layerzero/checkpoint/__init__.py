@@ -7,6 +7,6 @@ SHA-256 of the others. See docs/checkpoints.md.
 from layerzero.checkpoint.api import PendingSave, load, per_rank, save, save_async
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
-from layerzero.checkpoint.interchange import reader
+from layerzero.checkpoint.interchange import load_dcp, reader
 
-__all__ = ["CheckpointError", "PendingSave", "latest", "load", "per_rank", "reader", "save", "save_async"]
+__all__ = ["CheckpointError", "PendingSave", "latest", "load", "load_dcp", "per_rank", "reader", "save", "save_async"]

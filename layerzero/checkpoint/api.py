@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from layerzero.agreement import agree
@@ -181,46 +183,75 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
         path = layerzero.checkpoint.latest("runs/1")
         extra = layerzero.checkpoint.load(path, model, optimizer) if path else {"step": 0}
     """
+    return load_from(_verified(Path(path)), os.fspath(path), model, optimizer, strict=strict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that a rank has opened.
+
+    Attributes:
+        fingerprint: the same on all ranks if all have opened the same one.
+    """
+
+    contents: Contents
+    reader: StorageReader
+    fingerprint: object
+
+
+def _verified(path: Path) -> Callable[[Runtime], Source]:
+    def opened(runtime: Runtime) -> Source:
+        manifest = Manifest.read(path)
+        control = runtime.topology.control
+        manifest.verify(sorted(manifest.files)[control.rank :: control.size])
+        contents = Contents.read(manifest)
+        digests = {name: record.sha256 for name, record in manifest.files.items()}
+        return Source(contents, Reader(manifest, contents), digests)
+
+    return opened
+
+
+def load_from(
+    opened: Callable[[Runtime], Source],
+    path: str,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    *,
+    strict: bool,
+) -> Any:
+    """:func:`load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
     ranks, control = runtime.topology.ranks, runtime.topology.control
-    contents: Contents | None = None
-    manifest: Manifest | None = None
-    restore: Restore | None = None
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
+    source: Source | None = None
+    restore: Restore | None = None
     try:
         _finish_pending(runtime)
         _check(runtime, optimizer)
-        manifest = Manifest.read(path)
-        fields["files"] = {name: record.sha256 for name, record in manifest.files.items()}
-        manifest.verify(sorted(manifest.files)[control.rank :: control.size])
-        contents = Contents.read(manifest)
-        same = contents.topology["data_parallel"] == control.size
-        restore = Restore(runtime, optimizer, contents, rank=control.rank if same else None)
+        source = opened(runtime)
+        fields["files"] = source.fingerprint
+        same = source.contents.topology.get("data_parallel") == control.size
+        restore = Restore(runtime, optimizer, source.contents, rank=control.rank if same else None)
         if restore.problems and strict:
-            raise ValueError(f"{os.fspath(path)} does not fit: " + "; ".join(restore.problems))
+            raise ValueError(f"{path} does not fit: " + "; ".join(restore.problems))
     except Exception as error:
         failure = error
     agree("checkpoint.load", fields, ranks=ranks, failure=failure)
-    assert manifest is not None and contents is not None and restore is not None
-
+    assert source is not None and restore is not None
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        read_tensors(
-            dict(restore.tensors),
-            storage_reader=Reader(manifest, contents),
-            planner=planner,
-            process_group=control.group,
-        )
+        read_tensors(dict(restore.tensors), storage_reader=source.reader, planner=planner, process_group=control.group)
     except CheckpointException as error:
         raise _readable("read", path, error) from None
     twins = restore.twin_problems()
     agree("checkpoint.load", {}, ranks=ranks, failure=ValueError("; ".join(twins)) if twins else None)
     if restore.problems and control.rank == 0:
-        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=2)
+        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=3)
     return restore.commit()
 
 
+@dataclass(frozen=True)
 class _Job:
     """One checkpoint that is going to be written.
 
@@ -228,11 +259,10 @@ class _Job:
         tensors: by key, what this rank offers: what is sharded, and from the first rank everything else.
     """
 
-    def __init__(self, path: Path, writer: Writer, tensors: dict[str, Tensor], keep_last: int | None) -> None:
-        self.path = path
-        self.writer = writer
-        self.tensors = tensors
-        self.keep_last = keep_last
+    path: Path
+    writer: Writer
+    tensors: dict[str, Tensor]
+    keep_last: int | None
 
 
 def _prepare(
@@ -263,13 +293,14 @@ def _prepare(
             for key, tensor in encoder.tensors.items()
             if rank == 0 or isinstance(tensor, DTensor) or key.startswith(f"rank{rank}.")
         }
-        if rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            discard(partial_of(path))  # of a save that died
-            partial_of(path).mkdir()
     except Exception as error:
         failure = error
-    agree("checkpoint.save", fields, ranks=topology.ranks, failure=failure)
+    try:
+        agree("checkpoint.save", fields, ranks=topology.ranks, failure=failure)
+    except ValueError as error:
+        if failure is not None or " extra" not in str(error):
+            raise
+        raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
     writer = Writer(
         partial_of(path),
         path,

@@ -1,19 +1,94 @@
-"""Our checkpoints, for torch.distributed.checkpoint."""
+"""Our checkpoints for torch.distributed.checkpoint, and its for us."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
+from layerzero.checkpoint.api import Source, load_from
 from layerzero.checkpoint.files import Manifest
-from layerzero.checkpoint.storage import Contents, Reader
-from layerzero.checkpoint.values import Decoder
+from layerzero.checkpoint.storage import Contents, Reader, StoredTensor
+from layerzero.checkpoint.values import Decoder, Encoder
+from layerzero.optimizer import ShardedOptimizer
+from layerzero.runtime import Runtime
 
-__all__ = ["reader"]
+__all__ = ["load_dcp", "reader"]
+
+
+def load_dcp(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    model_key: str = "model",
+    optimizer_key: str = "optimizer",
+    strict: bool = True,
+) -> None:
+    """Load what ``torch.distributed.checkpoint.save`` wrote of FSDP2, of DDP, or of a sharded model.
+
+    torch unpickles the metadata and whatever is not a tensor, and notices no damage: use it for files that you trust.
+
+    Args:
+        path: a folder with a file ``.metadata``.
+        model_key, optimizer_key: under which the model's and the optimizer's state dict were saved, the latter by
+            parameter name, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` has it, flattened or not.
+        strict: as in :func:`layerzero.checkpoint.load`.
+
+    Raises:
+        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+
+    Example::
+
+        model_state, optimizer_state = get_state_dict(fsdp_model, fsdp_optimizer)       # in the old job
+        torch.distributed.checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+        layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
+    """
+
+    def opened(runtime: Runtime) -> Source:
+        source = FileSystemReader(path)
+        metadata = source.read_metadata()
+        tree = _tree(source, metadata)
+        saved = tree.get(optimizer_key)
+        document = {
+            "model": tree.get(model_key, {}),
+            "optimizer": None if saved is None else _nested_optimizer(saved),
+            "extra": None,
+        }
+        tensors = {
+            key: StoredTensor(tuple(entry.size), entry.properties.dtype, ())
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
+        return Source(Contents({}, document, tensors), source, names)
+
+    load_from(opened, os.fspath(path), model, optimizer, strict=strict)
+
+
+def _tree(source: FileSystemReader, metadata: Metadata) -> dict[str, Any]:
+    """What was saved, nested as it was, with references in place of tensors."""
+    entries = metadata.state_dict_metadata
+    values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_tensors(values, storage_reader=source, planner=planner, no_dist=True)
+    encoder = Encoder(0, name_of=lambda rows: rows.span.name)
+    leaves: dict[str, Any] = {
+        key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
+    }
+    paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in entries}
+    return unflatten_state_dict(leaves, paths)
 
 
 class _Placeholder(Tensor):
@@ -58,3 +133,19 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, _Placeholder)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, _Placeholder)}
     return Reader(manifest, contents, names=names, values=values)
+
+
+def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that torch may have flattened to ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
+    nested = {key: value for key, value in saved.items() if "." not in key}
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in saved.items():
+        kind, dot, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if not dot:
+            continue
+        if kind == "state":
+            nested.setdefault("state", {}).setdefault(name, {})[key] = value
+        else:
+            groups.setdefault(name, {"params": [name]})[key] = value
+    return {**nested, "param_groups": [*nested.get("param_groups", []), *groups.values()]}

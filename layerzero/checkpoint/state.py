@@ -175,7 +175,7 @@ class Restore:
         groups = optimizer.param_groups
         here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
         state: dict[str, Any] = {}
-        for name, values in stored["state"].items():
+        for name, values in stored.get("state", {}).items():
             if name not in here:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
@@ -194,9 +194,9 @@ class Restore:
                 state[here[name]] = values
         saved_groups = [
             {**group, "params": [self._names.from_stored(name) for name in group["params"]]}
-            for group in stored["param_groups"]
+            for group in stored.get("param_groups", ())
         ]
-        for reference in references(stored["param_groups"], rank=None):
+        for reference in references(stored.get("param_groups"), rank=None):
             self._make(str(_key_of(reference)), None, self._stored[str(_key_of(reference))].dtype)
         self._group_settings = [self._settings_of(optimizer, group, saved_groups) for group in groups]
         self._optimizer_state = state

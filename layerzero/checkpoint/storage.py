@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, publish, tensor_bytes, write_file
+from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, discard, publish, tensor_bytes, write_file
 from layerzero.checkpoint.values import dtype_named
 from layerzero.sharded_tensor import plain
 
@@ -140,6 +140,9 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         owns = [json.loads(plan.storage_data) for plan in plans]
         self._document = _with_all_ranks(self._document, owns)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        discard(self._partial)  # of a save that died
+        self._partial.mkdir()
         return [replace(plan, storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
