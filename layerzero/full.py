@@ -85,6 +85,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         if id(value) not in whole:
             gathered = _whole(member)
             whole[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
+            del gathered  # or it would be there while the next one is made
         if keeps:
             state[name] = whole[id(value)]
     return state

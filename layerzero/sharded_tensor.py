@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.collectives import Exchange, all_gather
+from layerzero.collectives import Exchange, all_gather, broadcast
 from layerzero.topology import Topology
 
 __all__ = ["LocalRows", "RowShardedTensor", "RowSpan", "Watch", "sharded"]
@@ -67,8 +67,12 @@ class RowSpan:
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole parameter, from every rank's rows `local`; every rank must call this."""
-        topology, rest = self.topology, self.shape[1:]
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        evenly = self.topology.data_parallel * longest <= 2 * self.shape[0]
+        return self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
+
+    def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
+        topology, rest = self.topology, self.shape[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
         for lane in (topology.replica, topology.gather):  # k = s * R + r: the replica axis is the inner one
@@ -79,7 +83,23 @@ class RowSpan:
             elif lane.size > 1:
                 pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
         held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        if all(rows == longest for rows in held):
+            return pieces.view(self.shape)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
+
+    def _gather_from_holders(self, local: Tensor) -> Tensor:
+        """For a few ranks that hold most rows, where equal pieces would be mostly padding."""
+        topology = self.topology
+        whole = local.new_empty(self.shape)
+        whole[self.rows.start : self.rows.stop] = local
+        for k in range(topology.data_parallel):
+            piece = whole[self.bounds[k] : self.bounds[k + 1]]
+            s, r = divmod(k, topology.replica.size)
+            if topology.replica.size > 1 and topology.gather.rank == s and piece.numel():
+                broadcast(topology.replica, Exchange.UNSHARD, piece, from_rank=r)
+            if topology.gather.size > 1 and piece.numel():
+                broadcast(topology.gather, Exchange.UNSHARD, piece, from_rank=s)
+        return whole
 
 
 class LocalRows(torch.Tensor):

@@ -1,0 +1,154 @@
+"""Checkpoints of FSDP2 load into sharded models, and ours into FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+import layerzero
+from layerzero import checkpoint
+from tests.models import IntegerNet, different, integer_net
+from tests.ranks import mesh_of, run_ranks
+from tests.test_checkpoint import everything, train
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=2**-4, weight_decay=0.5),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=2**-4, momentum=0.5),
+}
+
+
+def grouped(net: nn.Module) -> list[dict[str, Any]]:
+    named = dict(net.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.25},
+        {"params": [p for name, p in named.items() if not name.endswith("weight")]},
+    ]
+
+
+def fsdp2(name: str, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    net = integer_net(seed)
+    for unit in (net.first, net.second, net.head, net):
+        fully_shard(unit)
+    return net, OPTIMIZERS[name](grouped(net))
+
+
+def ours(name: str, zero3_size: int, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    model = layerzero.shard_model(integer_net(seed), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
+    return model, layerzero.shard_optimizer(OPTIMIZERS[name](grouped(model)), model)
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Of FSDP2: what `everything` is of ours."""
+    found = {f"model.{name}": parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"optimizer.{names[parameter]}.{key}"] = gathered.clone()
+    return found
+
+
+def _fsdp2_saves(rank: int, path: str, name: str, flat: bool) -> dict[str, Tensor]:
+    model, optimizer = fsdp2(name)
+    train(model, optimizer, range(2))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+    return whole(model, optimizer)
+
+
+def _ours_loads(rank: int, path: str, name: str, zero3_size: int) -> dict[str, Tensor]:
+    model, optimizer = ours(name, zero3_size, seed=1)
+    optimizer.param_groups[0]["lr"] = 1.0
+    checkpoint.load_dcp(path, model, optimizer, optimizer_key="optim")
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (2**-4, 0.25),
+        (2**-4, 0.5 if name == "AdamW" else 0),
+    ]
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_checkpoint_of_fsdp2_loads_into_a_sharded_model(tmp_path: Path, name: str, flat: bool) -> None:
+    path = str(tmp_path / "dcp")
+    saved = run_ranks(_fsdp2_saves, path, name, flat)[0]
+    for world_size, zero3_size in ((4, 2), (2, 2), (1, 1)):
+        found = run_ranks(_ours_loads, path, name, zero3_size, world_size=world_size)[0]
+        assert not (wrong := different(found, saved)), f"{world_size, zero3_size}: {wrong}"
+
+
+def _ours_saves(rank: int, path: str, name: str, plainly: bool) -> dict[str, Tensor]:
+    model, optimizer = ours(name, 2)
+    train(model, optimizer, range(2))
+    if plainly:
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    else:
+        checkpoint.save(path, model, optimizer)
+    return everything(model, optimizer)
+
+
+def _fsdp2_loads(rank: int, path: str, name: str, plainly: bool) -> dict[str, Tensor]:
+    model, optimizer = fsdp2(name, seed=1)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, **({"checkpoint_id": path} if plainly else {"storage_reader": checkpoint.reader(path)}))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert [group["lr"] for group in optimizer.param_groups] == [2**-4, 2**-4]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    return whole(model, optimizer)
+
+
+@pytest.mark.parametrize("plainly", [False, True], ids=["checkpoint.save", "dcp.save"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_checkpoint_of_ours_loads_into_fsdp2(tmp_path: Path, name: str, plainly: bool) -> None:
+    path = str(tmp_path / "ours")
+    saved = run_ranks(_ours_saves, path, name, plainly)[0]
+    found = run_ranks(_fsdp2_loads, path, name, plainly, world_size=2)[0]
+    assert not (wrong := different(found, saved)), wrong
+
+
+def _plain_round_trip(rank: int, path: str, name: str) -> dict[str, dict[str, Tensor]]:
+    model, optimizer = ours(name, 1, seed=1)
+    train(model, optimizer, range(3, 4))  # so that there is a state to load into
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    optimizer.load_state_dict(state["optimizer"])
+    fresh, its_optimizer = ours(name, 1, seed=1)
+    checkpoint.load_dcp(path, fresh, its_optimizer)
+    return {"dcp.load": everything(model, optimizer), "load_dcp": everything(fresh, its_optimizer)}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_plain_torch_checkpoints_of_sharded_objects_round_trip(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "dcp")
+    saved = run_ranks(_ours_saves, path, name, True)[0]
+    for how, found in run_ranks(_plain_round_trip, path, name, world_size=2)[0].items():
+        assert not (wrong := different(found, saved)), f"{how}: {wrong}"
+
+
+def _misfits(rank: int, path: str) -> None:
+    model, optimizer = ours("SGD", 2)
+    dcp.save({"model": {"shift": torch.zeros(6)}, "optimizer": {"state": {}, "param_groups": []}}, checkpoint_id=path)
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=r"missing: first.weight.*no saved parameter group holds"):
+        checkpoint.load_dcp(path, model, optimizer)
+    with pytest.raises(ValueError, match="missing: the optimizer"):
+        checkpoint.load_dcp(path, model, optimizer, optimizer_key="optim")
+    assert not different(everything(model, optimizer), before)
+    dist.barrier()
+
+
+def test_what_does_not_fit_is_an_error_here_too(tmp_path: Path) -> None:
+    run_ranks(_misfits, str(tmp_path / "dcp"), world_size=2)
