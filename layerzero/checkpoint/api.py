@@ -237,13 +237,20 @@ def load_from(
             raise ValueError(f"{path} does not fit: " + "; ".join(restore.problems))
     except Exception as error:
         failure = error
-    agree("checkpoint.load", fields, ranks=ranks, failure=failure)
+    try:
+        agree("checkpoint.load", fields, ranks=ranks, failure=failure)
+    except RuntimeError as error:
+        if failure is None and f"failed with {CheckpointError.__name__}" in str(error):
+            raise CheckpointError(str(error)) from None  # all ranks can then turn to another checkpoint
+        raise
     assert source is not None and restore is not None
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         read_tensors(dict(restore.tensors), storage_reader=source.reader, planner=planner, process_group=control.group)
     except CheckpointException as error:
         raise _readable("read", path, error) from None
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} could not be read: ranks have lost each other: {error}") from error
     twins = restore.twin_problems()
     agree("checkpoint.load", {}, ranks=ranks, failure=ValueError("; ".join(twins)) if twins else None)
     if restore.problems and control.rank == 0:
@@ -322,6 +329,8 @@ def _write(job: _Job, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> N
         if first:
             discard(partial_of(job.path))
         raise _readable("written", job.path, error) from None
+    except RuntimeError as error:  # the ranks' talk; what is in .partial may still be written to
+        raise CheckpointError(f"{job.path} could not be written: ranks have lost each other: {error}") from error
     if first and job.keep_last is not None:
         try:
             rotate(job.path.parent, job.keep_last)

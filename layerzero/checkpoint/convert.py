@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.files import CheckpointError, Manifest, discard, partial_of, publish, write_file
+from layerzero.checkpoint.files import Manifest, discard, partial_of, publish, write_file
 from layerzero.checkpoint.folder import next_sequence
 from layerzero.checkpoint.storage import (
     CONTENTS,
     DTYPES,
     Contents,
     StoredTensor,
+    check_entry,
     opened,
     pieces,
     write_safetensors,
@@ -108,16 +109,21 @@ def export_model(
             name: stack.enter_context(opened(manifest.path_of(name)))
             for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
         }
+        for key in keys.values():
+            for name, _, sizes in contents.tensors[key].chunks:
+                check_entry(manifest.path_of(name), files[name], key, sizes, contents.tensors[key].dtype)
         content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
-        write_safetensors(partial, {name: header[name] for name in order}, content)
+        try:
+            write_safetensors(partial, {name: header[name] for name in order}, content)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     os.rename(partial, target)
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The values of a tensor in order, piece by piece."""
-    for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1]):
-        if any(offsets[1:]) or tuple(sizes[1:]) != tensor.shape[1:]:
-            raise CheckpointError(f"{key} is cut in another way than by rows")
+    for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
         for piece in pieces(files[file], key, range(sizes[0] if sizes else 1), sizes, tensor.dtype):
             yield piece.to(dtype)
 

@@ -78,19 +78,21 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-        text = path.read_bytes()
         try:
+            text = path.read_bytes()
             content = json.loads(text)
             known = {key: content[key] for key in ("format", "version", "sequence", "files")}
             intact = text == _manifest_text(known)
             version, sequence = known["version"], known["sequence"]
             records = {name: FileRecord(name, size, digest) for name, (size, digest) in known["files"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact or known["format"] != FORMAT:
             raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
         if version != VERSION:
             raise CheckpointError(f"{path} has format version {version}; this layerzero reads version {VERSION}")
+        if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
+            raise CheckpointError(f"{path} was not written by layerzero: a number is none")
         manifest = cls(folder, records, sequence)
         for record in records.values():
             manifest._check_presence(record)
@@ -104,6 +106,8 @@ class Manifest:
             found = path.lstat()
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
+        except (OSError, ValueError) as error:  # such as a name that is too long, or has a zero byte in it
+            raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
         if found.st_size != record.size:
@@ -123,8 +127,11 @@ class Manifest:
         """
         for name in self.files if names is None else names:
             path = self.path_of(name)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            try:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
             if digest.hexdigest() != self.files[name].sha256:
                 raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was written")
 

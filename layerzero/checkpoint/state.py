@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.storage import Contents, StoredTensor
 from layerzero.checkpoint.values import Decoder, Encoder, references
@@ -70,7 +71,7 @@ def encode_all(
         "optimizer": None
         if optimizer is None
         else encoder.encode(_renamed(optimizer.state_dict(), names.to_stored), "optimizer"),
-        "extra": encoder.encode(extra, "extra"),
+        "extra": encoder.encode_tree(extra, "extra"),
     }
     encoder.digest_tensors("extra")
     return document, encoder
@@ -88,9 +89,9 @@ def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Landing:
-    """Memory that a stored tensor is read into, and what it is for."""
+    """What a stored tensor is for."""
 
-    rows: Tensor  # plain, on the CPU: this rank's rows, or the whole tensor
+    key: str
     target: Tensor | Member
 
 
@@ -116,7 +117,9 @@ class Restore:
         self._stored = contents.tensors
         self._names = Names(runtime)
         self._decoder = Decoder(lambda key: self.tensors[key], rank)
+        self._rank = rank
         self._landings: list[_Landing] = []
+        self._uses: dict[str, list[Member | None]] = {}  # by key: the parameters that it is cut like; None: whole
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
         self._states: list[tuple[str, Any]] = []  # of modules with an extra state
         self._optimizer_state: dict[str, Any] = {}
@@ -126,6 +129,8 @@ class Restore:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
+        for key, members in self._uses.items():
+            self.tensors[key] = self._memory(key, members)
 
     # Before reading
 
@@ -141,7 +146,7 @@ class Restore:
                 self.problems.append(f"missing: {' = '.join(names)}")
             elif isinstance(target, Tensor):
                 self._plan_tensor(found, target, stored)
-            elif next(references(stored[found[0]], rank=None), None) is None:
+            elif next(references(stored[found[0]], rank=self._rank), None) is None:
                 self._states.append((found[0], self._decoder.decode(stored[found[0]])))
             else:
                 self.problems.append(f"{found[0]}: a state with tensors, which cannot be loaded")
@@ -161,9 +166,9 @@ class Restore:
             else:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
-            rows = self._make(key, member, dtype)
+            self._use(key, member)
             if index == 0:
-                self._landings.append(_Landing(rows, target if member is None else member))
+                self._landings.append(_Landing(key, target if member is None else member))
                 first = (name, key)
             else:
                 self._twins.append((*first, name, key))
@@ -187,17 +192,19 @@ class Restore:
                 for entry, key in keys.items()
                 if self._stored[key].shape and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
+            nested = [entry for entry in values.keys() - keys if next(references(values[entry], rank=self._rank), None)]
+            wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in nested]
             self.problems += wrong
             if not wrong:
                 for key in keys.values():
-                    self._make(key, member if self._stored[key].shape else None, self._stored[key].dtype)
+                    self._use(key, member if self._stored[key].shape else None)
                 state[here[name]] = values
         saved_groups = [
             {**group, "params": [self._names.from_stored(name) for name in group["params"]]}
             for group in stored.get("param_groups", ())
         ]
-        for reference in references(stored.get("param_groups"), rank=None):
-            self._make(str(_key_of(reference)), None, self._stored[str(_key_of(reference))].dtype)
+        for reference in references(stored.get("param_groups"), rank=self._rank):
+            self._use(str(_key_of(reference)), None)
         self._group_settings = [self._settings_of(optimizer, group, saved_groups) for group in groups]
         self._optimizer_state = state
 
@@ -217,17 +224,26 @@ class Restore:
         if like is not None and (member is None or member.span.shape != stored.shape):
             self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
         else:
-            self._make(key, member, stored.dtype)
+            self._use(key, member)
 
-    def _make(self, key: str, member: Member | None, dtype: torch.dtype) -> Tensor:
-        """Memory for the stored tensor `key`; the plain part of it that is on this rank."""
-        shape = self._stored[key].shape
-        if member is None:
-            rows = self.tensors[key] = torch.empty(shape, dtype=dtype)
-        else:
-            rows = torch.empty(len(member.span.rows), *shape[1:], dtype=dtype)
-            self.tensors[key] = sharded(rows, member.span, Watch())
-        return rows
+    def _use(self, key: str, member: Member | None) -> None:
+        """The stored tensor `key` is wanted: the rows of `member` that are on this rank, or all of them."""
+        self._uses.setdefault(key, []).append(member)
+
+    def _memory(self, key: str, members: list[Member | None]) -> Tensor:
+        """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
+        stored, first = self._stored[key], members[0]
+        if first is None or not all(member is not None and member.span.cut_like(first.span) for member in members):
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        rows = torch.empty(len(first.span.rows), *stored.shape[1:], dtype=stored.dtype)
+        return sharded(rows, first.span, Watch())
+
+    def _rows(self, key: str, target: Tensor | Member) -> Tensor:
+        """What has been read for `target`."""
+        tensor = self.tensors[key]
+        if isinstance(target, Member) and not isinstance(tensor, DTensor):
+            return tensor[target.span.rows.start : target.span.rows.stop]
+        return plain(tensor)
 
     # After reading
 
@@ -236,7 +252,7 @@ class Restore:
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
             for first, key, second, other in self._twins
-            if not torch.equal(plain(self.tensors[key]), plain(self.tensors[other]))
+            if not _equal(plain(self.tensors[key]), plain(self.tensors[other]))
         ]
 
     @torch.no_grad()
@@ -246,7 +262,7 @@ class Restore:
             handle.finish_refresh()  # it may read what is written here
         for landing in self._landings:
             target = landing.target.master if isinstance(landing.target, Member) else landing.target
-            target.copy_(landing.rows)
+            target.copy_(self._rows(landing.key, landing.target))
         for name, value in self._states:
             module = self._runtime.model.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
             module.set_extra_state(value)
@@ -259,6 +275,11 @@ class Restore:
             state = {name: self._decoder.decode(values) for name, values in self._optimizer_state.items()}
             self._optimizer.adopt_state_dict({"state": state, "param_groups": groups})
         return self._decoder.decode(self._document["extra"])
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(dtype), other.to(dtype))
 
 
 def _key_of(reference: Any) -> str | None:

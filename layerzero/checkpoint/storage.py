@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from layerzero.checkpoint.checks import check_document, check_tensors, check_topology
 from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, discard, publish, tensor_bytes, write_file
 from layerzero.checkpoint.values import dtype_named
 from layerzero.sharded_tensor import plain
@@ -82,15 +83,24 @@ class Contents:
     def read(cls, manifest: Manifest) -> Contents:
         """Verified first. Raises CheckpointError."""
         manifest.verify([CONTENTS])
-        content = json.loads(manifest.path_of(CONTENTS).read_bytes())
-        tensors = {
-            key: StoredTensor(
-                tuple(shape),
-                dtype_named(dtype),
-                tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
-            )
-            for key, (dtype, shape, chunks) in content["tensors"].items()
-        }
+        path = manifest.path_of(CONTENTS)
+        try:
+            content = json.loads(path.read_bytes())
+            tensors = {
+                key: StoredTensor(
+                    tuple(shape),
+                    dtype_named(dtype),
+                    tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
+                )
+                for key, (dtype, shape, chunks) in content["tensors"].items()
+            }
+            if odd := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
+                raise ValueError(f"{min(odd)} has a dtype that safetensors files do not have")
+            check_topology(content["topology"])
+            check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
+            check_document(content["document"], tensors, ranks=content["topology"]["data_parallel"])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return cls(content["topology"], content["document"], tensors)
 
     def to_json(self) -> bytes:
@@ -235,10 +245,13 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _pickled(self._values[item.storage_index.fqn]))
                 continue
             key = self._names[item.storage_index.fqn]
-            by_file[self._file_of(key, item.storage_index)].append((key, item))
+            file, _, sizes = self._chunk_of(key, item.storage_index)
+            by_file[file].append((key, sizes, item))
         for file, items in by_file.items():
-            with opened(self._manifest.path_of(file)) as tensors:
-                for key, item in items:
+            path = self._manifest.path_of(file)
+            with opened(path) as tensors:
+                for key, sizes, item in items:
+                    check_entry(path, tensors, key, sizes, self._contents.tensors[key].dtype)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_box(tensors, key, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
@@ -246,11 +259,11 @@ class Reader(StorageReader):
         future.set_result(None)
         return future
 
-    def _file_of(self, key: str, index: MetadataIndex) -> str:
+    def _chunk_of(self, key: str, index: MetadataIndex) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         chunks = self._contents.tensors[key].chunks
         if index.offset is None:
-            return chunks[0][0]
-        return next(file for file, offsets, _ in chunks if offsets == tuple(index.offset))
+            return chunks[0]
+        return next(chunk for chunk in chunks if chunk[1] == tuple(index.offset))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -301,6 +314,14 @@ def opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_entry(path: Path, tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise CheckpointError unless the opened file at `path` has what ``contents.json`` says."""
+    entry = tensors.get_slice(key) if key in tensors.keys() else None  # noqa: SIM118 - not a mapping
+    if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
+        found = "nothing" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
+        raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")
 
 
 def pieces(tensors: Any, key: str, rows: range, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:

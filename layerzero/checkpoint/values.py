@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.files import tensor_bytes
 from layerzero.sharded_tensor import LocalRows
 
-__all__ = ["Decoder", "Encoder", "PerRank", "dtype_named", "references"]
+__all__ = ["DEPTH", "Decoder", "Encoder", "PerRank", "dtype_named", "is_deeper", "references"]
+
+DEPTH = 200  # of the JSON: what Python can walk through without reaching the end of its stack
 
 _TENSORS = ("$tensor", "$ndarray", "$sharded")
 _PAIRS: dict[str, Callable[[Any], Any]] = {
@@ -59,6 +61,7 @@ class Encoder:
     own: list[Any] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that is met twice is stored once
+    _key_at: dict[str, str] = field(default_factory=dict)  # by path, of whole tensors
     _prefix: str = ""
 
     def encode(self, value: Any, path: str) -> Any:
@@ -82,6 +85,18 @@ class Encoder:
         self._note(path, encoded)
         return encoded
 
+    def encode_tree(self, value: Any, path: str) -> Any:
+        """:meth:`encode` of a value that anybody may have made. Raises TypeError also of what no load could walk."""
+        most = DEPTH // 2 - 2  # a rank's own value can be as deep again
+        try:
+            encoded = self.encode(value, path)
+            too_deep = any(is_deeper(tree, most) for tree in (encoded, *self.own))
+        except RecursionError:
+            too_deep = True
+        if too_deep:
+            raise TypeError(f"{path}: values are nested deeper than {most} levels, or inside themselves")
+        return encoded
+
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         encoded = [[key, self.encode(item, f"{path}.{key}")] for key, item in value.items()]
         self._note(f"{path} (keys)", [repr(key) for key in value])
@@ -102,7 +117,7 @@ class Encoder:
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
-            key = self._prefix + path
+            key = (self._prefix + path).encode(errors="replace").decode()  # safetensors are strict about Unicode
             while key in self.tensors:  # {1: a, "1": b}
                 key += "'"
             self._keys[self._prefix, id(tensor)] = key
@@ -116,6 +131,7 @@ class Encoder:
             return {"$sharded": key, "like": self.name_of(rows)}
         if not self._prefix:
             self.digests[path] = ""  # filled by `digest_tensors`, where somebody compares
+            self._key_at[path] = key
         return {"$tensor": key}
 
     def _per_rank(self, value: object, path: str) -> Any:
@@ -134,13 +150,13 @@ class Encoder:
 
     def digest_tensors(self, path: str) -> None:
         """Digest the whole tensors at and below `path`, so that ranks can compare them."""
-        for key in [key for key, digest in self.digests.items() if key.startswith(path) and not digest]:
-            tensor = self.tensors[key].detach().cpu().contiguous()
+        for place in [place for place, digest in self.digests.items() if place.startswith(path) and not digest]:
+            tensor = self.tensors[self._key_at[place]].detach().cpu().contiguous()
             said = f"{tensor.dtype} {list(tensor.shape)} "
             digest = hashlib.sha256()
             for piece in tensor_bytes(tensor):
                 digest.update(piece)
-            self.digests[key] = said + digest.hexdigest()[:16]
+            self.digests[place] = said + digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -201,6 +217,16 @@ def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
         else:
             for item in value.values():
                 yield from references(item, rank=rank)
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Some JSON has lists or objects inside each other, more than `depth` of them."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [item for v in level if isinstance(v, (list, dict)) for item in (v.values() if type(v) is dict else v)]
+        if not level:
+            return False
+    return True
 
 
 def dtype_named(name: str) -> torch.dtype:

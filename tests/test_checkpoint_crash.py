@@ -1,0 +1,270 @@
+"""Whatever ends a save, the checkpoint before it loads, and nothing that looks whole is not.
+
+The ranks that die here are processes of their own, forked from one that has imported torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero import checkpoint
+from layerzero.checkpoint import storage
+from layerzero.checkpoint.files import Manifest
+from tests.models import different
+from tests.ranks import run_ranks
+from tests.test_checkpoint import everything, sharded_net, train
+
+CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # of os, that change what is on the disk
+SURVIVED, RAISED, WRONG = 0, 7, 8
+TIMEOUT = timedelta(seconds=20)
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.test_checkpoint"])
+
+
+def _die_at(turn: int, *, half: bool) -> None:
+    """Kill this process instead of its call number `turn`; a write comes `half` as far."""
+    turns = iter(range(turn + 1))
+
+    def deadly(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(turns, None) == turn:
+                if half and name == "write":
+                    real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, deadly(name))
+
+
+def _second_save(folder: str, rank: int, world_size: int, victim: int, turn: int, half: bool) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}.store", world_size)
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    model, optimizer = sharded_net(world_size)
+    train(model, optimizer, range(2))
+    dist.barrier()
+    if rank == victim:
+        _die_at(turn, half=half)
+    try:
+        if turn % 2:
+            checkpoint.save_async(f"{folder}/step-2", model, optimizer, {"step": 2}, keep_last=1).wait()
+        else:
+            checkpoint.save(f"{folder}/step-2", model, optimizer, {"step": 2}, keep_last=1)
+    except checkpoint.CheckpointError as error:
+        os._exit(RAISED if "step-2 could not be written" in str(error) else WRONG)
+    os._exit(SURVIVED)
+
+
+def _start(folder: Path, world_size: int, victim: int, turn: int, *, half: bool = False) -> list[Any]:
+    """Ranks that save step-2, one of which may die of it."""
+    ranks = [
+        _forks.Process(target=_second_save, args=(str(folder), rank, world_size, victim, turn, half), daemon=True)
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def _exits(ranks: list[Any]) -> list[int]:
+    """How they end, which they must do in time."""
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+        rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def _first_save(rank: int, folder: str) -> list[dict[str, Tensor]]:
+    """Saves step-1; returns the states of both steps."""
+    model, optimizer = sharded_net(1)
+    train(model, optimizer, range(1))
+    checkpoint.save(f"{folder}/step-1", model, optimizer, {"step": 1}, keep_last=1)
+    first = everything(model, optimizer)
+    train(model, optimizer, range(1, 2))
+    return [first, everything(model, optimizer)]
+
+
+def _survey(rank: int, folders: list[Path], states: list[dict[str, Tensor]]) -> list[str]:
+    """What is the latest checkpoint of each folder; it must be whole, and nothing may be in the way of the next."""
+    found = []
+    model, optimizer = sharded_net(1, seed=1)
+    for folder in folders:
+        path = checkpoint.latest(folder)
+        assert path is not None, folder
+        extra = checkpoint.load(path, model, optimizer)
+        assert path.name == f"step-{extra['step']}"
+        assert not (wrong := different(everything(model, optimizer), states[extra["step"] - 1])), f"{folder}: {wrong}"
+        for shown in folder.iterdir():
+            if not shown.name.startswith("."):
+                Manifest.read(shown).verify()
+        following = f"step-{extra['step'] + 1}"
+        checkpoint.save(folder / following, model, optimizer, keep_last=1)
+        assert [left.name for left in folder.iterdir()] == [following], f"after {folder}"
+        found.append(path.name)
+    return found
+
+
+def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    states = run_ranks(_first_save, str(tmp_path / "False"), world_size=1)[0]
+    shutil.copytree(tmp_path / "False", tmp_path / "True")
+    shutil.copytree(tmp_path / "True" / "step-1", tmp_path / "True" / ".step-2.partial")  # of an earlier death
+    folders = []
+    for turn in range(100):
+        saves = []
+        for half in (False, True):
+            folders.append(tmp_path / f"{turn}-{half}")
+            shutil.copytree(tmp_path / str(half), folders[-1])
+            saves += _start(folders[-1], 1, 0, turn, half=half)
+        exits = _exits(saves)
+        if exits == [SURVIVED, SURVIVED]:
+            break
+        assert set(exits) <= {-signal.SIGKILL, SURVIVED}, exits
+    assert turn > 25, "this many calls change the disk"
+    found = run_ranks(_survey, folders, states, world_size=1)[0]
+    assert found.count("step-1") > 40 and found.count("step-2") > 10
+
+
+def test_when_one_of_two_ranks_dies_the_other_says_so(tmp_path: Path) -> None:
+    states = run_ranks(_first_save, str(tmp_path / "base"), world_size=1)[0]
+    folders, others = [], []
+    for victim in (0, 1):
+        for turn in range(1, 100, 2 + victim):
+            folders.append(tmp_path / f"{victim}-{turn}")
+            shutil.copytree(tmp_path / "base", folders[-1])
+            exits = _exits(_start(folders[-1], 2, victim, turn))
+            if exits[victim] == SURVIVED:
+                break
+            assert exits[victim] == -signal.SIGKILL
+            others.append(exits[1 - victim])
+    assert others.count(RAISED) > 10
+    found = run_ranks(_survey, folders, states, world_size=1)[0]
+    for other, name in zip(others, found, strict=False):
+        assert other == RAISED or name == "step-2", "who heard of no error has a checkpoint"
+
+
+@contextmanager
+def _small_disk(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def _fill(folder: Path, *, free: int, pages: bool) -> None:
+    """Leave so many pages, or so many files, of a small disk."""
+    filler = folder / "filler"
+    shutil.rmtree(filler, ignore_errors=True)
+    filler.mkdir()
+    found = os.statvfs(folder)
+    if pages:
+        (filler / "0").write_bytes(bytes((found.f_bavail - free) * found.f_bsize))
+    for name in range(0 if pages else found.f_favail - free):
+        (filler / str(name)).touch()
+
+
+def _crowded(rank: int, folder: Path, pages: bool) -> int:
+    """Save with ever more room until it works; returns the number of failures."""
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+    checkpoint.save(folder / "step-1", model, optimizer, {"step": 1})
+    first = everything(model, optimizer)
+    said = r"step-2 could not be written: .*rank \d: OSError: .*No space left on device"
+    for free in range(20):
+        dist.barrier()
+        if rank == 0:
+            _fill(folder, free=free, pages=pages)
+        dist.barrier()
+        try:
+            if free % 2:
+                pending = checkpoint.save_async(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)
+                train(model, optimizer, range(1, 2))
+                pending.wait()
+            else:
+                checkpoint.save(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)
+            break
+        except checkpoint.CheckpointError as error:
+            assert re.search(said, str(error)), error
+        dist.barrier()
+        assert {path.name for path in folder.iterdir()} == {"filler", "step-1"}
+        assert checkpoint.latest(folder) == folder / "step-1"
+        train(model, optimizer, range(1, 2))
+        assert checkpoint.load(folder / "step-1", model, optimizer) == {"step": 1}
+        assert not (wrong := different(everything(model, optimizer), first)), wrong
+    dist.barrier()
+    assert checkpoint.load(folder / "step-2", model, optimizer) == {"step": 2}
+    return free
+
+
+@pytest.mark.parametrize("options", ["size=128k", "size=1m,nr_inodes=24"])
+def test_a_full_disk_is_an_error_after_which_training_goes_on(tmp_path: Path, options: str) -> None:
+    with _small_disk(tmp_path / "disk", options) as disk:
+        failures = run_ranks(_crowded, disk, "nr_inodes" not in options, world_size=2)
+    assert min(failures) >= 4, "each file of a checkpoint was once the one too many"
+
+
+def _lost(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2)
+    checkpoint.save(folder / "step-1", model, optimizer)
+    publish = storage.publish
+    harms: list[Callable[[Path], Any]] = []
+
+    def elsewhere(partial: Path, *args: Any, **kwargs: Any) -> None:
+        harms[-1](partial / "rank-00001.safetensors")
+        publish(partial, *args, **kwargs)
+
+    storage.publish = elsewhere
+    try:
+        for harm, said in (
+            (os.unlink, "is missing"),
+            (lambda path: os.truncate(path, 10), "has 10 bytes"),
+            (lambda path: path.rename(path.parent / "x") and path.symlink_to("x"), "not a regular file"),
+        ):
+            harms.append(harm)
+            with pytest.raises(checkpoint.CheckpointError, match=rf"rank-00001.* {said}.*share this file system"):
+                checkpoint.save(folder / "step-2", model, optimizer)
+            dist.barrier()
+            left = [path.name for path in folder.iterdir()]
+            assert left == ["step-1"], (said, left)
+            dist.barrier()
+    finally:
+        storage.publish = publish
+    (folder / str(rank)).mkdir()
+    os.chdir(folder / str(rank))  # two machines, and a path that is relative
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: FileNotFoundError.*1/\.here\.partial/rank-00001"):
+        checkpoint.save("here", model, optimizer)
+    dist.barrier()
+    assert list(Path().iterdir()) == []
+    os.chdir("/")
+    assert checkpoint.latest(folder) == folder / "step-1"
+
+
+def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_lost, tmp_path, world_size=2)

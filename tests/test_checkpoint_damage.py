@@ -1,0 +1,285 @@
+"""A damaged checkpoint is an error that names the file, on all ranks; it never gives wrong weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint import CheckpointError, files
+from layerzero.checkpoint.storage import Contents
+from tests.models import different
+from tests.ranks import mesh_of, run_ranks
+from tests.test_checkpoint import everything, sharded_net, train
+
+DATA = "rank-00000.safetensors"
+FILES = ("contents.json", "manifest.json", DATA, "rank-00001.safetensors")
+
+
+def save_intact(rank: int, path: str) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    train(model, optimizer, range(1))
+    extra = {
+        "step": 1,
+        "tensor": torch.arange(6.0).view(2, 3),
+        "numpy": np.arange(3),
+        "own": checkpoint.per_rank({"rng": torch.get_rng_state(), "rank": (rank,)}),
+        "weight": dict(model.named_parameters())["head.weight"],
+        "others": [{1: b"x", 2.5: float("inf")}, torch.float32, None, ("a", {"b": [True]})],
+    }
+    checkpoint.save(path, model, optimizer, extra)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "intact"
+    run_ranks(save_intact, str(path), world_size=2)
+    return path
+
+
+@pytest.fixture
+def damaged(intact: Path, tmp_path: Path) -> Path:
+    """A copy for a test to harm."""
+    return Path(shutil.copytree(intact, tmp_path / "damaged"))
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _verify(path: Path) -> None:
+    manifest = files.Manifest.read(path)
+    Contents.read(manifest)
+    manifest.verify()
+
+
+def sign(path: Path, listed: dict[str, str] | None = None, sequence: Any = 0) -> None:
+    """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
+    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != files.MANIFEST}
+    table = {}
+    for name, file in listed.items():
+        content = (path / file).read_bytes()
+        table[name] = [len(content), files.hashlib.sha256(content).hexdigest()]
+    known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table}
+    (path / files.MANIFEST).unlink()
+    (path / files.MANIFEST).write_bytes(files._manifest_text(known))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(damaged: Path, name: str) -> None:
+    file = damaged / name
+    content = bytearray(file.read_bytes())
+    sample = range(len(content)) if name.endswith("json") else [*range(64), *range(64, len(content), 5)]
+    for offset in sample:
+        for bit in range(8) if name == files.MANIFEST else (offset % 8,):
+            content[offset] ^= 1 << bit
+            file.write_bytes(content)
+            with pytest.raises(CheckpointError, match=name):
+                _verify(damaged)
+            content[offset] ^= 1 << bit
+    file.write_bytes(content)
+    _verify(damaged)
+
+
+def _harms(name: str) -> dict[str, Callable[[Path], Any]]:
+    def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+        return lambda file: file.write_bytes(change(file.read_bytes()))
+
+    return {
+        "short": rewrite(lambda content: content[:-1]),
+        "empty": rewrite(lambda content: b""),
+        "long": rewrite(lambda content: content + b"\0"),
+        "zeroed": rewrite(lambda content: bytes(len(content))),
+        "deep": rewrite(lambda content: b"[" * len(content)),
+        "missing": os.unlink,
+        "other": lambda file: shutil.copy(file.parent / FILES[FILES.index(name) - 1], file),
+        "folder": lambda file: (file.unlink(), file.mkdir()),
+        "link": lambda file: (file.rename(file.parent.parent / "x"), file.symlink_to("../x")),
+        "pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_as_it_was_written_is_named(intact: Path, tmp_path: Path, name: str) -> None:
+    for what, harm in _harms(name).items():
+        path = Path(shutil.copytree(intact, tmp_path / what / "one"))
+        harm(path / name)
+        with pytest.raises(CheckpointError, match=name):
+            _verify(path)
+        if what not in ("zeroed", "deep", "other") or name == files.MANIFEST:
+            assert checkpoint.latest(path.parent) is None
+
+
+def _unharmed(rank: int, path: Path) -> None:
+    """No rank loads anything, and all ranks hear the same error, whoever has found it."""
+    model, optimizer = sharded_net(1, adam=True, seed=1)
+    train(model, optimizer, range(1))
+    before = everything(model, optimizer)
+    for name in FILES:
+        content = (path / name).read_bytes()
+        for harmed in (content[:-1], content[:200] + bytes([content[200] ^ 4]) + content[201:]):
+            dist.barrier()
+            if rank == 0:
+                (path / name).write_bytes(harmed)
+            dist.barrier()
+            with pytest.raises(CheckpointError, match=f"{name}.*is damaged"):
+                checkpoint.load(path, model, optimizer)
+            assert not different(everything(model, optimizer), before)
+        dist.barrier()
+        if rank == 0:
+            (path / name).write_bytes(content)
+        dist.barrier()
+    assert checkpoint.load(path, model, optimizer)["step"] == 1
+    train(model, optimizer, range(1))
+
+
+def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(damaged: Path) -> None:
+    run_ranks(_unharmed, damaged, world_size=2)
+
+
+def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> None:
+    shutil.copy(damaged / DATA, damaged.parent / DATA)
+    odd = (
+        "",
+        ".",
+        "..",
+        f"../{DATA}",
+        "/etc/passwd",
+        "a/b",
+        f"./{DATA}",
+        str(damaged / DATA),
+        "a\0b",
+        "\ud800",
+        "x" * 300,
+    )
+    for name in odd:
+        sign(damaged, {"contents.json": "contents.json", name: DATA})
+        with pytest.raises(CheckpointError, match=r"manifest\.json names a file"):
+            files.Manifest.read(damaged)
+        assert checkpoint.latest(damaged.parent) is None
+    for sequence in ("1", None, 1.5, True, [1], {}):
+        sign(damaged, sequence=sequence)
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            files.Manifest.read(damaged)
+    for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}):
+        table = {DATA: entry}
+        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": table}
+        (damaged / files.MANIFEST).write_bytes(files._manifest_text(known))
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            files.Manifest.read(damaged)
+    sign(damaged, {DATA: DATA})
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not list the file 'contents\.json'"):
+        Contents.read(files.Manifest.read(damaged))
+
+
+def _as_nobody(folder: Path) -> Path | None:
+    """What :func:`latest` says to a user who may not open some of the folders."""
+    receiver, sender = os.pipe()
+    os.chdir(folder)  # whose parents are root's alone
+    if (child := os.fork()) == 0:
+        os.setegid(65534)
+        os.seteuid(65534)
+        try:
+            os.write(sender, str(checkpoint.latest(".")).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.chdir("/")
+    os.close(sender)
+    with open(receiver, "rb") as pipe:
+        said = pipe.read().decode()
+    return None if said == "None" else folder / said
+
+
+def _as_user(rank: int, folder: Path) -> Path | None:
+    return checkpoint.latest(folder) if os.geteuid() else _as_nobody(folder)
+
+
+def test_latest_goes_by_the_order_of_saves_and_passes_over_what_is_no_checkpoint(intact: Path, tmp_path: Path) -> None:
+    for sequence, name in enumerate(
+        ("step-9", "step-10", "a", "z-without-manifest", "y-damaged", "x-unlisted", "locked")
+    ):
+        sign(Path(shutil.copytree(intact, tmp_path / name)), sequence=sequence)
+        os.utime(tmp_path / name, (9 - sequence, 9 - sequence))
+    (tmp_path / "z-without-manifest" / files.MANIFEST).unlink()
+    manifest = tmp_path / "y-damaged" / files.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"sequence": 4', b'"sequence": 9'))
+    (tmp_path / "x-unlisted" / DATA).unlink()
+    (tmp_path / "z-link").symlink_to("step-9")
+    (tmp_path / "z-nowhere").symlink_to("gone")
+    (tmp_path / "z-file").write_text("{}")
+    (tmp_path / "z-empty").mkdir()
+    shutil.copytree(tmp_path / "step-10", tmp_path / ".z.partial")
+    tmp_path.chmod(0o755)
+    assert checkpoint.latest(str(tmp_path)) == tmp_path / "locked"
+    (tmp_path / "locked").chmod(0)
+    assert run_ranks(_as_user, tmp_path, world_size=1) == [tmp_path / "a"]
+    shutil.rmtree(tmp_path / "locked")
+    for expected in ("a", "step-10", "step-9"):
+        assert checkpoint.latest(tmp_path) == tmp_path / expected
+        shutil.rmtree(tmp_path / expected)
+    assert checkpoint.latest(tmp_path) is None
+
+
+class Untied(nn.Module):
+    """Two linear maps, which may share their weights."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.register_buffer("seen", torch.rand(3))
+        self.more = nn.Parameter(torch.rand(8, 4))  # so that the root is not cut as a unit is
+        if tied:
+            self.two.weight = self.one.weight
+
+
+def _shared(rank: int, folder: Path) -> None:
+    """Tensors that are stored once, and wanted twice."""
+    torch.manual_seed(0)
+    net = Untied(tied=True)
+    weight, seen = net.one.weight.detach().clone(), net.seen.clone()
+    model = layerzero.shard_model(net, mesh=mesh_of(1), units=("one",))
+    rows, extra = dict(model.named_parameters())["one.weight"], torch.arange(3)
+    checkpoint.save(folder / "tied", model, None, {"rows": rows, "seen": model.seen, "a": extra, "b": [extra]})
+    for tied in (True, False):
+        torch.manual_seed(1)
+        again = layerzero.shard_model(Untied(tied=tied), mesh=mesh_of(2), units=("one",))
+        loaded = checkpoint.load(folder / "tied", again)
+        for name in ("one.weight", "two.weight")[: 1 if tied else 2]:
+            assert torch.equal(dict(again.named_parameters())[name].full_tensor(), weight), f"{name} tied={tied}"
+        found = loaded["rows"].full_tensor() if hasattr(loaded["rows"], "full_tensor") else loaded["rows"]
+        assert torch.equal(found, weight) and torch.equal(loaded["seen"], seen) and torch.equal(again.seen, seen)
+        assert loaded["a"].tolist() == loaded["b"][0].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_is_stored_once_fills_all_that_want_it(tmp_path: Path) -> None:
+    run_ranks(_shared, tmp_path, world_size=2)
+
+
+def _endless(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(1)
+    endless: list[Any] = []
+    endless.append(endless)
+    for extra in (endless, nested(300), {"a": checkpoint.per_rank(nested(5000))}):
+        with pytest.raises(TypeError, match="nested"):
+            checkpoint.save(folder / "one", model, optimizer, extra)
+    checkpoint.save(folder / "one", model, optimizer, {"a": checkpoint.per_rank(nested(90)), "\ud800": torch.ones(1)})
+    assert checkpoint.load(folder / "one", model, optimizer)["\ud800"].tolist() == [1]
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    run_ranks(_endless, tmp_path, world_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

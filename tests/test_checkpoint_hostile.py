@@ -1,0 +1,284 @@
+"""A checkpoint that somebody has made up, with digests that are right, is loaded or refused; it can do nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from layerzero import checkpoint
+from layerzero.checkpoint import CheckpointError, convert
+from tests.models import different
+from tests.ranks import run_ranks
+from tests.test_checkpoint import everything, sharded_net, train
+from tests.test_checkpoint_damage import DATA, nested, save_intact, sign
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "intact"
+    run_ranks(save_intact, str(path), world_size=2)
+    return path
+
+
+Change = Callable[[dict[str, Any]], Any]
+WEIGHT = "model.head.weight"  # [3, 6], in the files of both ranks
+
+
+def _chunks(*chunks: list[Any]) -> Change:
+    return lambda content: content["tensors"][WEIGHT].__setitem__(2, list(chunks))
+
+
+def _extra(value: Any) -> Change:
+    return lambda content: content["document"].__setitem__("extra", value)
+
+
+def _listed(key: str, entry: Any) -> Change:
+    return lambda content: content["tensors"].__setitem__(key, entry)
+
+
+def _bomb(shape: list[int]) -> Change:
+    def change(content: dict[str, Any]) -> None:
+        content["tensors"]["extra.bomb"] = ["float32", shape, [[DATA, [0] * len(shape), shape]]]
+        content["document"]["extra"] = {"$tensor": "extra.bomb"}
+
+    return change
+
+
+HOSTILE: dict[str, Change] = {
+    "a hole at the end": _chunks([DATA, [0, 0], [2, 6]]),
+    "a hole at the start": _chunks([DATA, [1, 0], [2, 6]]),
+    "a hole within": _chunks([DATA, [0, 0], [1, 6]], [DATA, [2, 0], [1, 6]]),
+    "no rows": _chunks(),
+    "columns": _chunks([DATA, [0, 0], [3, 3]], [DATA, [0, 3], [3, 3]]),
+    "an overlap": _chunks([DATA, [0, 0], [2, 6]], [DATA, [1, 0], [2, 6]]),
+    "rows twice": _chunks([DATA, [0, 0], [3, 6]], [DATA, [0, 0], [3, 6]]),
+    "rows beyond": _chunks([DATA, [0, 0], [4, 6]]),
+    "negative": _chunks([DATA, [-1, 0], [4, 6]]),
+    "too wide": _chunks([DATA, [0, 0], [3, 7]]),
+    "overflow": _chunks([DATA, [2**63, 0], [3, 6]]),
+    "fractions": _chunks([DATA, [0.0, 0], [3.0, 6]]),
+    "truth": _chunks([DATA, [False, 0], [3, 6]]),
+    "flat": _chunks([DATA, [0], [18]]),
+    "elsewhere": _chunks(["../" + DATA, [0, 0], [3, 6]]),
+    "absolute": _chunks(["/etc/passwd", [0, 0], [3, 6]]),
+    "unlisted": _chunks(["unlisted", [0, 0], [3, 6]]),
+    "manifest": _chunks(["manifest.json", [0, 0], [3, 6]]),
+    "no tensors": _chunks(["contents.json", [0, 0], [3, 6]]),
+    "other file": _chunks(["rank-00001.safetensors", [0, 0], [3, 6]]),
+    "other dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "bfloat16"),
+    "no dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "nn"),
+    "quantised": lambda content: content["tensors"][WEIGHT].__setitem__(0, "quint8"),
+    "bomb": _bomb([10**18]),
+    "wide bomb": _bomb([2**31, 2**31, 2**31]),
+    "empty bomb": _bomb([0, 2**62, 2**62]),
+    "plausible bomb": _bomb([10**9]),
+    "negative bomb": _bomb([-1]),
+    "number in two places": _listed("x", ["float32", [], [[DATA, [], []], [DATA, [], []]]]),
+    "number nowhere": _listed("x", ["float32", [], []]),
+    "no tensor": _extra({"$tensor": "nothing"}),
+    "not a key": _extra({"$tensor": ["x"]}),
+    "rows of a number": _extra({"$sharded": "optimizer.state.head.weight.step", "like": "head.weight"}),
+    "rows of nothing": _extra({"$sharded": WEIGHT}),
+    "tag": _extra({"$import": "os"}),
+    "two tags": _extra({"$tuple": [], "$dict": []}),
+    "late tag": _extra({"a": 1, "$tensor": WEIGHT}),
+    "array": _extra({"$ndarray": "nothing"}),
+    "float": _extra({"$float": "x"}),
+    "bytes": _extra({"$bytes": "€"}),
+    "dtype": _extra({"$dtype": "load"}),
+    "unhashable": _extra({"$dict": [[[], 1]]}),
+    "unpaired": _extra({"$dict": [[1]]}),
+    "counter": _extra({"$counter": 3}),
+    "tensor as key": _extra({"$dict": [[{"$tensor": WEIGHT}, 1]]}),
+    "few ranks": _extra({"$per_rank": []}),
+    "deep": _extra(nested(201)),
+    "state": lambda content: content["document"]["optimizer"].__setitem__("state", []),
+    "state of one": lambda content: content["document"]["optimizer"]["state"].__setitem__("head.weight", 1),
+    "groups": lambda content: content["document"]["optimizer"].__setitem__("param_groups", [{"params": 3}]),
+    "model": lambda content: content["document"].__setitem__("model", [1]),
+    "nothing": lambda content: content.clear(),
+    "ranks": lambda content: content["topology"].__setitem__("data_parallel", "2"),
+}
+
+
+def _rewrite(path: Path, change: Change) -> None:
+    content = json.loads((path / "contents.json").read_text())
+    change(content)
+    (path / "contents.json").write_text(json.dumps(content))
+    sign(path)
+
+
+def _all_refuse(rank: int, folder: Path, named: str) -> list[str]:
+    """Load every checkpoint in `folder`; returns what does not end in an error that names the file."""
+    model, optimizer = sharded_net(2, adam=True, seed=1)
+    train(model, optimizer, range(1))
+    before, loaded = everything(model, optimizer), []
+    for path in sorted(folder.iterdir()):
+        try:
+            checkpoint.load(path, model, optimizer)
+            loaded.append(path.name)
+        except CheckpointError as error:
+            if named not in str(error):
+                loaded.append(f"{path.name}: {error}")
+        if wrong := different(everything(model, optimizer), before):
+            loaded.append(f"{path.name} changed {wrong}")
+            break
+    return loaded
+
+
+def test_a_hostile_table_of_contents_is_refused(intact: Path, tmp_path: Path) -> None:
+    for name, change in HOSTILE.items():
+        _rewrite(Path(shutil.copytree(intact, tmp_path / name)), change)
+    started = time.monotonic()
+    for found in run_ranks(_all_refuse, tmp_path, "contents.json", world_size=2):
+        assert not found
+    assert time.monotonic() - started < 30
+
+
+def _safetensors(header: bytes, size: int | None = None, data: bytes = bytes(64)) -> bytes:
+    return (len(header) if size is None else size).to_bytes(8, "little") + header + data
+
+
+class _Planted:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["PLANTED"],)
+
+
+def test_a_hostile_data_file_is_refused(intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED", str(tmp_path / "planted"))
+    whole = (intact / DATA).read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    table = json.loads(whole[8 : 8 + length])
+
+    def entry(**changed: Any) -> bytes:
+        header = {**table, WEIGHT: {**table[WEIGHT], **changed}}
+        return _safetensors(json.dumps(header).encode(), data=whole[8 + length :])
+
+    begin, end = table[WEIGHT]["data_offsets"]
+    rows, columns = table[WEIGHT]["shape"]
+    assert rows > 1
+    contents = {
+        "pickle": pickle.dumps(_Planted()),
+        "no header": b"",
+        "huge header": _safetensors(b"{}", 2**63),
+        "long header": _safetensors(b"{}", 1000),
+        "nothing": _safetensors(b"{}", data=b""),
+        "deep": _safetensors(b"[" * 100_000),
+        "overlap": entry(data_offsets=[begin - 4, end - 4]),
+        "negative": entry(data_offsets=[-4, end]),
+        "backwards": entry(data_offsets=[end, begin]),
+        "beyond": entry(data_offsets=[begin + 10**9, end + 10**9]),
+        "other shape": entry(shape=[columns, rows]),
+        "one row": entry(shape=[1, rows * columns]),
+        "flat": entry(shape=[rows * columns]),
+        "other dtype": entry(dtype="I32"),
+        "overflow": entry(shape=[2**62, 2**62]),
+        "other name": _safetensors(json.dumps(table).encode().replace(WEIGHT.encode(), b"other")),
+    }
+    for name, content in contents.items():
+        path = Path(shutil.copytree(intact, tmp_path / "all" / name))
+        (path / DATA).write_bytes(content.ljust(len(whole), b"\0"))
+        sign(path)
+    for found in run_ranks(_all_refuse, tmp_path / "all", DATA, world_size=2):
+        assert not found
+    for name in contents:
+        with pytest.raises(CheckpointError):
+            convert.export_model(tmp_path / "all" / name, tmp_path / "exported")
+    assert {path.name for path in tmp_path.iterdir()} == {"all"}, "nothing ran, and nothing was left"
+
+
+WRONG = (
+    *(None, True, -1, 0, 1, 2**63, 10**18, 10**400, 1e308, "", "x", "..", WEIGHT, DATA, "\ud800", [], {}, [[]], [0, 0]),
+    *({"$tensor": WEIGHT}, {"$sharded": WEIGHT, "like": "head.weight"}, {"$ndarray": "extra.numpy"}, {"$tensor": None}),
+    *(
+        {"$per_rank": [1]},
+        {"$per_rank": [{"$tensor": WEIGHT}]},
+        {"$tuple": 1},
+        {"$dict": [[1, 2]]},
+        {"$counter": [[1]]},
+    ),
+    *({"$float": "nan"}, {"$bytes": "=="}, {"$dtype": "float32"}, {"$x": 1}, {"": 1}, nested(150), "@deep"),
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from _places(value[key], (*path, key))
+
+
+def _mutate(content: Any, data: st.DataObject) -> None:
+    places = list(_places(content))
+    *path, last = data.draw(st.sampled_from(places))
+    holder = content
+    for key in path:
+        holder = holder[key]
+    kind = data.draw(st.sampled_from(["wrong", "wrong", "delete", "move", "rename", "nudge"]))
+    if kind == "delete":
+        del holder[last]
+    elif kind == "rename" and isinstance(holder, dict):
+        holder[data.draw(st.sampled_from(["x", "$tensor", "$sharded", "$tuple", "like", "params"]))] = holder.pop(last)
+    elif kind == "move":
+        other = content
+        for key in data.draw(st.sampled_from(places)):
+            other = other[key]
+        holder[last] = copy.deepcopy(other)
+    elif kind == "nudge" and isinstance(holder[last], int):
+        holder[last] += data.draw(st.sampled_from([-1, 1, 2]))
+    else:
+        holder[last] = copy.deepcopy(data.draw(st.sampled_from(WRONG)))
+
+
+def _fuzz(rank: int, folder: Path, examples: int) -> int:
+    model, optimizer = sharded_net(1, adam=True, seed=1)
+    checkpoint.load(folder / "intact", model, optimizer)
+    before = everything(model, optimizer)
+    intact = json.loads((folder / "intact" / "contents.json").read_text())
+    path = Path(shutil.copytree(folder / "intact", folder / "fuzzed"))
+    refused = 0
+
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @given(st.data())
+    def one(data: st.DataObject) -> None:
+        nonlocal refused
+        content = copy.deepcopy(intact)
+        for _ in range(data.draw(st.integers(1, 2))):
+            _mutate(content, data)
+        text = json.dumps(content).replace('"@deep"', "[" * 5000 + "]" * 5000)
+        (path / "contents.json").write_text(text)
+        sign(path)
+        try:
+            checkpoint.load(path, model, optimizer)
+        except (CheckpointError, ValueError):
+            refused += 1
+            assert not different(everything(model, optimizer), before)
+        else:
+            checkpoint.load(folder / "intact", model, optimizer)
+        for read in (convert.inspect, checkpoint.reader):
+            with contextlib.suppress(CheckpointError, ValueError):
+                read(path)
+        with contextlib.suppress(CheckpointError, ValueError):
+            convert.export_model(path, folder / "exported")
+            (folder / "exported").unlink()
+        assert {file.name for file in folder.iterdir()} == {"intact", "fuzzed"}
+
+    one()
+    return refused
+
+
+def test_whatever_the_table_of_contents_says_it_is_loaded_or_refused(intact: Path, tmp_path: Path) -> None:
+    shutil.copytree(intact, tmp_path / "intact")
+    (refused,) = run_ranks(_fuzz, tmp_path, 150, world_size=1)
+    assert refused > 20
