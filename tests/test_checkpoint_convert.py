@@ -15,10 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner, Result
 
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import convert
+from layerzero.cli import app
 from layerzero.sharded_tensor import plain
 from tests.models import TiedTransformer, different
 from tests.ranks import mesh_of, run_ranks
@@ -27,10 +29,9 @@ from tests.test_checkpoint import WithBuffers, everything, sharded_net, train
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "error", "-m", "layerzero", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+def command(*arguments: str | Path) -> Result:
+    """``python -m layerzero``, in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def _save_tied(rank: int, path: str) -> dict[str, Tensor]:
@@ -44,18 +45,18 @@ def _save_tied(rank: int, path: str) -> dict[str, Tensor]:
 
 def test_an_exported_model_is_the_full_state_dict(tmp_path: Path) -> None:
     expected = run_ranks(_save_tied, str(tmp_path / "one"))[0]
-    assert command("export", tmp_path / "one", tmp_path / "out.safetensors").returncode == 0
+    assert command("export", tmp_path / "one", tmp_path / "out.safetensors").exit_code == 0
     found = load_file(tmp_path / "out.safetensors")
     assert not different(found, expected)
     plain = WithBuffers(seed=2)
     missing, unexpected = plain.load_state_dict(found, strict=False)
     assert (missing, unexpected) == (["counting._extra_state"], [])
-    assert command("export", "--dtype", "bfloat16", tmp_path / "one", tmp_path / "b.safetensors").returncode == 0
+    assert command("export", "--dtype", "bfloat16", tmp_path / "one", tmp_path / "b.safetensors").exit_code == 0
     narrow = load_file(tmp_path / "b.safetensors")
     assert not different(narrow, {n: v.bfloat16() if v.is_floating_point() else v for n, v in expected.items()})
     again = command("export", tmp_path / "one", tmp_path / "out.safetensors")
-    assert again.returncode == 1 and "exists already" in again.stderr
-    assert command("export", "--dtype", "int4", tmp_path / "one", tmp_path / "x").returncode == 2
+    assert again.exit_code == 1 and "exists already" in again.stderr
+    assert command("export", "--dtype", "int4", tmp_path / "one", tmp_path / "x").exit_code == 2
 
 
 def _load_tied(rank: int, path: str, wanted: dict[str, Tensor]) -> None:
@@ -81,7 +82,7 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
     save_file(first, tmp_path / "1.safetensors")
     save_file(rest, tmp_path / "2.safetensors")
     made = command("import", tmp_path / "1.safetensors", tmp_path / "2.safetensors", tmp_path / "whole")
-    assert made.returncode == 0, made.stderr
+    assert made.exit_code == 0, made.stderr
     run_ranks(_load_tied, str(tmp_path / "whole"), state, world_size=2)
 
     save_file({name: value for name, value in rest.items() if name != "head.weight"}, tmp_path / "3.safetensors")
@@ -99,10 +100,10 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_load_tied, str(tmp_path / "narrow"), wide, world_size=2)
 
     twice = command("import", tmp_path / "1.safetensors", tmp_path / "1.safetensors", tmp_path / "twice")
-    assert twice.returncode == 1 and "as an earlier file has" in twice.stderr
+    assert twice.exit_code == 1 and "as an earlier file has" in twice.stderr
     (tmp_path / "no.safetensors").write_bytes(b"nothing of the kind")
     wrong = command("import", tmp_path / "no.safetensors", tmp_path / "no")
-    assert wrong.returncode == 1 and "is not a safetensors file" in wrong.stderr
+    assert wrong.exit_code == 1 and "is not a safetensors file" in wrong.stderr
     assert not list(tmp_path.glob(".*")), "nothing is left over"
 
 
@@ -117,7 +118,7 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     path = tmp_path / "one"
     count = run_ranks(_save_trained, str(path))[0]
     shown = command("inspect", path)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert len(lines) == count + 3, "a title, all tensors, those of extra, and the topology"
     table = {line.split()[0]: line for line in lines}
@@ -130,7 +131,7 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     content[-1] ^= 4
     file.write_bytes(content)
     damaged = command("inspect", path)
-    assert damaged.returncode == 1 and "rank-00002.safetensors is damaged" in damaged.stderr
+    assert damaged.exit_code == 1 and "rank-00002.safetensors is damaged" in damaged.stderr
 
 
 # Peak memory, beyond imports, of exporting and importing a model of several layers.
@@ -139,6 +140,7 @@ import sys, resource, torch
 from pathlib import Path
 from safetensors import safe_open
 from layerzero.checkpoint import convert
+from layerzero.cli import app
 from layerzero.sharded_tensor import plain
 folder = Path(sys.argv[1])
 convert.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
