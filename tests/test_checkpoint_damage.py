@@ -82,7 +82,7 @@ def sign(path: Path, listed: dict[str, str] | None = None, sequence: Any = 0) ->
 def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(damaged: Path, name: str) -> None:
     file = damaged / name
     content = bytearray(file.read_bytes())
-    sample = range(len(content)) if name.endswith("json") else [*range(64), *range(64, len(content), 5)]
+    sample = range(len(content)) if name.endswith("json") else [*range(64), *range(64, len(content), 11)]
     for offset in sample:
         for bit in range(8) if name == files.MANIFEST else (offset % 8,):
             content[offset] ^= 1 << bit
@@ -92,6 +92,11 @@ def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(damaged: Path, n
             content[offset] ^= 1 << bit
     file.write_bytes(content)
     _verify(damaged)
+
+
+def test_a_reader_shows_no_values_that_the_checkpoint_does_not_have(intact: Path) -> None:
+    entries = checkpoint.reader(intact).read_metadata().state_dict_metadata
+    assert entries["extra.numpy"].size == (3,) and entries["extra.tensor"].size == (2, 3)
 
 
 def _harms(name: str) -> dict[str, Callable[[Path], Any]]:
