@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +162,7 @@ def _finish_pending(runtime: Runtime) -> None:
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
     """Put a checkpoint into a sharded model and optimizer.
 
-    Every byte is compared with the SHA-256 that was written, each file by one rank. Then each rank reads its own rows.
+    Every byte is compared with the SHA-256 that was written, each file by one rank, while each rank reads its own rows.
     All data-parallel ranks must call this. Ranks, `zero3_size` and units need not be those that saved.
 
     Args:
@@ -192,21 +193,23 @@ class Source:
 
     Attributes:
         fingerprint: the same on all ranks if all have opened the same one.
+        verify: raises CheckpointError if this rank's share of the files is damaged.
     """
 
     contents: Contents
     reader: StorageReader
     fingerprint: object
+    verify: Callable[[], None]
 
 
 def _verified(path: Path) -> Callable[[Runtime], Source]:
     def opened(runtime: Runtime) -> Source:
         manifest = Manifest.read(path)
-        control = runtime.topology.control
-        manifest.verify(sorted(manifest.files)[control.rank :: control.size])
         contents = Contents.read(manifest)
         digests = {name: record.sha256 for name, record in manifest.files.items()}
-        return Source(contents, Reader(manifest, contents), digests)
+        control = runtime.topology.control
+        share = sorted(manifest.files)[control.rank :: control.size]
+        return Source(contents, Reader(manifest, contents), digests, partial(manifest.verify, share))
 
     return opened
 
@@ -221,7 +224,7 @@ def load_from(
 ) -> Any:
     """:func:`load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
-    ranks, control = runtime.topology.ranks, runtime.topology.control
+    control = runtime.topology.control
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
@@ -237,25 +240,36 @@ def load_from(
             raise ValueError(f"{path} does not fit: " + "; ".join(restore.problems))
     except Exception as error:
         failure = error
+    _agree_on_load(runtime, fields, failure)
+    assert source is not None and restore is not None
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with ThreadPoolExecutor(1) as pool:  # neither hashing nor reading holds the interpreter
+        verified = pool.submit(source.verify)
+        try:
+            read_tensors(
+                dict(restore.tensors), storage_reader=source.reader, planner=planner, process_group=control.group
+            )
+        except CheckpointException as error:
+            failure = _readable("read", path, error)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} could not be read: ranks have lost each other: {error}") from error
+        damage = cast("Exception | None", verified.exception())
+    twins = restore.twin_problems() if failure is None else []
+    _agree_on_load(runtime, {}, damage or (ValueError("; ".join(twins)) if twins else None))
+    if failure is not None:
+        raise failure  # all ranks have it
+    if restore.problems and control.rank == 0:
+        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=3)
+    return restore.commit()
+
+
+def _agree_on_load(runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
     try:
-        agree("checkpoint.load", fields, ranks=ranks, failure=failure)
+        agree("checkpoint.load", fields, ranks=runtime.topology.ranks, failure=failure)
     except RuntimeError as error:
         if failure is None and f"failed with {CheckpointError.__name__}" in str(error):
             raise CheckpointError(str(error)) from None  # all ranks can then turn to another checkpoint
         raise
-    assert source is not None and restore is not None
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        read_tensors(dict(restore.tensors), storage_reader=source.reader, planner=planner, process_group=control.group)
-    except CheckpointException as error:
-        raise _readable("read", path, error) from None
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} could not be read: ranks have lost each other: {error}") from error
-    twins = restore.twin_problems()
-    agree("checkpoint.load", {}, ranks=ranks, failure=ValueError("; ".join(twins)) if twins else None)
-    if restore.problems and control.rank == 0:
-        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=3)
-    return restore.commit()
 
 
 @dataclass(frozen=True)

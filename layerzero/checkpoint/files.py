@@ -182,6 +182,7 @@ def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequenc
         raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
     os.rename(partial, path)
     _flush_folder(path.parent)
+    _flush_folder(path.parent.parent)  # the first save may have made the parent
 
 
 def discard(folder: Path) -> None:

@@ -70,7 +70,7 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return Source(Contents({}, document, tensors), source, names)
+        return Source(Contents({}, document, tensors), source, names, verify=lambda: None)
 
     load_from(opened, os.fspath(path), model, optimizer, strict=strict)
 

@@ -66,15 +66,25 @@ def encode_all(
     """
     names = Names(runtime)
     encoder = Encoder(rank, names.of_rows)
+    stepped = None if optimizer is None else _renamed(optimizer.state_dict(), names.to_stored)
+    if stepped is not None:
+        _check_state(names, stepped["state"])
     document = {
         "model": encoder.encode(dict(names.entries), "model"),
-        "optimizer": None
-        if optimizer is None
-        else encoder.encode(_renamed(optimizer.state_dict(), names.to_stored), "optimizer"),
+        "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
         "extra": encoder.encode_tree(extra, "extra"),
     }
     encoder.digest_tensors("extra")
     return document, encoder
+
+
+def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
+    for name, values in state.items():
+        for key, value in values.items():
+            if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                shape = list(value.shape)
+                raise TypeError(f"optimizer.state.{name}.{key} has shape {shape}: neither its parameter's nor a number")
 
 
 def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
@@ -258,14 +268,14 @@ class Restore:
     @torch.no_grad()
     def commit(self) -> Any:
         """Write it all; returns ``extra``. Every rank must call this."""
+        for name, value in self._states:
+            module = self._runtime.model.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
+            module.set_extra_state(value)  # the user's: if it raises, no tensor has been changed
         for handle in self._runtime.handles:
             handle.finish_refresh()  # it may read what is written here
         for landing in self._landings:
             target = landing.target.master if isinstance(landing.target, Member) else landing.target
             target.copy_(self._rows(landing.key, landing.target))
-        for name, value in self._states:
-            module = self._runtime.model.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
-            module.set_extra_state(value)
         self._runtime.refresh(self._runtime.handles)
         if self._optimizer is not None:
             groups = [
