@@ -6,11 +6,13 @@ element to compute with (bf16: 2), g bytes an element of a reduced gradient (fp3
 Model states, bytes a rank (activations and the weights gathered for the unit at work come on top, the same
 for all three):
 
-    layerzero   16 N/D  +  c N/S  +  4 N/S     masters 4, Adam 8 and gradients 4 over all ranks;
-                                               compute weights and the accumulator inside the node
-                                               (accumulation="full": 4 N for the accumulator;
-                                               a single node needs no sharded accumulator, and no
-                                               copy of fp32 weights: the shards are the same)
+    layerzero   12 N/D  +  c N/S  +  4 N/S     masters 4 and Adam 8 over all ranks; compute weights
+                                               and the accumulator inside the node; reduced
+                                               gradients lie in the accumulator
+                                               (accumulation="full", and S = 1: 4 N for the
+                                               accumulator and 4 N/D for gradients; a single
+                                               node needs the 4 N/D instead of a sharded
+                                               accumulator, and no copy of fp32 weights)
     FSDP        16 N/D                         everything over all ranks
     HSDP        16 N/S                         everything over one node, a copy in each node
 
@@ -52,8 +54,11 @@ def scheme_costs(
     single_node = zero3_size == ranks
     weights = 0 if single_node and compute_bytes == 4 else compute_bytes * per_node_rank
     accumulator = 4 * numel if accumulation == "full" else 0 if single_node else 4 * per_node_rank
+    # Reduced gradients: in the sharded accumulator, where there is one for a node of several ranks.
+    gradients = 0 if accumulation == "sharded" and 1 < zero3_size < ranks else 4 * per_rank
+    states = 12 * per_rank + gradients + weights + accumulator
     return [
-        Cost("layerzero", 16 * per_rank + weights + accumulator, crossing * (reduce_bytes + compute_bytes)),
+        Cost("layerzero", states, crossing * (reduce_bytes + compute_bytes)),
         Cost("FSDP", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),
         Cost("HSDP", 16 * per_node_rank, crossing * 2 * reduce_bytes),
     ]

@@ -11,9 +11,10 @@ from layerzero.agreement import agree
 from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, broadcast
 from layerzero.config import LayerZeroConfig
-from layerzero.handle import Handle, carry_over
+from layerzero.handle import Handle
 from layerzero.layout import plan_layouts
 from layerzero.partition import Found, UnitPlan
+from layerzero.sharded_tensor import carry_over
 from layerzero.topology import Topology
 from layerzero.unit import Unit
 

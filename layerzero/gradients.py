@@ -8,7 +8,8 @@ With G = D * L elements in the handle (padding included), a parameter's gradient
     "sharded", S > 1           a reduce buffer  [G], reduce dtype, sent by hop 1 after each backward
 
 Hop 1 leads to the accumulator [G / S] (sharded, R > 1) or straight to the gradient shard (R = 1).
-Hop 2 leads to the gradient shard, in a backward that reduces.
+Hop 2 leads to the gradient shard, in a backward that reduces. The gradient shard may lie in the accumulator that hop 2
+has sent; see [Note: The gradient shard rests in the accumulator].
 
 [Note: Where the mean is taken]
 Contributions are summed and divided once, by D or by the user's factor, when they enter the gradient shard. Only where
@@ -27,7 +28,9 @@ from layerzero.accumulator import Accumulator
 from layerzero.buffers import BufferPool
 from layerzero.collectives import Exchange, Lane, PendingSum, reduce_scatter, scratch_numel
 from layerzero.config import Precision
+from layerzero.gradient_shard import GradientShard
 from layerzero.layout import FlatLayout
+from layerzero.rounds import Round
 from layerzero.topology import Topology
 
 __all__ = ["GradientFlow", "Phases"]
@@ -70,7 +73,6 @@ class GradientFlow:
         self.precision = precision
         self.topology = topology
         self._pool = pool
-        self._local = local_views  # by slot: its elements inside the ZeRO-1 shard
         if topology.data_parallel == 1:
             self.landing = Landing.SHARD
         elif accumulation == "full" or topology.zero3_size == 1:
@@ -81,21 +83,25 @@ class GradientFlow:
         self._scale_on_landing = 1.0 / divide_factor if early else 1.0
         self._scale_at_end = 1.0 if early else 1.0 / divide_factor
 
-        self.grad: Tensor | None = None  # 1-D [L], master dtype: the ZeRO-1 gradient shard
         self.accumulator_numel = self._accumulator_numel()  # 0 where the gradient shard does its work
         self._accumulator = make_accumulator(self.accumulator_numel, precision.master)  # G or G / S elements
+        rests = self.landing is Landing.BUFFER and topology.replicas > 1 and self._accumulator.lasting
+        self.shard = GradientShard(
+            layout.shard_numel,
+            precision.master,
+            local_views,
+            pool=pool,
+            resting_place=self._own_part if rests else None,
+        )
         self._buffer: Tensor | None = None  # 1-D [G], reduce dtype, between a first arrival and hop 1
         self._places: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
         slots = len(layout.slots)
-        self.awaited = [True] * slots  # is trainable: its gradient makes a round complete
-        self._arrived = [False] * slots  # in the round under way
+        self.round = Round(slots)  # under way
         self._opened = [False] * slots  # its landing place has been shown to a kernel, and held zeros then
-        self._missing = slots  # awaited and not arrived
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
         self.fresh = [False] * slots  # the same, since a final gradient was last shown
         self._accumulated = False  # the sharded accumulator holds something
-        self._grad_valid = False  # the gradient shard holds something
 
     # What a flow holds
 
@@ -103,18 +109,6 @@ class GradientFlow:
     def unreduced(self) -> bool:
         """Contributions wait for an exchange before the gradient shard is complete."""
         return self._accumulated or (self.landing is Landing.ACCUMULATOR and any(self._landed))
-
-    @property
-    def hop1_each_backward(self) -> bool:
-        return self.landing is Landing.BUFFER
-
-    @property
-    def round_complete(self) -> bool:
-        return self._missing == 0
-
-    @property
-    def round_begun(self) -> bool:
-        return any(self._arrived)
 
     @property
     def blocked(self) -> bool:
@@ -156,8 +150,7 @@ class GradientFlow:
         self._landed[slot] = True
         self._opened[slot] = False
         self.fresh[slot] = True
-        self._missing -= not self._arrived[slot]
-        self._arrived[slot] = True
+        self.round.arrive(slot)
         self.contributed[slot] = True
 
     def take_written(self, slot: int) -> None:
@@ -190,28 +183,13 @@ class GradientFlow:
             self._opened[slot] = True
         return place
 
-    def expect(self, coming: Sequence[bool]) -> None:
-        """Of the awaited gradients, only those that are `coming` in this pass make the round complete."""
-        slots = zip(self.awaited, coming, self._arrived, strict=True)
-        self._missing = sum(awaited and comes and not arrived for awaited, comes, arrived in slots)
-
-    def end_round(self) -> None:
-        """The pass needs no more of this flow: the next arrival starts a new round."""
-        self._arrived = [False] * len(self._arrived)
-        self._missing = sum(self.awaited)
-
-    def await_only(self, awaited: Sequence[bool]) -> None:
-        """From the next round on, expect gradients of these slots."""
-        self.awaited = list(awaited)
-        self.end_round()
-
     def reduce(self, *, across_replicas: bool) -> Phases:
         """Carry what has landed to the accumulator, or (`across_replicas`) to the gradient shard.
 
         Yields each exchange that it launches; the caller resumes it when the exchange is done, and drains it in the
         order in which flows were started.
         """
-        self.end_round()
+        self.round.end()
         if self.landing is Landing.SHARD:
             return
         if self.landing is Landing.BUFFER:
@@ -227,12 +205,13 @@ class GradientFlow:
             yield from self._reduce_accumulator()
         elif self.landing is Landing.BUFFER and self.topology.replicas > 1:
             if not self._accumulated:
+                self.shard.leave_home()
                 self._sharded_accumulator().zero_()  # what was there has been dropped, or sent
             yield from self._hop2_of_accumulator()
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
-        self.end_round()
+        self.round.end()
         self._accumulator.busy = False
         self._opened = [False] * len(self._opened)  # a kernel may have written there
         if self._buffer is not None:
@@ -253,11 +232,12 @@ class GradientFlow:
         pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, send)
         yield pending
         if has_accumulator:
+            self.shard.leave_home()
             pending.add_to(self._sharded_accumulator(), overwrite=not self._accumulated, scale=1.0)
             self._accumulated = True
             self._accumulator.busy = False
         else:
-            self._add_to_grad(pending)
+            self.shard.add_sum(pending, scale=self._scale_at_end)
         self._pool.give(send)
         self._pool.give(scratch)
         if has_accumulator and across_replicas:
@@ -277,7 +257,7 @@ class GradientFlow:
         yield from self._hop2(copy, gives_back=True)
 
     def _reduce_accumulator(self) -> Phases:
-        full = self._full_accumulator()
+        full = self._accumulator.open(keep=self._holds_whole)
         for index, slot in enumerate(self.layout.slots):
             if not self._landed[index]:
                 place = full[slot.offset : slot.end]
@@ -301,7 +281,7 @@ class GradientFlow:
         pending, scratch = self._launch(self.topology.reduce, Exchange.HOP1, full)
         yield pending
         if self.topology.replicas == 1:
-            self._add_to_grad(pending)
+            self.shard.add_sum(pending, scale=self._scale_at_end)
             self._end_reading(full)
             self._pool.give(scratch)
             return
@@ -327,7 +307,7 @@ class GradientFlow:
             self._pool.give(node)
         pending, scratch = self._launch(self.topology.replica, Exchange.HOP2, send)
         yield pending
-        self._add_to_grad(pending)
+        self.shard.add_sum(pending, scale=self._scale_at_end)
         if copies or gives_back:
             self._pool.give(send)
         self._pool.give(scratch)
@@ -336,28 +316,14 @@ class GradientFlow:
         scratch = self._pool.take(scratch_numel(lane, send.numel()), send.dtype)
         return reduce_scatter(lane, exchange, send, scratch, name=self.label), scratch
 
-    def _add_to_grad(self, pending: PendingSum) -> None:
-        pending.add_to(self.gradient_shard(), overwrite=not self._grad_valid, scale=self._scale_at_end)
-        self._grad_valid = True
-
     # Storage
-
-    def gradient_shard(self) -> Tensor:
-        """1-D [L]; allocated by the first gradient, then kept and reused."""
-        if self.grad is None:
-            self.grad = self._zeros(self.layout.shard_numel)
-        return self.grad
-
-    def grad_view(self, slot: int) -> Tensor:
-        """This rank's elements of one parameter's gradient, 1-D."""
-        return self.gradient_shard()[self._local[slot]]
 
     def _landing_place(self, slot: int) -> Tensor:
         """Where one parameter's gradient is first written, of the parameter's shape."""
         if self.landing is Landing.SHARD:
-            flat = self.gradient_shard()
+            flat = self.shard.home()
         elif self.landing is Landing.ACCUMULATOR:
-            flat = self._full_accumulator()
+            flat = self._accumulator.open(keep=self._holds_whole)
         else:
             if self._buffer is None:
                 self._buffer = self._pool.take(self.layout.numel, self.precision.reduce)
@@ -381,27 +347,23 @@ class GradientFlow:
         self._landed = [False] * len(self._landed)
         return buffer
 
-    def _full_accumulator(self) -> Tensor:
-        return self._accumulator.open(keep=self._holds_whole)
-
     def _sharded_accumulator(self) -> Tensor:
         return self._accumulator.open(keep=self._accumulated)
 
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.precision.master, device=self._pool.device)
+    def _own_part(self) -> Tensor:
+        """What hop 2 reduces to this rank, of the sharded accumulator."""
+        length = self.layout.shard_numel
+        return self._sharded_accumulator().narrow(0, self.topology.replica.rank * length, length)
 
     # What the user contributes and takes back
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
         """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
-        if not self._grad_valid and self.landing is not Landing.SHARD:
-            self.gradient_shard().zero_()
-            self._grad_valid = True
-        target = self.grad_view(slot).view(rows.shape)
-        if self.landing is Landing.SHARD and not self._landed[slot]:
-            target.zero_()
-            self._landed[slot] = True
-        target.add_(rows)
+        lands = self.landing is Landing.SHARD
+        if not lands:
+            self.shard.make_valid()
+        self.shard.add_rows(slot, rows, overwrite=lands and not self._landed[slot])
+        self._landed[slot] |= lands
         self.contributed[slot] = True
         self.fresh[slot] = True
 
@@ -413,10 +375,10 @@ class GradientFlow:
         self._opened[slot] = False
         if not any(self.contributed):
             self._accumulated = False
-            self._grad_valid = False
+            self.shard.forget()
             return
-        if self._grad_valid:
-            self.grad_view(slot).zero_()
+        if self.shard.valid:
+            self.shard.zero(slot)
         if self._accumulated:
             place = self.layout.slots[slot]
             node = self.layout.zero3_range(self.topology.gather.rank, self.topology.zero3_size)
@@ -429,9 +391,8 @@ class GradientFlow:
         """Forget every contribution to one parameter, but let it have a gradient of zero."""
         self.drop(slot)
         if self.landing is Landing.SHARD:
-            self.grad_view(slot).zero_()
+            self.shard.zero(slot)
             self._landed[slot] = True
-        elif not self._grad_valid:
-            self.gradient_shard().zero_()
-            self._grad_valid = True
+        else:
+            self.shard.make_valid()
         self.contributed[slot] = True

@@ -29,11 +29,11 @@ from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
 from layerzero.main_grad import GatheredParameter
-from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, plain, sharded
+from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, carry_over, plain, sharded
 from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
 
-__all__ = ["Handle", "Member", "ShardState", "carry_over"]
+__all__ = ["Handle", "Member", "ShardState"]
 
 
 class ShardState(enum.Enum):
@@ -107,6 +107,8 @@ class Handle:
         self.watch = Watch()
         self._grad_watches = [Watch() for _ in layout.slots]
         self._gradients: dict[int, RowShardedTensor] = {}  # by slot
+        # By slot, in a backward: there was a .grad, and why it was not to be read.
+        self._withheld: list[tuple[bool, str | None]] = []
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
 
@@ -313,7 +315,7 @@ class Handle:
 
     def heed_user(self) -> None:
         """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
-        if self.flow is None:
+        if self.flow is None or self._withheld:
             return
         for slot, member in enumerate(self.members):
             watch = self._grad_watches[slot]
@@ -330,22 +332,38 @@ class Handle:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             else:
                 if contributed:
-                    self.flow.grad_view(slot).view(member.master.shape).copy_(plain(gradient))
+                    self.flow.shard.shown(slot).view(member.master.shape).copy_(plain(gradient))
                 else:
                     self.flow.add_rows(slot, plain(gradient))
                 member.parameter.grad = self._gradient_of(slot)
 
-    def take_rows(self) -> None:
-        """At the end of a backward: take the gradients that it gave to sharded parameters themselves.
+    def withhold_gradients(self) -> None:
+        """Let no parameter have a ``.grad`` during a backward, in which its place may hold something else.
 
-        A loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
+        Autograd itself would add to it: a loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
         """
+        assert not self._withheld
+        for slot, member in enumerate(self.members):
+            watch = self._grad_watches[slot]
+            self._withheld.append((member.parameter.grad is not None, watch.forbidden))
+            member.parameter.grad, watch.forbidden = None, _IN_BACKWARD
+
+    def take_rows(self) -> None:
+        """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
         assert self.flow is not None
         for slot, member in enumerate(self.members):
-            gradient = member.parameter.grad
-            if gradient is not None and not self._owns_gradient(slot):
+            gradient, member.parameter.grad = member.parameter.grad, None
+            if gradient is not None:
                 self.flow.add_rows(slot, plain(gradient))
-                member.parameter.grad = None
+        self.return_gradients()
+
+    def return_gradients(self) -> None:
+        """Undo :meth:`withhold_gradients`."""
+        withheld, self._withheld = self._withheld, []
+        for slot, (had_gradient, forbidden) in enumerate(withheld):
+            self._grad_watches[slot].forbidden = forbidden
+            if had_gradient:
+                self.members[slot].parameter.grad = self._gradient_of(slot)
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen since the last forward."""
@@ -363,31 +381,19 @@ class Handle:
         if self.trainable and self.flow is None:
             self.flow = self._make_flow()
         if self.flow is not None:
-            self.flow.await_only(awaited)
+            self.flow.round.await_only(awaited)
 
     def _gradient_of(self, slot: int) -> RowShardedTensor:
         assert self.flow is not None
         if slot not in self._gradients:
             member = self.members[slot]
-            rows = self.flow.grad_view(slot).view(member.master.shape)
+            rows = self.flow.shard.shown(slot).view(member.master.shape)
             self._gradients[slot] = sharded(rows, member.span, self._grad_watches[slot])
         return self._gradients[slot]
-
-
-def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
-    for target in (gathered, sharded):
-        for name, value in vars(source).items():
-            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
-                setattr(target, name, value)
-    if source._backward_hooks is not None:
-        gathered._backward_hooks = source._backward_hooks
-    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
-    if hooks is not None:
-        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 _UNREDUCED = (
     "gradients of a backward inside no_sync are not reduced yet: run the last backward outside no_sync, or call "
     "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad() (under a GradScaler only the first helps)"
 )
+_IN_BACKWARD = "gradients are not final while a backward runs; read them after it"

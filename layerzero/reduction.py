@@ -50,7 +50,7 @@ class ReductionQueue:
 
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle whose gradients are complete and whose predecessors have started."""
-        while self._next < len(self.order) and _flow(self.order[self._next]).round_complete:
+        while self._next < len(self.order) and _flow(self.order[self._next]).round.complete:
             self._start(self.order[self._next], across_replicas=across_replicas)
         self.advance()
 
@@ -60,7 +60,7 @@ class ReductionQueue:
             self._start(self.order[self._next], across_replicas=across_replicas)
         self.settle()
         self._next = 0
-        if any(_flow(handle).round_begun for handle in self.order):
+        if any(_flow(handle).round.begun for handle in self.order):
             # A reentrant checkpoint delivers a shared parameter's gradient in several portions.
             self.finish(across_replicas=across_replicas)
 

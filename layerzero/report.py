@@ -21,8 +21,9 @@ class MemoryReport:
     Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
     ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
     most the root's, one unit's and those of the units gathered ahead of it; measured only),
-    ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard``, ``reduce_buffer``
-    (scratch that exchanges reuse; measured only), ``optimizer`` (measured only).
+    ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
+    the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
+    zero_grad sets aside; measured only), ``optimizer`` (measured only).
 
     Attributes:
         predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
@@ -97,7 +98,7 @@ def _predict(handle: Handle) -> dict[str, int]:
         "zero1_shard": 0 if master == compute and handle.shares_master else layout.shard_numel * master,
         "zero3_shard": layout.numel // topology.zero3_size * compute,
         "full_buffer": 0,
-        "gradient_shard": layout.shard_numel * master if flow else 0,
+        "gradient_shard": layout.shard_numel * master if flow and not flow.shard.rests else 0,
     }
 
 
@@ -118,7 +119,7 @@ def _measure(runtime: Runtime) -> dict[str, int]:
         measured["zero3_shard"] += _bytes(handle.zero3)
         measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes
-        measured["gradient_shard"] += _bytes(flow.grad) if flow else 0
+        measured["gradient_shard"] += flow.shard.nbytes if flow else 0
     measured["idle_buffer"] = buffers.full.parked_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes

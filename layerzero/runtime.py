@@ -256,9 +256,9 @@ class Runtime:
         it in the same place of the program, before it waits itself for a gather that the other has not come to.
         """
         for handle in use.ended_handles():
-            if handle.trainable and handle.flow is not None and not handle.flow.round_complete:
-                handle.flow.expect([member.is_coming() for member in handle.members])
-                if handle.flow.round_complete:
+            if handle.trainable and handle.flow is not None and not handle.flow.round.complete:
+                handle.flow.round.expect([member.is_coming() for member in handle.members])
+                if handle.flow.round.complete:
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, use: Use) -> None:
@@ -324,7 +324,7 @@ class Runtime:
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "them as they were; change them after the backward"
                 )
-            self.gradients.heed_user()
+            self.gradients.begin()
             self._backward = _Backward(reduces=self.reduces, task=torch._C._current_graph_task_id())
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.collectives import Exchange, all_gather, broadcast
 from layerzero.topology import Topology
 
-__all__ = ["LocalRows", "RowShardedTensor", "RowSpan", "Watch", "sharded"]
+__all__ = ["LocalRows", "RowShardedTensor", "RowSpan", "Watch", "carry_over", "sharded"]
 
 
 class Watch:
@@ -273,6 +273,19 @@ def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
     meta = TensorMeta(torch.Size(span.shape), stride, local.dtype)
     spec = DTensorSpec(span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
     return RowShardedTensor(LocalRows(local, span, watch), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
+    for target in (gathered, sharded):
+        for name, value in vars(source).items():
+            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
+                setattr(target, name, value)
+    if source._backward_hooks is not None:
+        gathered._backward_hooks = source._backward_hooks
+    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
+    if hooks is not None:
+        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ __all__ = ["GradientSync"]
 class GradientSync:
     """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
 
-    A backward calls :meth:`arrive` per parameter and :meth:`finish` at its end, or :meth:`abandon` where it has raised.
+    A backward calls :meth:`begin`, :meth:`arrive` per parameter and :meth:`finish` at its end, or :meth:`abandon` where
+    it has raised.
     """
 
     def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
@@ -51,6 +52,13 @@ class GradientSync:
 
     # One backward, in which autograd is off already
 
+    def begin(self) -> None:
+        """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
+        self.heed_user()
+        with _plain_access():
+            for handle in self._with_flow:
+                handle.withhold_gradients()
+
     def arrive(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
         """Take one parameter's whole gradient; True if it completes the handle."""
         member, flow = handle.members[slot], handle.flow
@@ -60,7 +68,7 @@ class GradientSync:
         if flow.landing_blocked:
             self._queue.make_way_for(flow)
         flow.arrive(slot, gradient)
-        return flow.round_complete
+        return flow.round.complete
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Where a kernel may add the gradient of one whole parameter; None if it may not."""
@@ -87,7 +95,7 @@ class GradientSync:
         flow.take_written(slot)
         if getattr(handle.members[slot].leaf, "zero_out_wgrad", False):
             flow.arrive(slot, gradient)
-        return flow.round_complete
+        return flow.round.complete
 
     def start_ready(self, *, across_replicas: bool) -> None:
         self._queue.start_ready(across_replicas=across_replicas)
@@ -113,6 +121,7 @@ class GradientSync:
         for handle in self._with_flow:
             assert handle.flow is not None
             handle.flow.abort()
+            handle.return_gradients()
             for member in handle.members:
                 member.leaf.grad = None
                 take_flag(member.leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -88,6 +89,27 @@ def _penalise(rank: int) -> None:
 
 def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
     run_ranks(_penalise, world_size=WORLD)
+
+
+def _penalise_while_accumulating(rank: int) -> None:
+    """Autograd gives a penalty's gradient to ``.grad`` in the midst of a backward, after others have come."""
+    for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
+        for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
+            torch.manual_seed(0)
+            alone = blocks(3, order=(0, 2))
+            model = shard(copy.deepcopy(alone), **settings)
+            for step, where in enumerate(pattern):
+                with layerzero.no_sync(model) if where == "u" else nullcontext():
+                    penalty = sum(p.to_local().square().sum() for p in model.parameters())
+                    (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
+                for r in range(WORLD):
+                    penalty = sum(p.square().sum() for p in alone.parameters())
+                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
+            assert_same_gradients(model, alone, (settings, pattern))
+
+
+def test_a_penalty_in_every_micro_batch() -> None:
+    run_ranks(_penalise_while_accumulating, world_size=WORLD)
 
 
 def _edit_in_flight(rank: int) -> str:

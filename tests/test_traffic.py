@@ -213,7 +213,7 @@ def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Pr
         "zero1_shard": 0 if shares_master else total // world * 4,
         "zero3_shard": total // zero3_size * precision.compute.itemsize,
         "full_buffer": 0,
-        "gradient_shard": total // world * 4,
+        "gradient_shard": 0 if mode == "sharded" and 1 < zero3_size < world else total // world * 4,
         "accumulator": (total // zero3_size if mode == "sharded" else total) * 4,
     }
 
