@@ -101,6 +101,7 @@ class GradientFlow:
         self._landed = [False] * slots  # has a value in the landing place
         self.contributed = [False] * slots  # has a value anywhere since the user last zeroed it
         self.fresh = [False] * slots  # the same, since a final gradient was last shown
+        self.maybe_from_peers = [False] * slots  # no value from here, but perhaps one from another rank of the node
         self._accumulated = False  # the sharded accumulator holds something
 
     # What a flow holds
@@ -109,6 +110,11 @@ class GradientFlow:
     def unreduced(self) -> bool:
         """Contributions wait for an exchange before the gradient shard is complete."""
         return self._accumulated or (self.landing is Landing.ACCUMULATOR and any(self._landed))
+
+    @property
+    def holds_of_peers(self) -> bool:
+        """What other ranks of the node have contributed, of which they have not told yet."""
+        return self.landing is Landing.BUFFER and (self._accumulated or self.shard.valid)
 
     @property
     def blocked(self) -> bool:
@@ -369,11 +375,10 @@ class GradientFlow:
 
     def drop(self, slot: int) -> None:
         """Forget every contribution to one parameter: it has no gradient."""
-        self.contributed[slot] = False
-        self.fresh[slot] = False
+        self.contributed[slot] = self.maybe_from_peers[slot] = self.fresh[slot] = False
         self._landed[slot] = False
         self._opened[slot] = False
-        if not any(self.contributed):
+        if not any(self.contributed) and not any(self.maybe_from_peers):
             self._accumulated = False
             self.shard.forget()
             return

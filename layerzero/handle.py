@@ -298,15 +298,21 @@ class Handle:
         """Give each used sharded parameter its ``.grad``, a view of the gradient shard.
 
         While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold
-        rows that only another used), the ``.grad`` is there but refuses to be used.
+        rows that only another used), the ``.grad`` is there but refuses to be used. Until they agree, also what only
+        another rank may have used has one: zero_grad must be noticed where the rows are.
         """
-        assert self.flow is not None
+        flow = self.flow
+        assert flow is not None
         for slot, member in enumerate(self.members):
             if used[slot]:
-                self.flow.contributed[slot] = True
-                if not self._owns_gradient(slot):
-                    member.parameter.grad = self._gradient_of(slot)
-            self._grad_watches[slot].forbidden = _UNREDUCED if self.flow.unreduced or not agreed else None
+                flow.contributed[slot] = True
+            maybe = not agreed and not used[slot] and flow.holds_of_peers and member.leaf.requires_grad
+            if flow.maybe_from_peers[slot] and not maybe and not used[slot]:
+                member.parameter.grad = None
+            flow.maybe_from_peers[slot] = maybe
+            if (used[slot] or maybe) and not self._owns_gradient(slot):
+                member.parameter.grad = self._gradient_of(slot)
+            self._grad_watches[slot].forbidden = _UNREDUCED if flow.unreduced or not agreed else None
 
     def _owns_gradient(self, slot: int) -> bool:
         """The parameter's ``.grad`` is the one that this handle published."""
@@ -319,16 +325,19 @@ class Handle:
             return
         for slot, member in enumerate(self.members):
             watch = self._grad_watches[slot]
+            maybe = self.flow.maybe_from_peers[slot]
             if watch.zeroed:
                 watch.zeroed = False
-                if self._owns_gradient(slot):
+                if self._owns_gradient(slot) and maybe:
+                    member.parameter.grad = None
+                elif self._owns_gradient(slot):
                     self.flow.zero(slot)
             contributed, gradient = self.flow.contributed[slot], member.parameter.grad
-            if self._owns_gradient(slot) or (gradient is None and not contributed):
+            if self._owns_gradient(slot) or (gradient is None and not contributed and not maybe):
                 continue
             if gradient is None:
                 self.flow.drop(slot)
-            elif contributed and self.flow.unreduced:
+            elif (contributed or maybe) and self.flow.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             else:
                 if contributed:

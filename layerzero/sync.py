@@ -131,8 +131,8 @@ class GradientSync:
     def complete(self) -> bool:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
         self.heed_user()
-        contributed = any(any(handle.flow.contributed) for handle in self._with_flow if handle.flow is not None)
-        owed = self._owes_reduction and contributed
+        flows = [handle.flow for handle in self._with_flow if handle.flow is not None]
+        owed = self._owes_reduction and any(any(flow.contributed) or any(flow.maybe_from_peers) for flow in flows)
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()

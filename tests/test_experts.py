@@ -225,3 +225,51 @@ def _one_rank_leaves_out(rank: int) -> None:
 
 def test_a_rank_that_leaves_out_a_parameter_of_the_last_unit_keeps_nobody_waiting() -> None:
     run_ranks(_one_rank_leaves_out, world_size=WORLD, pg_timeout=15)
+
+
+class Chosen(nn.Module):
+    """Two rows of parameters, of which a call says whether they are used; gradients are ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = nn.Parameter(torch.ones(4))
+        self.pair = nn.ParameterList([nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8, 4))])
+
+    def forward(self, *use: bool) -> Tensor:
+        return self.root.sum() + sum(p.sum() for p, used in zip(self.pair, use, strict=True) if used)
+
+
+def _drop_what_a_peer_used(rank: int) -> None:
+    odd = rank % 2 == 1
+    for mode, zero3_size in itertools.product(("sharded", "full"), (1, 2, 4)):
+        case = f"{mode} S={zero3_size}"
+        model = layerzero.shard_model(Chosen(), zero3_size=zero3_size, accumulation=mode)
+        for drop in (lambda model: model.zero_grad(), lambda model: model.zero_grad(set_to_none=False)):
+            with layerzero.no_sync(model):
+                model(odd, False).backward()
+            drop(model)
+            model(True, True).backward()
+            assert _gradients(model) == {"root": 1.0, "pair.0": 1.0, "pair.1": 1.0}, case
+            model.zero_grad()
+
+        with layerzero.no_sync(model):
+            model(odd, not odd).backward()
+        model.pair[0].grad = None
+        model(True, True).backward()
+        assert _gradients(model) == {"root": 2.0, "pair.0": 1.0, "pair.1": 1.5}, f"{case}: the other one stays"
+        model.zero_grad()
+
+        with layerzero.no_sync(model):
+            model(odd, False).backward()
+        layerzero.clip_grad_norm_(model, float("inf"))
+        assert _gradients(model) == {"root": 1.0, "pair.0": 0.5}, f"{case}: nobody used pair.1"
+        model.zero_grad()
+
+
+def _gradients(model: nn.Module) -> dict[str, float]:
+    whole = {name: p.grad.full_tensor().unique() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: value.item() for name, value in whole.items()}
+
+
+def test_what_only_another_rank_of_the_node_used_is_dropped_too() -> None:
+    run_ranks(_drop_what_a_peer_used, world_size=WORLD, pg_timeout=15)
