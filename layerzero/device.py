@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Clock", "CopyMark", "DeviceClock", "Transfers", "compute_device", "default_device_type"]
+__all__ = [
+    "Clock",
+    "CopyMark",
+    "DeviceClock",
+    "Transfers",
+    "compute_device",
+    "default_device_type",
+    "finish_copies",
+    "pinned_memory",
+]
 
 CopyMark = Any  # a place in the order of the copies: the device's event, None on the CPU
 
@@ -24,6 +33,17 @@ def compute_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
+    """1-D [nbytes] of bytes in host memory, pinned where `device` is not the CPU."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+
+def finish_copies(device: torch.device) -> None:
+    """Return when everything in the current stream of a device is done, copies to the host among it."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 class Transfers:

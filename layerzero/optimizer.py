@@ -247,7 +247,7 @@ class ShardedOptimizer(Optimizer):
         self.inner.state.clear()
         self.inner.state.update(new_state)
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(saved)
+            group.update({key: _kept(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
             if not names & set(saved["params"]):
                 continue
             missing -= set(saved["params"])
-            settings = {key: value for key, value in saved.items() if key not in ("params", *_HOW)}
+            settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *_HOW)}
             if found is not None and (odd := sorted(key for key in found | settings if _differ(found, settings, key))):
                 raise ValueError(
                     f"the parameters of one group, {_few(names)}, were saved in groups with different {', '.join(odd)}"
@@ -330,6 +330,13 @@ def _few(names: Iterable[str]) -> str:
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     return (key in one) != (key in other) or bool(one[key] != other[key])
+
+
+def _kept(current: Any, saved: Any) -> Any:
+    """A loaded hyperparameter; a tensor of one number keeps its identity, which compiled steps and graphs hold."""
+    if isinstance(current, Tensor) and current.ndim == 0:
+        return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
+    return saved.clone() if isinstance(saved, Tensor) else saved
 
 
 def _on(value: Any, master: Tensor) -> Any:

@@ -169,7 +169,7 @@ class LocalRows(torch.Tensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        if self.numel() == 0 and self.span.shape[0] > 0:
+        if self.shape[0] == 0 and self.span.shape[0] > 0:
             return []
         offsets = torch.Size([self.span.rows.start] + [0] * (self.ndim - 1))
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]

@@ -121,7 +121,8 @@ class GradientSync:
         for handle in self._with_flow:
             assert handle.flow is not None
             handle.flow.abort()
-            handle.return_gradients()
+            with _plain_access():
+                handle.return_gradients()
             for member in handle.members:
                 member.leaf.grad = None
                 take_flag(member.leaf)
@@ -131,8 +132,7 @@ class GradientSync:
     def complete(self) -> bool:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
         self.heed_user()
-        flows = [handle.flow for handle in self._with_flow if handle.flow is not None]
-        owed = self._owes_reduction and any(any(flow.contributed) or any(flow.maybe_from_peers) for flow in flows)
+        owed = self._owes_reduction  # even if nothing is left here: another node may hold something
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()

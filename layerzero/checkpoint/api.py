@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -86,8 +86,7 @@ def save(
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
     runtime = runtime_of(model)
-    job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
-    _write(job, job.tensors, runtime.topology.control.group)
+    _write(_prepare(Path(path), runtime, optimizer, extra, keep_last), runtime.topology.control.group)
 
 
 def save_async(
@@ -100,9 +99,10 @@ def save_async(
 ) -> PendingSave:
     """:func:`save` that copies to (pinned) host memory, returns, and writes while training goes on.
 
-    What is written is the state at the time of the call. The host memory, as large as what this rank owns, is kept for
-    the next call. A save that is still being written is waited for by the next one, and by :func:`load`, which also
-    raise its error. Call ``wait()`` on the last one before ``destroy_process_group()``.
+    What is written is the state at the time of the call. The host memory, as large as what this rank writes (pinned: up
+    to twice that, as torch rounds it to a power of two), is kept for the next call. A save that is still being written
+    is waited for by the next one, and by :func:`load`, which also raise its error. Call ``wait()`` on the last one
+    before ``destroy_process_group()``.
 
     Returns:
         A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
@@ -115,12 +115,17 @@ def save_async(
     """
     runtime = runtime_of(model)
     job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
-    staging = cast("Staging | None", runtime.staging)
-    if staging is None:
-        staging = runtime.staging = Staging(new_control_group(runtime.topology))
-    tensors = staging.copy(job.tensors)
-    pending = PendingSave(partial(_write, job, tensors, staging.group))
-    staging.pending = pending
+    staging = _staging_of(runtime)
+    if staging.group is None:
+        staging.group = new_control_group(runtime.topology)
+    failure: Exception | None = None
+    tensors: dict[str, Tensor] = {}
+    try:
+        tensors = staging.copy(job.tensors)
+    except Exception as error:  # such as no memory to pin
+        failure = error
+    agree("checkpoint.save_async", {}, ranks=runtime.topology.ranks, failure=failure)
+    staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     return pending
 
 
@@ -128,14 +133,13 @@ class PendingSave:
     """A checkpoint that is being written in the background."""
 
     def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="layerzero checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            self._write()
+            write()
         except BaseException as error:
             self._error = error
 
@@ -151,10 +155,16 @@ class PendingSave:
             raise error
 
 
+def _staging_of(runtime: Runtime) -> Staging:
+    if runtime.staging is None:
+        runtime.staging = Staging(runtime.topology.device)
+    return cast("Staging", runtime.staging)
+
+
 def _finish_pending(runtime: Runtime) -> None:
     """Wait for a save in the background, and raise its error."""
-    staging = cast("Staging | None", runtime.staging)
-    if staging is not None and staging.pending is not None:
+    staging = _staging_of(runtime)
+    if staging.pending is not None:
         pending, staging.pending = staging.pending, None
         pending.wait()
 
@@ -232,6 +242,8 @@ def load_from(
     try:
         _finish_pending(runtime)
         _check(runtime, optimizer)
+        if runtime.shows_averages:
+            raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
         same = source.contents.topology.get("data_parallel") == control.size
@@ -258,9 +270,10 @@ def load_from(
     _agree_on_load(runtime, {}, damage or (ValueError("; ".join(twins)) if twins else None))
     if failure is not None:
         raise failure  # all ranks have it
+    extra = restore.commit()
     if restore.problems and control.rank == 0:
         warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=3)
-    return restore.commit()
+    return extra
 
 
 def _agree_on_load(runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
@@ -291,6 +304,7 @@ def _prepare(
 ) -> _Job:
     topology = runtime.topology
     rank = topology.control.rank
+    path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "keep_last": keep_last}
     failure: Exception | None = None
     document: dict[str, Any] = {}
@@ -301,10 +315,9 @@ def _prepare(
         _check(runtime, optimizer)
         if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last must be a positive int or None, got {keep_last!r}")
-        path = path.absolute()
         if path.name.startswith("."):
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {path.name!r}")
-        if rank == 0 and os.path.lexists(path):
+        if os.path.lexists(path):
             raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
         document, encoder = encode_all(runtime, optimizer, extra, rank=rank)
         fields |= encoder.digests
@@ -334,17 +347,30 @@ def _prepare(
     return _Job(path, writer, tensors, keep_last)
 
 
-def _write(job: _Job, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def _write_staged(job: _Job, staging: Staging) -> None:
+    assert staging.group is not None
+    try:
+        _write(job, staging.group)
+    except _LostEachOther:
+        staging.group = None  # the next save makes another one
+        raise
+
+
+class _LostEachOther(CheckpointError):
+    """The ranks' talk has failed: one of them is gone or late."""
+
+
+def _write(job: _Job, group: dist.ProcessGroup) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:
-        write_tensors(tensors, storage_writer=job.writer, planner=planner, process_group=group)
+        write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
     except CheckpointException as error:
         if first:
             discard(partial_of(job.path))
         raise _readable("written", job.path, error) from None
     except RuntimeError as error:  # the ranks' talk; what is in .partial may still be written to
-        raise CheckpointError(f"{job.path} could not be written: ranks have lost each other: {error}") from error
+        raise _LostEachOther(f"{job.path} could not be written: ranks have lost each other: {error}") from error
     if first and job.keep_last is not None:
         try:
             rotate(job.path.parent, job.keep_last)

@@ -12,16 +12,32 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from layerzero.checkpoint.values import DEPTH, Decoder, is_deeper, references
 
-if TYPE_CHECKING:
-    from layerzero.checkpoint.storage import StoredTensor
+__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology"]
 
-__all__ = ["check_document", "check_tensors", "check_topology"]
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One whole tensor of a checkpoint, and the boxes that it was cut into.
+
+    Attributes:
+        chunks: (file, offsets, sizes) of every box.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def check_topology(topology: Mapping[str, Any]) -> None:
@@ -87,6 +103,8 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
         _check_names(group, "a parameter group")
         if not isinstance(group["params"], list) or not all(type(name) is str for name in group["params"]):
             raise ValueError(f"a parameter group holds {group['params']!r}")
+    if type(optimizer.get("class", "")) is not str:
+        raise ValueError(f"the optimizer's class is {optimizer['class']!r}")
     _check_value(optimizer, tensors, ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,22 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.files import Manifest, discard, partial_of, publish, write_file
-from layerzero.checkpoint.folder import next_sequence
-from layerzero.checkpoint.storage import (
-    CONTENTS,
-    DTYPES,
-    Contents,
-    StoredTensor,
-    check_entry,
-    opened,
-    pieces,
-    write_safetensors,
+from layerzero.checkpoint.checks import StoredTensor
+from layerzero.checkpoint.files import (
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    discard,
+    flush_folder,
+    make_folder,
+    partial_of,
+    publish,
+    write_file,
 )
-from layerzero.checkpoint.values import references
+from layerzero.checkpoint.folder import next_sequence
+from layerzero.checkpoint.storage import CONTENTS, Contents, check_entry, opened, pieces, write_safetensors
+from layerzero.checkpoint.values import DTYPES, references
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect"]
 
+_PART = 2 << 30
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -74,8 +78,8 @@ def export_model(
 ) -> None:
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
-    Tied parameters are written under each of their names. No more than 64 MiB (or a row) of a tensor is in memory at
-    once.
+    Tied parameters are written under each of their names; states of modules that are no tensors are left out. No more
+    than 64 MiB (or a row) of a tensor is in memory at once.
 
     Args:
         dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
@@ -109,9 +113,10 @@ def export_model(
             name: stack.enter_context(opened(manifest.path_of(name)))
             for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
         }
+        names = {file: set(tensors.keys()) for file, tensors in files.items()}
         for key in keys.values():
             for name, _, sizes in contents.tensors[key].chunks:
-                check_entry(manifest.path_of(name), files[name], key, sizes, contents.tensors[key].dtype)
+                check_entry(manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype)
         content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
         try:
             write_safetensors(partial, {name: header[name] for name in order}, content)
@@ -119,6 +124,7 @@ def export_model(
             partial.unlink(missing_ok=True)
             raise
     os.rename(partial, target)
+    flush_folder(target.parent)
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -152,7 +158,7 @@ def import_model(
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in sources:
                     raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
-                sources[name] = _Source.of(tensors, name, dtype)
+                sources[name] = _Source.of(Path(file), tensors, name, dtype)
         order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
         _write_model(target, {name: sources[name] for name in order})
 
@@ -167,9 +173,11 @@ class _Source:
     cast: torch.dtype
 
     @classmethod
-    def of(cls, tensors: Any, name: str, cast: torch.dtype | None) -> _Source:
+    def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _Source:
         entry = tensors.get_slice(name)
-        dtype = _DTYPE_NAMED[entry.get_dtype()]
+        dtype = _DTYPE_NAMED.get(entry.get_dtype())
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name} has dtype {entry.get_dtype()}, which cannot be loaded here")
         changed = cast if cast is not None and dtype.is_floating_point else dtype
         return cls(tensors, tuple(entry.get_shape()), dtype, changed)
 
@@ -181,26 +189,41 @@ class _Source:
 
 def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
     partial = partial_of(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     discard(partial)
     partial.mkdir()
     try:
-        record = write_safetensors(
-            partial / "rank-00000.safetensors",
-            {f"model.{name}": (source.shape, source.cast) for name, source in sources.items()},
-            (source.pieces(name) for name, source in sources.items()),
-        )
-        stored = {
-            f"model.{name}": StoredTensor(
-                source.shape, source.cast, ((record.name, (0,) * len(source.shape), source.shape),)
-            )
-            for name, source in sources.items()
-        }
+        records, stored = [], {}
+        for number, part in enumerate(_parts(sources)):
+            record = _write_part(partial / f"rank-{number:05d}.safetensors", part)
+            records.append(record)
+            for name, source in part.items():
+                chunk = (record.name, (0,) * len(source.shape), source.shape)
+                stored[f"model.{name}"] = StoredTensor(source.shape, source.cast, (chunk,))
         model = {name: {"$tensor": f"model.{name}"} for name in sources}
         document = {"model": model, "optimizer": None, "extra": None}
         contents = Contents({"data_parallel": 1, "zero3_size": 1}, document, stored)
         listed = write_file(partial / CONTENTS, [contents.to_json()])
-        publish(partial, target, [record, listed], sequence=next_sequence(target.parent))
+        publish(partial, target, [*records, listed], sequence=next_sequence(target.parent))
     except BaseException:
         discard(partial)
         raise
+
+
+def _parts(sources: Mapping[str, _Source]) -> Iterator[dict[str, _Source]]:
+    """Files of about _PART bytes: a load shares the work of verifying them."""
+    part: dict[str, _Source] = {}
+    nbytes = 0
+    for name, source in sources.items():
+        part[name] = source
+        nbytes += source.cast.itemsize * math.prod(source.shape)
+        if nbytes >= _PART:
+            yield part
+            part, nbytes = {}, 0
+    if part:
+        yield part
+
+
+def _write_part(path: Path, part: Mapping[str, _Source]) -> FileRecord:
+    header = {f"model.{name}": (source.shape, source.cast) for name, source in part.items()}
+    return write_safetensors(path, header, (source.pieces(name) for name, source in part.items()))

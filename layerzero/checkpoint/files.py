@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "discard",
+    "flush_folder",
+    "host_values",
+    "make_folder",
     "partial_of",
     "publish",
     "tensor_bytes",
@@ -81,16 +85,18 @@ class Manifest:
         try:
             text = path.read_bytes()
             content = json.loads(text)
+            if content["format"] == FORMAT and content["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} has format version {content['version']}; this layerzero reads version {VERSION}"
+                )
             known = {key: content[key] for key in ("format", "version", "sequence", "files")}
             intact = text == _manifest_text(known)
-            version, sequence = known["version"], known["sequence"]
+            sequence = known["sequence"]
             records = {name: FileRecord(name, size, digest) for name, (size, digest) in known["files"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact or known["format"] != FORMAT:
             raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
-        if version != VERSION:
-            raise CheckpointError(f"{path} has format version {version}; this layerzero reads version {VERSION}")
         if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
             raise CheckpointError(f"{path} was not written by layerzero: a number is none")
         manifest = cls(folder, records, sequence)
@@ -147,6 +153,11 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
     return FileRecord(path.name, size, digest.hexdigest())
 
 
+def host_values(tensor: Tensor) -> Tensor:
+    """The values of a plain tensor, contiguous and on the CPU; the tensor itself if it is so."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
     """The memory of a contiguous tensor on the CPU, not copied, in pieces; `tensor` must outlive them."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
@@ -177,12 +188,22 @@ def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequenc
     table = {name: [record.size, record.sha256] for name, record in sorted(files.items())}
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table}
     write_file(partial / MANIFEST, [_manifest_text(known)])
-    _flush_folder(partial)
+    flush_folder(partial)
     if os.path.lexists(path):  # rename() would replace an empty folder
         raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
     os.rename(partial, path)
-    _flush_folder(path.parent)
-    _flush_folder(path.parent.parent)  # the first save may have made the parent
+    try:
+        flush_folder(path.parent)
+    except OSError as error:  # the checkpoint exists
+        warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=2)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, through to the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush_folder(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -208,7 +229,7 @@ def _write_all(descriptor: int, data: Any) -> int:
     return written
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

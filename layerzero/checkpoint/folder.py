@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from layerzero.checkpoint.files import CheckpointError, Manifest, discard
 
 __all__ = ["latest", "next_sequence", "rotate"]
+
+
+_DEAD_AFTER = 24 * 3600.0  # seconds without a write
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -27,11 +31,16 @@ def next_sequence(folder: Path) -> int:
 
 
 def rotate(folder: Path, keep_last: int) -> None:
-    """Remove all complete checkpoints but the last ones, and what dead saves have left."""
+    """Remove all complete checkpoints but the last ones, and what saves have left that died a day ago."""
     for manifest in _complete(folder)[:-keep_last]:
         discard(manifest.folder)
     for leftover in folder.glob(".*.partial"):
-        discard(leftover)
+        if time.time() - _last_written(leftover) > _DEAD_AFTER:  # others may be writing: another model, an import
+            discard(leftover)
+
+
+def _last_written(partial: Path) -> float:
+    return max(path.lstat().st_mtime for path in (partial, *partial.iterdir()))
 
 
 def _complete(folder: Path) -> list[Manifest]:

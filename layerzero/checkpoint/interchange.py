@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
 from layerzero.checkpoint.api import Source, load_from
+from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.files import Manifest
-from layerzero.checkpoint.storage import Contents, Reader, StoredTensor
+from layerzero.checkpoint.storage import Contents, Reader
 from layerzero.checkpoint.values import Decoder, Encoder
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.runtime import Runtime
@@ -57,7 +58,7 @@ def load_dcp(
     def opened(runtime: Runtime) -> Source:
         source = FileSystemReader(path)
         metadata = source.read_metadata()
-        tree = _tree(source, metadata)
+        tree = _tree(source, metadata, (model_key, optimizer_key))
         saved = tree.get(optimizer_key)
         document = {
             "model": tree.get(model_key, {}),
@@ -75,9 +76,10 @@ def load_dcp(
     load_from(opened, os.fspath(path), model, optimizer, strict=strict)
 
 
-def _tree(source: FileSystemReader, metadata: Metadata) -> dict[str, Any]:
-    """What was saved, nested as it was, with references in place of tensors."""
-    entries = metadata.state_dict_metadata
+def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
+    """What was saved under the `wanted` keys, nested as it was, with references in place of tensors."""
+    paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
+    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
@@ -87,7 +89,6 @@ def _tree(source: FileSystemReader, metadata: Metadata) -> dict[str, Any]:
     leaves: dict[str, Any] = {
         key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
     }
-    paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in entries}
     return unflatten_state_dict(leaves, paths)
 
 

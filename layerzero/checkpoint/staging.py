@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layerzero.device import finish_copies, pinned_memory
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 
 __all__ = ["Staging"]
@@ -19,39 +21,43 @@ class _Waitable(Protocol):
 
 
 class Staging:
-    """The buffers of one model's background saves, which the next save takes again.
+    """The memory of one model's background saves, which the next save takes again.
 
     Args:
-        group: on which the ranks talk while they write; nobody else uses it.
+        device: of the model.
 
     Attributes:
-        pending: the save that reads the buffers, until somebody has waited for it.
+        group: on which the ranks talk while they write, and nobody else does; None: a new one is needed.
+        pending: the save that reads the memory, until somebody has waited for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, device: torch.device) -> None:
+        self.group: dist.ProcessGroup | None = None
         self.pending: _Waitable | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._device = device
+        self._memory = pinned_memory(0, device)
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory, sharded as the originals are; complete when this returns."""
+        sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
+        ends = list(itertools.accumulate(_padded(source) for source in sources.values()))
+        if ends and ends[-1] != self._memory.numel():
+            self._memory = pinned_memory(0, self._device)  # the old one goes first
+            self._memory = pinned_memory(ends[-1], self._device)
         copies: dict[str, Tensor] = {}
-        devices = set()
-        for key, tensor in tensors.items():
-            source = plain(tensor.detach())
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                pinned = source.device.type != "cpu"
-                buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
-            buffer.copy_(source, non_blocking=True)
-            devices.add(source.device)
-            self._buffers[key] = buffer
-            rows = tensor._local_tensor if isinstance(tensor, DTensor) else None
-            copies[key] = sharded(buffer, rows.span, Watch()) if isinstance(rows, LocalRows) else buffer
-        for key in self._buffers.keys() - tensors.keys():
-            del self._buffers[key]
-        for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        for (key, source), end in zip(sources.items(), ends, strict=True):
+            start = end - _padded(source)
+            place = self._memory[start : start + source.numel() * source.element_size()]
+            copy = place.view(source.dtype).view(source.shape)
+            copy.copy_(source, non_blocking=True)
+            original = tensors[key]
+            rows = original._local_tensor if isinstance(original, DTensor) else None
+            copies[key] = sharded(copy, rows.span, Watch()) if isinstance(rows, LocalRows) else copy
+        finish_copies(self._device)
         return copies
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes, so that the next tensor is aligned for every dtype."""
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.storage import Contents, StoredTensor
+from layerzero.checkpoint.checks import StoredTensor
+from layerzero.checkpoint.storage import Contents
 from layerzero.checkpoint.values import Decoder, Encoder, references
 from layerzero.handle import Member
 from layerzero.optimizer import ShardedOptimizer
@@ -26,20 +27,43 @@ __all__ = ["Names", "Restore", "encode_all"]
 
 
 class Names:
-    """The names that parameters have in a checkpoint: those of the model's ``state_dict()``.
+    """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
 
-    They are those of ``named_parameters()``, but for wrappers that hide themselves from state dicts.
+    Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
+    checkpoints leave it out.
+
+    Attributes:
+        targets: by stored name: parameters, persistent buffers, and modules with an extra state.
+        members: by stored name.
+        odd: names in the state dict that stand for none of these.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.entries: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
+        self.entries: dict[str, Any] = {}  # by stored name: what is saved
+        self.targets: dict[str, Tensor | nn.Module] = {}
+        self.odd: list[str] = []
+        model = runtime.model
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        owners = {
+            _plain_name(f"{name}.{_EXTRA}" if name else _EXTRA): module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         first_name: dict[int, str] = {}
-        for name, value in self.entries.items():
-            first_name.setdefault(id(value), name)
+        for full_name, value in model.state_dict(keep_vars=True).items():
+            name = _plain_name(full_name)
+            target = owners.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
+            if target is None:
+                self.odd.append(name)
+                continue
+            self.entries[name], self.targets[name] = value, target
+            first_name.setdefault(id(target), name)
         self.members: dict[str, Member] = {}
-        self._stored: dict[str, str] = {}  # by the member's own name
+        self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
+        for own_name, parameter in model.named_parameters(remove_duplicate=False):
+            self._stored[own_name] = first_name.get(id(parameter), _plain_name(own_name))
         for member in runtime.members.values():
-            name = first_name.get(id(member.parameter), member.name)
+            name = first_name.get(id(member.parameter), _plain_name(member.name))
             self.members[name] = member
             self._stored[member.name] = name
 
@@ -51,9 +75,15 @@ class Names:
         """The stored name of what the optimizer calls `name`."""
         return self._stored.get(name, name)
 
-    def from_stored(self, name: str) -> str:
-        """The other way."""
-        return self.members[name].name if name in self.members else name
+
+_EXTRA = "_extra_state"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def encode_all(
@@ -65,9 +95,15 @@ def encode_all(
         TypeError: something cannot be put into a checkpoint; names it.
     """
     names = Names(runtime)
+    if names.odd:
+        raise TypeError(
+            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
+            "extra state of a module: a hook made it, and a load could not put it back"
+        )
     encoder = Encoder(rank, names.of_rows)
-    stepped = None if optimizer is None else _renamed(optimizer.state_dict(), names.to_stored)
-    if stepped is not None:
+    stepped: dict[str, Any] | None = None
+    if optimizer is not None:
+        stepped = {"class": type(optimizer.inner).__name__, **_renamed(optimizer.state_dict(), names.to_stored)}
         _check_state(names, stepped["state"])
     document = {
         "model": encoder.encode(dict(names.entries), "model"),
@@ -92,9 +128,15 @@ def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
     return {
         "state": {rename(name): values for name, values in state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": [rename(name) for name in group["params"]]} for group in state_dict["param_groups"]
+            {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
+            for group in state_dict["param_groups"]
         ],
     }
+
+
+def _number(value: Any) -> Any:
+    """A hyperparameter, of which a tensor of one number is stored as the number."""
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 @dataclass(frozen=True)
@@ -126,14 +168,14 @@ class Restore:
         self._document = contents.document
         self._stored = contents.tensors
         self._names = Names(runtime)
-        self._decoder = Decoder(lambda key: self.tensors[key], rank)
+        self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._landings: list[_Landing] = []
         self._uses: dict[str, list[Member | None]] = {}  # by key: the parameters that it is cut like; None: whole
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
-        self._states: list[tuple[str, Any]] = []  # of modules with an extra state
-        self._optimizer_state: dict[str, Any] = {}
-        self._group_settings: list[dict[str, Any]] = []  # by group of the optimizer
+        self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
+        self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
+        self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: none are stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
@@ -145,22 +187,22 @@ class Restore:
     # Before reading
 
     def _plan_model(self, stored: Mapping[str, Any]) -> None:
+        self.problems += [f"{name} is made by a hook of state_dict(), and cannot be loaded" for name in self._names.odd]
         by_target: dict[int, list[str]] = {}
-        for name, target in self._names.entries.items():
-            key = id(target) if isinstance(target, Tensor) else id(by_target) + len(by_target)
-            by_target.setdefault(key, []).append(name)
+        for name, target in self._names.targets.items():
+            by_target.setdefault(id(target), []).append(name)
         for names in by_target.values():
             found = [name for name in names if name in stored]
-            target = self._names.entries[names[0]]
+            target = self._names.targets[names[0]]
             if not found:
                 self.problems.append(f"missing: {' = '.join(names)}")
             elif isinstance(target, Tensor):
                 self._plan_tensor(found, target, stored)
-            elif next(references(stored[found[0]], rank=self._rank), None) is None:
-                self._states.append((found[0], self._decoder.decode(stored[found[0]])))
             else:
-                self.problems.append(f"{found[0]}: a state with tensors, which cannot be loaded")
-        for name in stored.keys() - self._names.entries.keys():
+                self._states.append((target, stored[found[0]]))
+                for reference in references(stored[found[0]], rank=self._rank):
+                    self._use(str(_key_of(reference)), None)
+        for name in sorted(stored.keys() - self._names.targets.keys()):
             self.problems.append(f"unexpected: {name}")
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
@@ -187,6 +229,9 @@ class Restore:
         if stored is None:
             self.problems.append("missing: the optimizer, which the checkpoint does not have")
             return
+        if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
+            self.problems.append(f"the optimizer was a {kind}, and is a {own} here")
+            return
         groups = optimizer.param_groups
         here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
         state: dict[str, Any] = {}
@@ -210,7 +255,7 @@ class Restore:
                     self._use(key, member if self._stored[key].shape else None)
                 state[here[name]] = values
         saved_groups = [
-            {**group, "params": [self._names.from_stored(name) for name in group["params"]]}
+            {**group, "params": [here.get(name, name) for name in group["params"]]}
             for group in stored.get("param_groups", ())
         ]
         for reference in references(stored.get("param_groups"), rank=self._rank):
@@ -248,6 +293,10 @@ class Restore:
         rows = torch.empty(len(first.span.rows), *stored.shape[1:], dtype=stored.dtype)
         return sharded(rows, first.span, Watch())
 
+    def _read(self, key: str) -> Any:
+        """What was read for `key`; None where it does not fit."""
+        return self.tensors.get(key)
+
     def _rows(self, key: str, target: Tensor | Member) -> Tensor:
         """What has been read for `target`."""
         tensor = self.tensors[key]
@@ -268,23 +317,27 @@ class Restore:
     @torch.no_grad()
     def commit(self) -> Any:
         """Write it all; returns ``extra``. Every rank must call this."""
-        for name, value in self._states:
-            module = self._runtime.model.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
-            module.set_extra_state(value)  # the user's: if it raises, no tensor has been changed
+        extra = self._decoder.decode(self._document["extra"])
+        for module, state in self._states:
+            module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
         for handle in self._runtime.handles:
             handle.finish_refresh()  # it may read what is written here
         for landing in self._landings:
             target = landing.target.master if isinstance(landing.target, Member) else landing.target
             target.copy_(self._rows(landing.key, landing.target))
         self._runtime.refresh(self._runtime.handles)
-        if self._optimizer is not None:
-            groups = [
-                {**group, **self._decoder.decode(settings), "params": self._optimizer.parameter_names(group)}
-                for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True)
-            ]
-            state = {name: self._decoder.decode(values) for name, values in self._optimizer_state.items()}
-            self._optimizer.adopt_state_dict({"state": state, "param_groups": groups})
-        return self._decoder.decode(self._document["extra"])
+        if self._optimizer is not None and self._group_settings is not None:
+            self._commit_optimizer(self._optimizer, self._group_settings)
+        return extra
+
+    def _commit_optimizer(self, optimizer: ShardedOptimizer, settings: list[dict[str, Any]]) -> None:
+        groups = [
+            {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
+            for group, found in zip(optimizer.param_groups, settings, strict=True)
+        ]
+        state = optimizer.state_dict()["state"] if self.problems else {}  # not strict: what does not fit stays
+        state |= {name: self._decoder.decode(values) for name, values in self._optimizer_state.items()}
+        optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

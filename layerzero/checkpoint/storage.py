@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,40 +29,25 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerzero.checkpoint.checks import check_document, check_tensors, check_topology
-from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, discard, publish, tensor_bytes, write_file
-from layerzero.checkpoint.values import dtype_named
+from layerzero.checkpoint.checks import StoredTensor, check_document, check_tensors, check_topology
+from layerzero.checkpoint.files import (
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    discard,
+    host_values,
+    make_folder,
+    publish,
+    tensor_bytes,
+    write_file,
+)
+from layerzero.checkpoint.values import DTYPES, dtype_named
 from layerzero.sharded_tensor import plain
 
-__all__ = ["CONTENTS", "Contents", "Reader", "StoredTensor", "Writer", "write_safetensors"]
+__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "write_safetensors"]
 
 CONTENTS = "contents.json"
-DTYPES = {  # of the safetensors format
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64",
-}  # fmt: skip
 _PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One whole tensor of a checkpoint, and the boxes that it was cut into.
-
-    Attributes:
-        chunks: (file, offsets, sizes) of every box.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -115,9 +100,10 @@ class Writer(StorageWriter):
     """Writes one checkpoint.
 
     Args:
+        partial: the folder to write into, which becomes `path` at the end.
         document: from the first rank, all of it; other ranks' are not looked at.
         own: this rank's :class:`PerRank` values.
-        finished: called on the first rank when the checkpoint exists.
+        sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
     """
 
     def __init__(
@@ -150,7 +136,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         owns = [json.loads(plan.storage_data) for plan in plans]
         self._document = _with_all_ranks(self._document, owns)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         discard(self._partial)  # of a save that died
         self._partial.mkdir()
         return [replace(plan, storage_data=None) for plan in plans]
@@ -250,8 +236,9 @@ class Reader(StorageReader):
         for file, items in by_file.items():
             path = self._manifest.path_of(file)
             with opened(path) as tensors:
+                names = set(tensors.keys())
                 for key, sizes, item in items:
-                    check_entry(path, tensors, key, sizes, self._contents.tensors[key].dtype)
+                    check_entry(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_box(tensors, key, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
@@ -298,7 +285,7 @@ def _safetensors_bytes(header: bytes, content: Iterator[Any]) -> Iterator[Any]:
     yield header
     for pieces in content:
         for piece in pieces:
-            values = piece.cpu().contiguous()
+            values = host_values(piece)
             yield from tensor_bytes(values)
 
 
@@ -316,9 +303,11 @@ def opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def check_entry(path: Path, tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+def check_entry(
+    path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
+) -> None:
     """Raise CheckpointError unless the opened file at `path` has what ``contents.json`` says."""
-    entry = tensors.get_slice(key) if key in tensors.keys() else None  # noqa: SIM118 - not a mapping
+    entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
         found = "nothing" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
         raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")

@@ -23,12 +23,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.files import tensor_bytes
+from layerzero.checkpoint.files import host_values, tensor_bytes
 from layerzero.sharded_tensor import LocalRows
 
-__all__ = ["DEPTH", "Decoder", "Encoder", "PerRank", "dtype_named", "is_deeper", "references"]
+__all__ = ["DEPTH", "DTYPES", "Decoder", "Encoder", "PerRank", "dtype_named", "is_deeper", "references"]
 
 DEPTH = 200  # of the JSON: what Python can walk through without reaching the end of its stack
+
+DTYPES = {  # of the safetensors format
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64",
+}  # fmt: skip
 
 _TENSORS = ("$tensor", "$ndarray", "$sharded")
 _PAIRS: dict[str, Callable[[Any], Any]] = {
@@ -78,6 +86,7 @@ class Encoder:
             return self._mapping(value, path)
         if type(value) in (list, tuple):
             items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
+            self._note(f"{path} (items)", f"{type(value).__name__} of {len(value)}")
             return items if type(value) is list else {"$tuple": items}
         if type(value).__module__ == "numpy":
             return self._numpy(value, path)
@@ -109,12 +118,15 @@ class Encoder:
         if value.ndim == 0:
             return self.encode(value.item(), path)
         try:
-            tensor = torch.from_numpy(value)
+            tensor = torch.from_numpy(value.copy())  # of any strides
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from None
-        return {"$ndarray": self._tensor(tensor.contiguous(), path)["$tensor"]}
+        return {"$ndarray": self._tensor(tensor, path)["$tensor"]}
 
     def _tensor(self, tensor: Tensor, path: str) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+            kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+            raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
             key = (self._prefix + path).encode(errors="replace").decode()  # safetensors are strict about Unicode
@@ -137,6 +149,7 @@ class Encoder:
     def _per_rank(self, value: object, path: str) -> Any:
         if self._prefix:
             raise TypeError(f"{path}: per_rank inside per_rank")
+        self._note(path, "a value of each rank")
         self._prefix = f"rank{self.rank}."
         try:
             self.own.append(self.encode(value, path))
@@ -151,7 +164,7 @@ class Encoder:
     def digest_tensors(self, path: str) -> None:
         """Digest the whole tensors at and below `path`, so that ranks can compare them."""
         for place in [place for place, digest in self.digests.items() if place.startswith(path) and not digest]:
-            tensor = self.tensors[self._key_at[place]].detach().cpu().contiguous()
+            tensor = host_values(self.tensors[self._key_at[place]])
             said = f"{tensor.dtype} {list(tensor.shape)} "
             digest = hashlib.sha256()
             for piece in tensor_bytes(tensor):

@@ -1,0 +1,289 @@
+"""Checkpoints of models and loops that are not the plain ones: wrappers, odd states, what fits in part."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import Optimizer
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint import convert, files
+from layerzero.checkpoint import folder as checkpoint_folder
+from layerzero.checkpoint.staging import Staging
+from layerzero.hooks import runtime_of
+from tests.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
+from tests.ranks import mesh_of, run_ranks
+from tests.test_checkpoint import everything, sharded_net, train
+
+
+class Scale(nn.Module):
+    """A parameter, a buffer and an extra state that is a tensor, as low-precision layers have."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), value))
+        self.amax = torch.full((3,), value)
+
+    def get_extra_state(self) -> Any:
+        return {"amax": self.amax, "steps": [1, self.amax]} if self.amax[0] > 1 else self.amax.clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.amax = state["steps"][1] if isinstance(state, dict) else state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.sum()
+
+
+def _wrapped(value: float, wrap: Any, ignored: bool) -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), wrap(Scale(value)))
+    nn.init.constant_(net[0].weight, value)
+    nn.init.constant_(net[0].bias, value)
+    scale = next(module for module in net.modules() if isinstance(module, Scale)).scale
+    return layerzero.shard_model(net, mesh=mesh_of(2), ignored_params=[scale] if ignored else None)
+
+
+def _wrappers(rank: int, folder: str) -> None:
+    wraps = {
+        "bare": lambda module: module,
+        "compiled": partial(torch.compile, backend="eager"),
+        "recomputed": checkpoint_wrapper,
+    }
+    for ignored in (False, True):
+        for kind, wrap in wraps.items():
+            model = _wrapped(1.0 if ignored else 2.0, wrap, ignored)
+            optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            checkpoint.save(f"{folder}/{ignored}-{kind}", model, optimizer)
+    for ignored in (False, True):
+        for kind, other in (("bare", "compiled"), ("compiled", "recomputed"), ("recomputed", "bare")):
+            model = _wrapped(5.0, wraps[other], ignored)
+            optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model)
+            checkpoint.load(f"{folder}/{ignored}-{kind}", model, optimizer)
+            case = f"{kind} -> {other}, ignored={ignored}"
+            amax = next(module for module in model.modules() if isinstance(module, Scale)).amax
+            assert amax.tolist() == [1.0 if ignored else 2.0] * 3, case
+            for name, parameter in model.named_parameters():
+                whole = parameter.detach()
+                whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                assert whole.unique().tolist() == [0.5 if ignored else 1.5], f"{case}: {name}"
+                assert "momentum_buffer" in optimizer.state[parameter], f"{case}: {name}"
+
+
+def test_wrappers_and_extra_states_do_not_change_what_is_saved(tmp_path: Path) -> None:
+    run_ranks(_wrappers, str(tmp_path), world_size=2)
+
+
+def _odd_entries(rank: int, folder: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = layerzero.shard_model(net, mesh=mesh_of(2))
+    checkpoint.save(f"{folder}/one", model)
+    model.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update({f"{prefix}1.running_mean": torch.ones(2)})
+    )
+    with pytest.raises((TypeError, RuntimeError), match=r"state_dict\(\) has 1\.running_mean, which is no parameter"):
+        checkpoint.save(f"{folder}/two", model)
+    with pytest.raises(ValueError, match=r"1\.running_mean is made by a hook"):
+        checkpoint.load(f"{folder}/one", model)
+
+
+def test_what_a_state_dict_hook_makes_is_refused_instead_of_lost(tmp_path: Path) -> None:
+    run_ranks(_odd_entries, str(tmp_path), world_size=2)
+
+
+def _in_part(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    train(model, optimizer, range(1))
+    ema = layerzero.EMA(model)
+    ema.update()
+    checkpoint.save(f"{folder}/model", model)
+    checkpoint.save(f"{folder}/all", model, optimizer, {"ema": ema.state_dict(), "step": 1})
+
+    other, its_optimizer = sharded_net(2, seed=1)
+    train(other, its_optimizer, range(1))
+    before = everything(other, its_optimizer)
+    with _warned(rank, "missing: the optimizer"):
+        checkpoint.load(f"{folder}/model", other, its_optimizer, strict=False)
+    after = everything(other, its_optimizer)
+    assert not different(full_parameters(other), full_parameters(model))
+    kept = {name for name, value in after.items() if torch.equal(value, before[name])}
+    assert {name for name in before if name.startswith("optimizer")} <= kept
+
+    net = integer_net(2)
+    net.head = nn.Linear(6, 5)
+    model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = everything(model, optimizer)
+    with _warned(rank, r"extra\.ema\.averages\.head\.weight is cut like parameter head\.weight"):
+        extra = checkpoint.load(f"{folder}/all", model, optimizer, strict=False)
+    assert extra["step"] == 1
+    assert extra["ema"]["averages"]["head.weight"] is None
+    assert extra["ema"]["averages"]["first.weight"].shape == (6, 5)
+    after = everything(model, optimizer)
+    assert all(torch.equal(after[name], before[name]) for name in after if "head" in name), "state included"
+
+
+def _warned(rank: int, match: str) -> Any:
+    return pytest.warns(UserWarning, match=match) if rank == 0 else pytest.MonkeyPatch.context()
+
+
+def test_what_fits_is_loaded_and_everything_else_stays(tmp_path: Path) -> None:
+    run_ranks(_in_part, str(tmp_path), world_size=2)
+
+
+def _shapes_without_elements(rank: int, folder: str) -> None:
+    for shape in ((4, 0), (0, 4), (0,), (1, 1)):
+        net = nn.ParameterDict({"e": nn.Parameter(torch.zeros(shape)), "w": nn.Parameter(torch.ones(3))})
+        model = layerzero.shard_model(net, mesh=mesh_of(2))
+        name = "x".join(map(str, shape))
+        checkpoint.save(f"{folder}/{name}", model)
+        checkpoint.load(f"{folder}/{name}", model)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp-{name}")
+        checkpoint.load_dcp(f"{folder}/dcp-{name}", model)
+
+
+def test_parameters_without_elements_can_be_saved(tmp_path: Path) -> None:
+    run_ranks(_shapes_without_elements, str(tmp_path))
+
+
+def _values(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    z = torch.tensor([1 + 2j])
+    extra = {"conjugate": z.conj(), "negative": z.conj().imag, "reversed": np.arange(3)[::-1]}
+    checkpoint.save(f"{folder}/one", model, optimizer, extra)
+    checkpoint.save_async(f"{folder}/two", model, optimizer, extra).wait()
+    for name in ("one", "two"):
+        loaded = checkpoint.load(f"{folder}/{name}", model, optimizer)
+        assert loaded["conjugate"].tolist() == [1 - 2j]
+        assert loaded["negative"].tolist() == [-2]
+        assert loaded["reversed"].tolist() == [2, 1, 0]
+    for value in (torch.zeros(1, dtype=torch.complex128), torch.zeros(2, device="meta"), torch.eye(2).to_sparse()):
+        with pytest.raises((TypeError, RuntimeError), match=r"extra\.odd: a .* cannot be put into a safetensors file"):
+            checkpoint.save(f"{folder}/three", model, optimizer, {"odd": value})
+    for one, other in (([1, 2], (1, 2)), ([1], [1, 2]), ([checkpoint.per_rank(0)], [0])):
+        with pytest.raises(ValueError, match=r"extra\.it"):
+            checkpoint.save(f"{folder}/three", model, optimizer, {"it": other if rank else one})
+
+
+def test_values_are_stored_as_they_look_and_compared_whole(tmp_path: Path) -> None:
+    run_ranks(_values, str(tmp_path), world_size=2)
+
+
+def _optimizers(rank: int, folder: str) -> None:
+    def built(*groups: slice, lr: Any) -> tuple[nn.Module, Optimizer]:
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2))
+        named = list(model.named_parameters())
+        inner = torch.optim.AdamW([{"params": named[group]} for group in groups], lr=lr)
+        return model, layerzero.shard_optimizer(inner, model)
+
+    model, optimizer = built(slice(0, 3), slice(3, None), lr=torch.tensor(0.5))
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    model, optimizer = built(slice(None), lr=torch.tensor(0.125))
+    rate = optimizer.param_groups[0]["lr"]
+    checkpoint.load(f"{folder}/one", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.5, "compiled steps hold the tensor"
+    names = optimizer.param_groups[0]["param_names"]
+    assert names == [name for name, _ in model.named_parameters()]
+    plain_sgd = layerzero.shard_optimizer(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(ValueError, match="the optimizer was a AdamW, and is a SGD here"):
+        checkpoint.load(f"{folder}/one", model, plain_sgd)
+    ema = layerzero.EMA(model)
+    ema.update()
+    with ema.swapped(), pytest.raises(RuntimeError, match=r"inside EMA\.swapped"):
+        checkpoint.load(f"{folder}/one", model, optimizer)
+
+
+def test_hyperparameters_that_are_tensors_and_other_optimizers(tmp_path: Path) -> None:
+    run_ranks(_optimizers, str(tmp_path), world_size=2)
+
+
+def _no_memory(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    copy = Staging.copy
+
+    def refuse(self: Staging, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if rank == 1:
+            raise MemoryError("no memory to pin")
+        return copy(self, tensors)
+
+    Staging.copy = refuse
+    try:
+        with pytest.raises((MemoryError, RuntimeError), match="no memory to pin"):
+            checkpoint.save_async(f"{folder}/one", model, optimizer)
+    finally:
+        Staging.copy = copy
+    staging = runtime_of(model).staging
+    broken = staging.group
+    checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
+    staging.group = None  # what a lost peer leaves
+    checkpoint.save_async(f"{folder}/three", model, optimizer).wait()
+    assert staging.group is not broken
+
+
+def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run_ranks(_no_memory, str(tmp_path), world_size=2, pg_timeout=15)
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["three", "two"]
+
+
+def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    flush, calls = files.flush_folder, []
+
+    def refuse(path: Path) -> None:
+        calls.append(path)
+        if path == Path(folder):
+            raise PermissionError(path)
+        flush(path)
+
+    files.flush_folder = refuse
+    try:
+        if rank == 0:
+            with pytest.warns(UserWarning, match="could not be flushed"):
+                checkpoint.save(f"{folder}/one", model, optimizer)
+        else:
+            checkpoint.save(f"{folder}/one", model, optimizer)
+    finally:
+        files.flush_folder = flush
+    checkpoint.load(f"{folder}/one", model, optimizer)
+
+
+def test_what_comes_after_the_rename_does_not_fail_the_save(tmp_path: Path) -> None:
+    run_ranks(_folder_that_cannot_be_flushed, str(tmp_path), world_size=2)
+
+
+def test_an_import_of_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
+    safetensors.save_file(state, tmp_path / "whole.safetensors")
+    monkeypatch.setattr(convert, "_PART", 2 * 64)
+    convert.import_model([tmp_path / "whole.safetensors"], tmp_path / "one")
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) == 3
+    convert.export_model(tmp_path / "one", tmp_path / "again.safetensors")
+    assert not different(safetensors.load_file(tmp_path / "again.safetensors"), state)
+
+
+def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -> None:
+    for name, age in ((".old.partial", 0), (".new.partial", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+        if age is not None:
+            os.utime(tmp_path / name / "file", (age, age))
+            os.utime(tmp_path / name, (age, age))
+    checkpoint_folder.rotate(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [".new.partial"]
