@@ -43,7 +43,7 @@ def shard_model(
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -58,8 +58,9 @@ def shard_model(
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
         mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
         zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
-        units: what is gathered and freed together: module classes (``{Block}``), names (``["blocks.0", ...]``), or
-            ``callable(name, module) -> bool``. Parameters outside all units belong to the root. None: root only.
+        units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
+            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``. Parameters outside all units
+            belong to the root. None: root only.
         mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
             for every unit.
@@ -78,7 +79,7 @@ def shard_model(
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
         prefetch: units gathered ahead of the one that computes.
         ignored_params: left as they are: whole on every rank, gradients not averaged.
-        ignored_modules: the same for all parameters of these modules.
+        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
         param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
             the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
@@ -120,6 +121,7 @@ def shard_model(
             offload_grads=offload_grads,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
+            ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
         )
         if not isinstance(model, nn.Module):

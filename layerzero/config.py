@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,11 @@ class LayerZeroConfig:
 
     Raises:
         TypeError, ValueError: a setting of the wrong type or value; names it and what is accepted.
+
+    Example::
+
+        config = layerzero.LayerZeroConfig.from_yaml("layerzero.yaml")
+        model = layerzero.shard_model(model, **config.arguments())
     """
 
     zero3_size: int | None = None
@@ -45,7 +52,36 @@ class LayerZeroConfig:
     offload_grads: bool = False
     reshard_after_forward: bool = True
     prefetch: int = 1
+    ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
+        """The settings in a YAML file (needs PyYAML: ``layerzero[yaml]``).
+
+        Names are those of the fields; dtypes are ``bf16``, ``fp16`` and ``fp32`` or torch's names, `mp_policy` holds
+        its own fields, `units` and `ignored_modules` are names of modules or of their classes. The names of MindSpeed's
+        LayerZeRO are understood, too: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``,
+        ``autocast_output`` (fp32 outputs), ``forward_prefetch`` with ``backward_prefetch``.
+
+        Raises:
+            ValueError: a name or value that is unknown, given twice, or without a counterpart here, such as a
+                ``ckpt_load_path``. Nothing is ignored.
+
+        Example::
+
+            # layerzero.yaml
+            zero3_size: 8
+            units: [TransformerLayer]
+            mp_policy: {param_dtype: bf16, reduce_dtype: fp32}
+        """
+        from layerzero.config_file import read_settings  # noqa: PLC0415 - files alone need it
+
+        return cls(**read_settings(path, tuple(field.name for field in fields(cls))))
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`layerzero.shard_model`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
         if self.zero3_size is not None and (not isinstance(self.zero3_size, int) or isinstance(self.zero3_size, bool)):

@@ -39,7 +39,7 @@ def partition(
     units: Units,
     *,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
 ) -> list[UnitPlan]:
     """The units of a model in module order, the root first.
 
@@ -55,8 +55,9 @@ def partition(
         if name:
             plans[name] = UnitPlan(name, module)
     ignored = {id(p) for p in ignored_params or ()}
-    for module in ignored_modules or ():
-        ignored |= {id(p) for p in module.parameters()}
+    for entry in ignored_modules or ():
+        named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
+        ignored |= {id(p) for _, module in named for p in module.parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
     by_module = {id(plan.module): plan for plan in plans.values()}
     for name, module in model.named_modules():
@@ -101,9 +102,9 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
     wanted: list[type[nn.Module] | str] = []
     if not isinstance(units, (str, type)) and callable(units):
         chosen = [(name, module) for name, module in model.named_modules() if name and units(name, module)]
-        missing: list[object] = []
+        missing: list[str] = []
     else:
-        accepted = "use module classes, module names, or one callable(name, module) -> bool"
+        accepted = "use module classes, names of modules or classes, or one callable(name, module) -> bool"
         if not isinstance(units, (str, type, Iterable)):
             raise TypeError(f"units={units!r}; {accepted}")
         wanted = [units] if isinstance(units, (str, type)) else list(units)
@@ -112,14 +113,11 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
                 raise TypeError(f"units holds {entry!r}; {accepted}")
         classes = tuple(entry for entry in wanted if isinstance(entry, type))
         names = {entry for entry in wanted if isinstance(entry, str)}
-        chosen = [(n, m) for n, m in model.named_modules() if n in names or (n and isinstance(m, classes))]
-        found_names = {name for name, _ in chosen}
-        missing = [n for n in sorted(names) if n not in found_names]
-        missing += [c.__name__ for c in classes if not any(isinstance(m, c) for _, m in chosen)]
+        by_name = {name for name, _ in _named(model, "units", names)}
+        chosen = [(n, m) for n, m in model.named_modules() if n in by_name or (n and isinstance(m, classes))]
+        missing = [c.__name__ for c in classes if not any(isinstance(m, c) for _, m in chosen)]
     if missing:
-        known = [name for name, _ in model.named_modules() if name]
-        shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
-        raise ValueError(f"units names {missing}, which the model does not have; its modules are {shown or 'none'}")
+        raise _not_there(model, "units", missing)
     for name, module in chosen:
         if not any(True for _ in module.parameters()):
             raise ValueError(f"unit {name!r} ({type(module).__name__}) has no parameters; leave it out of units")
@@ -129,6 +127,30 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
                 "name its members instead"
             )
     return chosen
+
+
+def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
+    """The modules that `names` name, by their own names or by those of their classes, with or without a path."""
+    missing, chosen = set(names), []
+    for name, module in model.named_modules():
+        classes = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        mine = {name, *classes, *(path.rpartition(".")[2] for path in classes)} & names if name else set()
+        if mine:
+            chosen.append((name, module))
+            missing -= mine
+    if missing:
+        raise _not_there(model, setting, sorted(missing))
+    return chosen
+
+
+def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
+    known = [name for name, _ in model.named_modules() if name]
+    shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+    classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
+    return ValueError(
+        f"{setting} names {missing}, which the model does not have; its modules are {shown or 'none'}, of the classes "
+        f"{classes}"
+    )
 
 
 def _refuse_sharded_twice(model: nn.Module) -> None:

@@ -1,0 +1,187 @@
+"""Settings from a YAML file, under our own names or those of MindSpeed's LayerZeRO."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["read_settings"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
+_OF_MINDSPEED = (
+    "transformer_layers",
+    "param_dtype",
+    "reduce_dtype",
+    "autocast_input",
+    "autocast_output",
+    "backward_prefetch",
+    "forward_prefetch",
+    "ckpt_load_path",
+)
+
+
+def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments for :class:`layerzero.LayerZeroConfig` that a file gives.
+
+    Args:
+        known: names of the settings.
+
+    Raises:
+        ValueError: a name or a value that is not understood, or that has no counterpart here; names it, and the file.
+    """
+    content = _parse(Path(path))
+    try:
+        return _translate(content, known)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        import yaml  # noqa: PLC0415 - files alone need it
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install layerzero[yaml]") from error
+
+    class Strict(yaml.SafeLoader):  # type: ignore[misc]
+        """Plain data only; a name that is given twice is an error instead of the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+                raise ValueError(f"{path}: {', '.join(twice)} given twice")
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=Strict)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold names and values, got {type(content).__name__}")
+    return content
+
+
+def _translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    accepted = {*known, *_OF_MINDSPEED}
+    if unknown := sorted(str(name) for name in content if name not in accepted):
+        raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(accepted))}")
+    settings = {name: value for name, value in content.items() if name not in _OF_MINDSPEED}
+    theirs = {name: value for name, value in content.items() if name in _OF_MINDSPEED}
+    for name in ("replica_reduce_dtype", "buffer_dtype"):
+        if name in settings:
+            settings[name] = _dtype(name, settings[name])
+    policy = _policy(settings.pop("mp_policy", None))
+    for name, value in theirs.items():
+        _TRANSLATIONS[name](name, value, settings, policy)
+    if "transformer_layers" in theirs:
+        if missing := [name for name in ("param_dtype", "reduce_dtype") if name not in policy]:
+            raise ValueError(f"give {' and '.join(missing)}: MindSpeed's default is fp16, here it is the model's dtype")
+        policy.setdefault("cast_forward_inputs", True)
+        policy.setdefault("output_dtype", torch.float32)  # autocast_output is on unless it is turned off
+    _set_prefetch(theirs, settings)
+    if policy:
+        settings["mp_policy"] = MixedPrecisionPolicy(**policy)
+    return settings
+
+
+def _policy(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not set(value) <= set(_POLICY):
+        raise ValueError(f"mp_policy must hold {', '.join(_POLICY)}, got {value!r}")
+    return {name: each if name == "cast_forward_inputs" else _dtype(name, each) for name, each in value.items()}
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None:
+        return None
+    found = _DTYPES.get(str(value).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"{name} is {value!r}; use one of {', '.join(_DTYPES)}")
+    return found
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _set_units(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if "units" in settings:
+        raise ValueError("give units or transformer_layers, which mean the same")
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise ValueError(f"{name} must be a list of class names, got {value!r}")
+    settings["units"] = value
+
+
+def _set_dtype(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if name in policy:
+        raise ValueError(f"{name} is given twice, beside and inside mp_policy")
+    policy[name] = _dtype(name, value)
+
+
+def _set_cast(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    policy["cast_forward_inputs"] = _bool(name, value)
+
+
+def _set_output(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    policy["output_dtype"] = torch.float32 if _bool(name, value) else None
+
+
+def _refuse_path(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if value is not None:
+        raise ValueError(
+            f"{name} is {value!r}, but settings load nothing: leave it out, and call layerzero.checkpoint.load(path, "
+            "model, optimizer) after shard_optimizer. MindSpeed's own checkpoints, which are pickled, cannot be read"
+        )
+
+
+def _nothing(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    """Both directions together; see _set_prefetch."""
+
+
+def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    if not {"forward_prefetch", "backward_prefetch"} & theirs.keys():
+        return
+    if "prefetch" in settings:
+        raise ValueError("give prefetch, or forward_prefetch and backward_prefetch")
+    backward = theirs.get("backward_prefetch")
+    if backward not in (None, "BACKWARD_PRE"):
+        raise ValueError(
+            f"backward_prefetch is {backward!r}; layerzero gathers the next unit before it computes one "
+            "(BACKWARD_PRE), or never ahead (null)"
+        )
+    forward = _bool("forward_prefetch", theirs.get("forward_prefetch", backward is not None))
+    if forward != (backward is not None):
+        raise ValueError(
+            f"forward_prefetch is {forward} and backward_prefetch {backward!r}, but layerzero has one depth for both: "
+            "use true and BACKWARD_PRE, or false and null"
+        )
+    settings["prefetch"] = int(forward)
+
+
+_TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], None]] = {
+    "transformer_layers": _set_units,
+    "param_dtype": _set_dtype,
+    "reduce_dtype": _set_dtype,
+    "autocast_input": _set_cast,
+    "autocast_output": _set_output,
+    "backward_prefetch": _nothing,
+    "forward_prefetch": _nothing,
+    "ckpt_load_path": _refuse_path,
+}
