@@ -44,15 +44,14 @@ class Names:
         self.odd: list[str] = []
         model = runtime.model
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        owners = {
-            _plain_name(f"{name}.{_EXTRA}" if name else _EXTRA): module
-            for name, module in model.named_modules(remove_duplicate=False)
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
+        # Names do not tell: a wrapper may hide itself from state dicts, which go through modules in this order.
+        owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
+        state = {_plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        extra = [name for name in state if name.endswith(_EXTRA)]
+        owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
         first_name: dict[int, str] = {}
-        for full_name, value in model.state_dict(keep_vars=True).items():
-            name = _plain_name(full_name)
-            target = owners.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
+        for name, value in state.items():
+            target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
             if target is None:
                 self.odd.append(name)
                 continue
@@ -78,6 +77,10 @@ class Names:
 
 _EXTRA = "_extra_state"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _plain_name(name: str) -> str:
