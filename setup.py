@@ -23,6 +23,7 @@ setup(
         "checkpoint": ["safetensors"],
         "demo": ["tqdm", "safetensors"],
         "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer", "safetensors"],
+        "megatron": ["megatron-core>=0.16,<0.17"],
         "bench": ["deepspeed", "matplotlib"],
         "dev": ["ruff", "mypy"],
     },
