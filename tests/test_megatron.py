@@ -28,10 +28,10 @@ def _compare(rank: int, cases: list[Case]) -> None:
     for case in cases:
         with megatron(case):
             theirs, ours = run(case, make_reference), run(case, make_ours)
-        _assert_same(ours, theirs, case)
+        assert_same(ours, theirs, case)
 
 
-def _assert_same(ours: Run, theirs: Run, case: Case) -> None:
+def assert_same(ours: Run, theirs: Run, case: Case) -> None:
     close: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5} if case.dtype == "float32" else {"rtol": 5e-3, "atol": 2e-3}
     torch.testing.assert_close(ours.losses, theirs.losses, **close, msg=lambda m: f"losses of {case}: {m}")
     assert ours.scales == theirs.scales

@@ -84,6 +84,14 @@ class ShardedChunk(nn.Module):
 
     # States, with the names that the module alone has
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """By its name in ``named_modules()``, or in states, which leave wrappers out: extra states are restored so."""
+        known = dict(self.named_modules())
+        prefix = ""
+        while target and prefix + target not in known and prefix + "module" in known:
+            prefix += "module."
+        return super().get_submodule(prefix + target)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
