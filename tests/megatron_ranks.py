@@ -1,23 +1,18 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""megatron-core on gloo ranks without a GPU: stand-ins for CUDA, a tiny GPT, Megatron's own training as a reference.
-
-Nothing here is part of the package. Megatron asks CUDA for its current device, for memory and for random states; here
-the answer is the CPU, only while :func:`megatron` is active.
-"""
+"""A tiny GPT in megatron-core's schedules on gloo ranks, trained by layerzero and, for reference, by Megatron."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+
+from tests.megatron_cpu import cpu_instead_of_cuda
 
 SEQUENCE, MICRO_BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
 
@@ -64,70 +59,23 @@ class Run(NamedTuple):
     scales: list[float]
 
 
-# Stand-ins
-
-
 @contextlib.contextmanager
 def megatron(case: Case) -> Iterator[None]:
     """Megatron with its process groups for `case`, on the CPU; leaves torch as it was."""
-    with _cpu_instead_of_cuda(), warnings.catch_warnings():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of imports: what is not installed beside Megatron, what torch deprecates
-            from megatron.core import parallel_state, tensor_parallel
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
-        tracker = tensor_parallel.random.CudaRNGStatesTracker
-        random = tensor_parallel.random
-        with (
-            mock.patch.object(tracker, "fork", lambda self, name=None: contextlib.nullcontext()),
-            mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(1, dtype=torch.uint8)),
-            mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None),
-        ):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=case.tp,
-                pipeline_model_parallel_size=case.pp,
-                context_parallel_size=case.cp,
-                virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
-                create_gloo_process_groups=False,
-            )
-            try:
-                yield
-            finally:
-                parallel_state.destroy_model_parallel()
+    with cpu_instead_of_cuda():
+        from megatron.core import parallel_state
 
-
-def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return make(*args, **kwargs)
-
-    return made
-
-
-def _type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain_type)
-    def named(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = plain_type(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
-
-    return named
-
-
-@contextlib.contextmanager
-def _cpu_instead_of_cuda() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in ("zeros", "ones", "tensor", "empty", "full"):
-            stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
-        stack.enter_context(mock.patch.object(torch.Tensor, "type", _type(torch.Tensor.type)))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
-        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
-        stack.enter_context(mock.patch.object(torch.cuda.nvtx, "range_push", lambda *_: None))
-        stack.enter_context(mock.patch.object(torch.cuda.nvtx, "range_pop", lambda *_: None))
-        stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"))
-        yield
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            context_parallel_size=case.cp,
+            virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 # A tiny GPT and its data
