@@ -5,10 +5,13 @@ RANKS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format bench bench-gpu clean
+.PHONY: demo demo-megatron test check format bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_megatron.py $(ARGS)
 
 test: $(VENV)/ready  ## the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
@@ -33,9 +36,10 @@ bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and pl
 bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
-$(VENV)/ready: requirements.txt setup.py pyproject.toml
+$(VENV)/ready: requirements.txt requirements-megatron.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-megatron.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

@@ -24,6 +24,7 @@ setup(
         "demo": ["tqdm", "safetensors"],
         "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer", "safetensors", "PyYAML"],
         "yaml": ["PyYAML"],
+        "megatron": ["megatron-core>=0.16,<0.17"],
         "bench": ["deepspeed", "matplotlib"],
         "dev": ["ruff", "mypy"],
     },

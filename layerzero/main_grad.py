@@ -37,6 +37,12 @@ class GatheredParameter(nn.Parameter):
             raise AttributeError("main_grad")
         return opened
 
+    @main_grad.setter
+    def main_grad(self, kept: Tensor) -> None:
+        # Megatron's linear layers keep it in their forward, and put it back in their backward.
+        if kept.data_ptr() != self.main_grad.data_ptr():
+            raise AttributeError("main_grad of a gathered parameter is layerzero's; add to it instead of replacing it")
+
 
 def take_flag(leaf: Tensor) -> bool:
     """A kernel has added the gradient to ``main_grad``; the flag is lowered."""

@@ -17,7 +17,7 @@ from layerzero.agreement import agree
 from layerzero.collectives import Lane, Ledger, backend_of
 from layerzero.device import compute_device, default_device_type
 
-__all__ = ["AXES", "Topology", "check_mesh", "init_mesh", "mesh_from_groups"]
+__all__ = ["AXES", "Topology", "check_mesh", "init_mesh", "mesh_from_groups", "new_group_like"]
 
 AXES = ("replica", "zero3")
 
@@ -65,10 +65,10 @@ class Topology:
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
         node = dist.get_process_group_ranks(zero3)
-        reduce = _new_group(node, like=zero3, device_type=kind)
+        reduce = new_group_like(node, like=zero3, device_type=kind)
         control_backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
-        control = _new_group(ranks, like=zero3, device_type=kind, backend=control_backend)
-        node_control = _new_group(node, like=zero3, device_type=kind, backend=control_backend)
+        control = new_group_like(ranks, like=zero3, device_type=kind, backend=control_backend)
+        node_control = new_group_like(node, like=zero3, device_type=kind, backend=control_backend)
         return cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
@@ -116,7 +116,7 @@ def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
     everyone = dist.group.WORLD
     assert everyone is not None
     row = table[dist.get_rank() // zero3_size].tolist()
-    return _mesh_over(table, _new_group(row, like=everyone, device_type=device_type), device_type)
+    return _mesh_over(table, new_group_like(row, like=everyone, device_type=device_type), device_type)
 
 
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
@@ -158,14 +158,14 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
     column = table[:, dist.get_rank(zero3_group)].tolist()
-    replica_group = _new_group(column, like=zero3_group, device_type=device_type)
+    replica_group = new_group_like(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
 
 
 def new_control_group(topology: Topology) -> dist.ProcessGroup:
     """Another gloo group of all ranks, for a thread of its own. Every rank must call this."""
     like = topology.control.group
-    return _new_group(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
+    return new_group_like(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -183,7 +183,7 @@ def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Proces
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
 
 
-def _new_group(
+def new_group_like(
     ranks: list[int], *, like: dist.ProcessGroup, device_type: str, backend: str | None = None
 ) -> dist.ProcessGroup:
     """A group with the backend and the timeout of another; torch's own default would be half an hour.

@@ -1,0 +1,105 @@
+"""Checkpoints of all pipeline stages and tensor ranks: a folder with a layerzero checkpoint for each model chunk.
+
+[Note: When a Megatron checkpoint exists]
+Each part exists when it is whole, on its own. The folder counts only once it holds the marker, which is written when
+all parts exist.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from layerzero import checkpoint
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.groups import ProcessGroups
+from layerzero.megatron.optimizer import ShardedMegatronOptimizer
+
+__all__ = ["load", "save"]
+
+_MARKER = "complete"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[ShardedChunk],
+    optimizer: ShardedMegatronOptimizer | None = None,
+    extra: object = None,
+) -> None:
+    """Write a checkpoint of the whole model. All ranks must call this, between a step and the next forward.
+
+    Args:
+        path: a folder that all ranks share and that does not hold a checkpoint.
+        extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
+
+    Raises:
+        FileExistsError, CheckpointError, ...: what ``layerzero.checkpoint.save`` raises, on all ranks of the stage;
+            RuntimeError on the others.
+    """
+    folder, groups = Path(path), model_chunks[0].groups
+    folder.mkdir(parents=True, exist_ok=True)
+    scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
+    failure: Exception | None = None
+    try:
+        for index, chunk in enumerate(model_chunks):
+            inner = None if optimizer is None else optimizer.sharded[index]
+            checkpoint.save(folder / _part(groups, index), chunk, inner, {"extra": extra, "grad_scaler": scale})
+    except Exception as error:
+        failure = error
+    _together("save", groups, failure)
+    if dist.get_rank() == 0:
+        with open(folder / _MARKER, "wb") as marker:
+            os.fsync(marker.fileno())
+    _together("save", groups, None)  # nobody goes on before it is there
+
+
+def load(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[ShardedChunk],
+    optimizer: ShardedMegatronOptimizer | None = None,
+) -> Any:
+    """Put a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; returns its `extra`.
+
+    Data-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call this.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint of this layout at `path`; nothing has been changed.
+    """
+    folder, groups = Path(path), model_chunks[0].groups
+    failure: Exception | None = None
+    parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
+    if not (folder / _MARKER).exists():
+        failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
+    elif missing := [part.name for part in parts if not part.exists()]:
+        failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
+    _together("load", groups, failure)
+    result: Any = None
+    try:
+        for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
+            result = checkpoint.load(part, chunk, None if optimizer is None else optimizer.sharded[index])
+    except Exception as error:
+        failure = error
+    _together("load", groups, failure)
+    if optimizer is not None:
+        optimizer.load_scale(result["grad_scaler"])
+    return result["extra"]
+
+
+def _part(groups: ProcessGroups, chunk: int) -> str:
+    tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
+    sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
+    return f"layout-{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"
+
+
+def _together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """All ranks of the model have come here; an error on all of them if one has failed."""
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if errors := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+        raise RuntimeError(f"layerzero.megatron.{what} failed elsewhere: {errors[0]}")

@@ -1,0 +1,111 @@
+"""A sharded model chunk with the interface of Megatron's data-parallel wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerzero.api import no_sync
+from layerzero.full import load_full_state_dict
+from layerzero.hooks import runtime_of
+from layerzero.megatron.groups import ProcessGroups
+from layerzero.sharded_tensor import RowShardedTensor, plain
+
+__all__ = ["ShardedChunk"]
+
+
+class ShardedChunk(nn.Module):
+    """What Megatron's schedules and loop call on a model chunk; made by :func:`layerzero.megatron.wrap`.
+
+    It is the root of the sharded model: pass it to ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and
+    ``layerzero.full_state_dict``. Its parameters have the names that they have under Megatron's own wrapper.
+
+    Attributes:
+        module: Megatron's model.
+        config: its TransformerConfig.
+        groups: where this rank stands.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.groups = groups
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # Gradients
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate."""
+        return no_sync(self)
+
+    def start_grad_sync(self, *unused: object) -> None:
+        """Reduce what backwards inside :meth:`no_sync` have left behind. All data-parallel ranks must call this."""
+        runtime_of(self).complete_gradients()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Return when all gradients are final."""
+        runtime_of(self).complete_gradients()
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all final gradients."""
+        gradients = [rows for rows in self.gradient_rows().values() if rows.numel()]
+        if gradients:
+            torch._foreach_mul_(gradients, scaling_factor)
+
+    def gradient_rows(self) -> dict[str, Tensor]:
+        """This rank's rows of the final gradients, plain, by name; without parameters that no rank has used."""
+        return {name: plain(p.grad) for name, p in self.named_parameters() if p.grad is not None}
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, also those of a backward that raised."""
+        runtime_of(self).notice_interrupt()
+        self.zero_grad(set_to_none=True)
+
+    # Parameters
+
+    def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Carry masters that were edited by hand; what the optimizer has stepped is on its way already."""
+        runtime_of(self).refresh_edited()
+
+    def broadcast_params(self) -> None:
+        """Nothing is left to do: :func:`~layerzero.megatron.wrap` started from the first rank's parameters."""
+
+    def set_is_first_microbatch(self) -> None:
+        if hasattr(self.module, "set_is_first_microbatch"):
+            self.module.set_is_first_microbatch()  # type: ignore[operator]
+
+    # States, with the names that the module alone has
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Always raises: Megatron calls it on some ranks only, and none of them has whole parameters."""
+        raise NotImplementedError(
+            "the parameters of this chunk are sharded; save with layerzero.megatron.save, or call "
+            "layerzero.full_state_dict(chunk) on every data-parallel rank"
+        )
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Always raises: rows are cut unevenly, which Megatron's distributed checkpoints cannot describe."""
+        raise NotImplementedError(
+            "megatron.core.dist_checkpointing has no tensors of uneven rows; save with layerzero.megatron.save, or "
+            "layerzero.full_state_dict(chunk) for whole tensors"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones.
+
+        Of whole ones, the first data-parallel rank's are what all ranks get. All data-parallel ranks must call this.
+        """
+        if any(isinstance(value, RowShardedTensor) for value in state_dict.values()):
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return load_full_state_dict(self, state_dict)

@@ -1,0 +1,133 @@
+"""What Megatron's schedules call when the last backward is over: ``config.finalize_model_grads_func``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero.hooks import runtime_of
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.groups import ProcessGroups
+from layerzero.megatron.units import language_model
+from layerzero.sharded_tensor import plain
+
+__all__ = ["FinalizeGradients", "tied_weight"]
+
+
+class FinalizeGradients:
+    """Makes gradients final over data-parallel ranks, then sums what several model-parallel ranks hold.
+
+    Everything after the reduction works on gradient shards: 1/D of what Megatron sends for the same.
+    """
+
+    def __init__(self, config: Any, groups: ProcessGroups) -> None:
+        self.config = config
+        self.groups = groups
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Sequence[ShardedChunk],
+        num_tokens: Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        """As ``megatron.core.distributed.finalize_model_grads``; the groups are those of :func:`wrap`."""
+        for chunk in model:
+            chunk.finish_grad_sync()
+        self._sum_over_tensor_ranks(model)
+        self._sum_tied_embeddings(model)
+        if getattr(self.config, "num_moe_experts", None):
+            from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors  # noqa: PLC0415
+
+            reset_model_temporary_tensors(self.config, list(model))
+        if num_tokens is not None:
+            self._divide_by(num_tokens, model)
+
+    def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
+        """Of parameters that every tensor rank holds whole, but uses for a part of the sequence or of the heads."""
+        size = self.groups.tensor.size()
+        if size == 1:
+            return
+        summed, averaged = [], []
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    continue
+                if getattr(parameter, "average_gradients_across_tp_domain", False):
+                    averaged.append(_gradient_rows(parameter))
+                elif self._is_partial(name, parameter):
+                    summed.append(_gradient_rows(parameter))
+        for rows, factor in ((summed, 1.0), (averaged, 1.0 / size)):
+            _all_reduce(rows, self.groups.tensor, factor)
+
+    def _is_partial(self, name: str, parameter: nn.Parameter) -> bool:
+        if self.config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+            return True
+        return bool(self.config.qk_layernorm) and ("q_layernorm" in name or "k_layernorm" in name)
+
+    def _sum_tied_embeddings(self, model: Sequence[ShardedChunk]) -> None:
+        weight = tied_weight(model, self.groups)
+        if weight is not None and weight.requires_grad:
+            assert self.groups.embedding is not None
+            _all_reduce([_gradient_rows(weight)], self.groups.embedding, 1.0)
+
+    def _divide_by(self, num_tokens: Tensor, model: Sequence[ShardedChunk]) -> None:
+        """By the tokens of all micro-batches of all data-parallel ranks, which only the last stage has counted."""
+        last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
+        dist.broadcast(num_tokens, src=last, group=self.groups.pipeline)
+        dist.all_reduce(num_tokens, group=self.groups.zero1)
+        if num_tokens > 0:
+            for chunk in model:
+                chunk.scale_gradients(1.0 / num_tokens)
+
+
+def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Parameter | None:
+    """This rank's copy of a word embedding that first and last stage both hold.
+
+    The copies are summed rank by rank, so they must be cut alike: each is the only parameter of its unit.
+
+    Raises:
+        ValueError: it is not alone in its unit.
+    """
+    if groups.embedding is None or groups.embedding.size() == 1:
+        return None
+    chunk = model[0] if groups.is_first_stage else model[-1]
+    language: Any = language_model(chunk.module)
+    if language is None or not getattr(language, "share_embeddings_and_output_weights", False):
+        return None
+    weight: nn.Parameter | None = language.shared_embedding_or_output_weight()
+    if weight is None:
+        return None
+    runtime = runtime_of(chunk)
+    member = runtime.member_of(weight)
+    holder = next((handle for handle in runtime.handles if member in handle.members), None)
+    if member is None or holder is None or len(holder.members) > 1:
+        raise ValueError(
+            "the word embedding that the first and the last pipeline stage share must be a unit of its own on both: "
+            "make embedding.word_embeddings and output_layer units"
+        )
+    return weight
+
+
+def _gradient_rows(parameter: nn.Parameter) -> Tensor:
+    """The rows of a final gradient to sum into; zeros where no data-parallel rank has used the parameter."""
+    if parameter.grad is None:  # another of the ranks that hold it may have one
+        parameter.grad = torch.zeros_like(parameter)
+    return plain(parameter.grad)
+
+
+def _all_reduce(rows: Sequence[Tensor], group: dist.ProcessGroup, factor: float) -> None:
+    rows = [part for part in rows if part.numel()]
+    if not rows:
+        return
+    flat = torch.cat([part.reshape(-1) for part in rows])
+    dist.all_reduce(flat, group=group)
+    if factor != 1.0:
+        flat.mul_(factor)
+    for part, total in zip(rows, torch.split(flat, [part.numel() for part in rows]), strict=True):
+        part.copy_(total.view(part.shape))

@@ -1,0 +1,91 @@
+"""The process groups of a rank: Megatron's own, and a ZeRO-3 group inside its data-parallel one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from layerzero.agreement import agree
+from layerzero.device import default_device_type
+from layerzero.topology import new_group_like
+
+__all__ = ["ProcessGroups", "process_groups"]
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Groups that one rank belongs to; from :func:`process_groups`.
+
+    Attributes:
+        zero1: all data-parallel ranks of this pipeline stage and tensor rank, context parallel ones included.
+        zero3: the consecutive members of `zero1`, this rank among them, that share the compute weights.
+        tensor, pipeline: Megatron's.
+        model: the tensor and pipeline ranks that hold one copy of the model together.
+        embedding: the pipeline stages that hold the word embeddings; None where this rank's does not.
+    """
+
+    zero1: dist.ProcessGroup
+    zero3: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    model: dist.ProcessGroup
+    embedding: dist.ProcessGroup | None
+
+    @property
+    def is_first_stage(self) -> bool:
+        return dist.get_rank(self.pipeline) == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return dist.get_rank(self.pipeline) == self.pipeline.size() - 1
+
+
+def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
+    """The groups of this rank. Every rank must call this, after Megatron has made its own.
+
+    Args:
+        zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
+            Context parallel ranks count, tensor and pipeline ranks do not. 1 gives ZeRO-1. For the ZeRO-3 group to stay
+            in a node, at most the ranks of a node divided by the tensor-parallel size.
+        pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp` and `embd`); None: the
+            groups of ``megatron.core.parallel_state``.
+
+    Raises:
+        TypeError, ValueError: `zero3_size` does not divide the data-parallel ranks, or ranks ask for different ones.
+    """
+    if pg_collection is None:
+        from megatron.core import parallel_state  # noqa: PLC0415
+
+        zero1 = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        model = parallel_state.get_model_parallel_group()
+        embedding = parallel_state.get_embedding_group(check_initialized=False)
+    else:
+        zero1, tensor, pipeline = pg_collection.dp_cp, pg_collection.tp, pg_collection.pp
+        model, embedding = pg_collection.mp, pg_collection.embd
+    ranks = sorted(dist.get_process_group_ranks(zero1))
+    failure = _failure(zero3_size, len(ranks))
+    agree("layerzero.megatron.process_groups", {"zero3_size": repr(zero3_size)}, ranks=ranks, failure=failure)
+    start = ranks.index(dist.get_rank()) // zero3_size * zero3_size
+    device_type = default_device_type()
+    if f"{device_type}:" not in dist.get_backend_config(zero1):
+        device_type = "cpu"
+    zero3 = new_group_like(ranks[start : start + zero3_size], like=zero1, device_type=device_type)
+    if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
+        embedding = None
+    return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding)
+
+
+def _failure(zero3_size: object, world: int) -> Exception | None:
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    if zero3_size < 1 or world % zero3_size:
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        return ValueError(
+            f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (times context-parallel ones) of "
+            f"this pipeline stage and tensor rank; use one of {divisors}"
+        )
+    return None

@@ -1,0 +1,264 @@
+"""The optimizer that Megatron's loop steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from layerzero.api import refresh
+from layerzero.hooks import runtime_of
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.param_groups import Condition, param_groups
+from layerzero.optimizer import ShardedOptimizer, shard_optimizer
+from layerzero.optimizers import adamw, sgd
+from layerzero.sharded_tensor import plain
+
+__all__ = ["ShardedMegatronOptimizer"]
+
+
+class ShardedMegatronOptimizer:
+    """Steps sharded model chunks, with the methods and results of ``megatron.core.optimizer.MegatronOptimizer``.
+
+    Args:
+        model_chunks: from :func:`layerzero.megatron.wrap`.
+        config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
+            `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how Megatron shards and overlaps is
+            not, as layerzero does that.
+        no_weight_decay_cond: ``cond(name, parameter)``, of true shapes, for parameters without weight decay. None:
+            biases and vectors, as in Megatron.
+        scale_lr_cond: ``cond(name, parameter)`` for parameters whose learning rate is multiplied by `lr_mult`.
+        config_overrides: Megatron's own, in place of `no_weight_decay_cond`: ``{ParamKey: {"wd_mult": ..., ...}}``.
+        make_optimizer: makes the inner optimizer from parameter groups, in place of what `config` names.
+
+    Attributes:
+        sharded: the ShardedOptimizer of each chunk that has trainable parameters; None for others.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[ShardedChunk],
+        config: Any,
+        *,
+        no_weight_decay_cond: Condition | None = None,
+        scale_lr_cond: Condition | None = None,
+        lr_mult: float = 1.0,
+        config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
+        make_optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+    ) -> None:
+        if no_weight_decay_cond is not None and config_overrides is not None:
+            raise ValueError("give either no_weight_decay_cond or config_overrides")
+        if config.lr is None:
+            raise ValueError("config.lr is None; give the OptimizerConfig a learning rate")
+        self.config = config
+        self.model_chunks = list(model_chunks)
+        self.groups = self.model_chunks[0].groups
+        self.sharded: list[ShardedOptimizer | None] = []
+        for chunk in self.model_chunks:
+            groups = param_groups(
+                chunk,
+                config,
+                no_weight_decay_cond=no_weight_decay_cond,
+                scale_lr_cond=scale_lr_cond,
+                lr_mult=lr_mult,
+                config_overrides=config_overrides,
+            )
+            inner = (make_optimizer or self._make)(groups) if groups else None
+            self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
+        self._device = runtime_of(self.model_chunks[0]).topology.device
+        self.grad_scaler: Any = _grad_scaler(config)
+        self._one = torch.ones(1, dtype=torch.float32, device=self._device)
+
+    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        config = self.config
+        settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if config.optimizer == "sgd":
+            return sgd(groups, **settings, momentum=config.sgd_momentum)
+        if config.optimizer != "adam":
+            raise ValueError(f"config.optimizer={config.optimizer!r}; use 'adam' or 'sgd', or give make_optimizer")
+        betas = (config.adam_beta1, config.adam_beta2)
+        if not config.decoupled_weight_decay:
+            return torch.optim.Adam(groups, **settings, betas=betas, eps=config.adam_eps)
+        return adamw(groups, **settings, betas=betas, eps=config.adam_eps)
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        return not any(self.sharded)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all chunks; schedulers may change them."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def _optimizers(self) -> list[ShardedOptimizer]:
+        return [optimizer for optimizer in self.sharded if optimizer is not None]
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # Loss scale
+
+    def get_loss_scale(self) -> Tensor:
+        """fp32, of one element."""
+        scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
+        return scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """For ``config.grad_scale_func``."""
+        return self.get_loss_scale() * loss
+
+    # One step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Unscale, clip, update and launch the refresh. All ranks must call this.
+
+        Returns:
+            Whether weights were updated (not where a gradient overflowed on any rank of the model), the norm of all
+            gradients before clipping, and how many of them are zero (None unless `config.log_num_zeros_in_grad`).
+        """
+        if self.prepare_grads():
+            return False, None, None
+        norm = self.clip_grad_norm(self.config.clip_grad)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Make gradients final and divide them by the loss scale; True if any rank of the model has met an overflow."""
+        for chunk in self.model_chunks:
+            chunk.finish_grad_sync()
+        if self.grad_scaler is None:
+            return False
+        overflows = torch.zeros(1, dtype=torch.float32, device=self._device)
+        gradients = [rows for chunk in self.model_chunks for rows in chunk.gradient_rows().values() if rows.numel()]
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, self.grad_scaler.inv_scale)
+        self._over_model(overflows, dist.ReduceOp.MAX)
+        overflow = bool(overflows.item() > 0)
+        self.grad_scaler.update(overflow)
+        return overflow
+
+    def step_with_ready_grads(self) -> bool:
+        """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return True
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients down to a norm of `clip_grad`, if that is positive; return the norm before."""
+        norm = self.get_grad_norm()
+        factor = clip_grad / (norm + 1e-6) if clip_grad > 0 else 1.0
+        if factor < 1.0 or math.isnan(factor):
+            for chunk in self.model_chunks:
+                chunk.scale_gradients(factor)
+        return norm
+
+    # Statistics: each element of the whole model counts once
+
+    def get_grad_norm(self) -> float:
+        """The 2-norm of the gradients of the whole model."""
+        norms = torch._foreach_norm([rows for rows in self.get_main_grads_for_grad_norm() if rows.numel()] or [_ZERO])
+        total = torch.stack([norm.float() for norm in norms]).square().sum().to(self._device)
+        return math.sqrt(self._over_model(total, dist.ReduceOp.SUM).item())
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """This rank's rows of gradients that no other rank counts.
+
+        Left out are copies of a word embedding on a further pipeline stage, and what all tensor ranks hold on all but
+        the first of them.
+        """
+        return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
+
+    def count_zeros(self) -> float:
+        """Elements of the whole model whose gradient is zero."""
+        zeros = torch.zeros((), dtype=torch.float32, device=self._device)
+        for parameter in self.get_parameters():
+            if self._counts(parameter):
+                rows = plain(parameter.grad if parameter.grad is not None else parameter)
+                used = 0 if parameter.grad is None else torch.count_nonzero(rows)
+                zeros += rows.numel() - used
+        return self._over_model(zeros, dist.ReduceOp.SUM).item()
+
+    def _counts(self, parameter: Tensor) -> bool:
+        if getattr(parameter, "shared", False):
+            return False
+        return bool(getattr(parameter, "tensor_model_parallel", False)) or dist.get_rank(self.groups.tensor) == 0
+
+    def _over_model(self, value: Tensor, op: Any) -> Tensor:
+        """Reduce over the rows of data-parallel ranks, then over the parts of model-parallel ones."""
+        for group in (self.groups.zero1, self.groups.model):
+            dist.all_reduce(value, op=op, group=group)
+        return value
+
+    # States
+
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """After parameters were changed other than by a step. The masters are the parameters: nothing is copied."""
+        if state_dict is not None:
+            if len(self.model_chunks) > 1:
+                raise ValueError("reload_model_params(state_dict) with several chunks; load each chunk by itself")
+            self.model_chunks[0].load_state_dict(state_dict)
+        for chunk in self.model_chunks:
+            refresh(chunk)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of each chunk's optimizer by parameter name, this rank's rows of it, and the loss scale."""
+        state: dict[str, Any] = {"optimizer": [o and o.state_dict() for o in self.sharded]}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`."""
+        saved = state_dict["optimizer"]
+        if len(saved) != len(self.sharded):
+            raise ValueError(f"the state has {len(saved)} model chunks, the optimizer {len(self.sharded)}")
+        for optimizer, values in zip(self.sharded, saved, strict=True):
+            if optimizer is not None:
+                optimizer.load_state_dict(values)
+        self.load_scale(state_dict.get("grad_scaler"))
+
+    def load_scale(self, state: Mapping[str, Any] | None) -> None:
+        """Take the loss scale out of a :meth:`state_dict`."""
+        if self.grad_scaler is not None and state is not None:
+            self.grad_scaler.load_state_dict(state)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Always raises: rows are cut unevenly, which Megatron's distributed checkpoints cannot describe."""
+        raise NotImplementedError(
+            "megatron.core.dist_checkpointing has no tensors of uneven rows; use layerzero.megatron.save and load"
+        )
+
+
+_ZERO = torch.zeros(1)  # stands for no gradients at all
+
+
+def _grad_scaler(config: Any) -> Any:
+    """Megatron's own, for fp16 and for a constant loss scale; None otherwise."""
+    if not config.loss_scale and not config.fp16:
+        return None
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: PLC0415
+
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )

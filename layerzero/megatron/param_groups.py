@@ -1,0 +1,85 @@
+"""Parameter groups as Megatron's learning-rate scheduler and its logs expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from layerzero.megatron.chunk import ShardedChunk
+
+__all__ = ["Condition", "param_groups"]
+
+Condition = Callable[[str, nn.Parameter], bool]  # of a parameter's name and the parameter, which has its true shape
+
+
+def param_groups(
+    chunk: ShardedChunk,
+    config: Any,
+    *,
+    no_weight_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+    config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """The trainable parameters of a chunk, those with the same settings together."""
+    groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+    for name, parameter in chunk.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own: dict[str, Any] = {}
+        for key, override in (config_overrides or {}).items():
+            if key.matches(parameter, name):
+                _merge(own, override, name)
+        if config_overrides is None:
+            own |= _standard(name, parameter, config, no_weight_decay_cond)
+        if scale_lr_cond is not None and scale_lr_cond(name, parameter):
+            own["lr_mult"] = lr_mult
+        identity = tuple(sorted(own.items()))
+        if identity not in groups:
+            groups[identity] = _group(config, own)
+        groups[identity]["params"].append(parameter)
+    return [groups[identity] for identity in sorted(groups, key=repr)]
+
+
+def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
+    """No weight decay on biases and vectors, a learning rate of its own for what is as large as the vocabulary."""
+    own: dict[str, Any] = {}
+    if no_decay is not None:
+        spared = no_decay(name, parameter)
+    else:
+        spared = name.endswith(".bias") or parameter.ndim == 1
+        if getattr(config, "apply_wd_to_qk_layernorm", False) and ("q_layernorm." in name or "k_layernorm." in name):
+            spared = False
+    if spared:
+        own["wd_mult"] = 0.0
+    if config.decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False):
+        own |= {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
+        if config.decoupled_min_lr is not None:
+            own["min_lr"] = config.decoupled_min_lr
+    return own
+
+
+def _merge(own: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
+    for key, value in override.items():
+        if own.setdefault(key, value) != value:
+            raise ValueError(f"config_overrides gives parameter {name!r} both {own[key]!r} and {value!r} as {key}")
+
+
+def _group(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    group: dict[str, Any] = {
+        "params": [],
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": not any("lr" in key for key in own),
+        **own,
+    }
+    # What Megatron's scheduler sets from its first step on.
+    group["lr"] = group["max_lr"] * group["lr_mult"]
+    group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return group

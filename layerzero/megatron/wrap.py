@@ -1,0 +1,160 @@
+"""Shards model chunks, and lets Megatron's schedules drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.api import shard_model
+from layerzero.config import Accumulation, Units
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.finalize import FinalizeGradients, tied_weight
+from layerzero.megatron.groups import ProcessGroups, process_groups
+from layerzero.megatron.units import default_units, language_model
+from layerzero.topology import mesh_from_groups
+
+__all__ = ["wrap"]
+
+
+def wrap(
+    model_chunks: nn.Module | Sequence[nn.Module],
+    config: Any,
+    *,
+    zero3_size: int | None = None,
+    groups: ProcessGroups | None = None,
+    units: Units = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    accumulation: Accumulation = "sharded",
+    align_grad_reduce: bool = False,
+    **settings: Any,
+) -> list[ShardedChunk]:
+    """Shard the model chunks of this rank; takes the place of Megatron's data-parallel wrapper.
+
+    Sets `config.no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func`. Gradients are
+    reduced over data-parallel ranks in each chunk's last backward; the optimizer's step launches the refresh, which is
+    awaited where each unit is next gathered.
+
+    Args:
+        model_chunks: Megatron's models, one for each chunk that this rank holds; with or without ``Float16Module``.
+        config: their TransformerConfig.
+        zero3_size: S, see :func:`process_groups`; give this or `groups`.
+        groups: from :func:`process_groups`.
+        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer layers, the word
+            embeddings and the output layer.
+        mp_policy: None: compute in 16 bits if `config` says so, gradients in fp32.
+        accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
+        align_grad_reduce: stages after the first reduce in the pipeline's bubble, all at the same time, instead of in
+            their last backward.
+        **settings: of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`, `replica_reduce_dtype`, ...
+
+    Returns:
+        Chunks to pass to the schedule and to :class:`ShardedMegatronOptimizer`.
+
+    Raises:
+        ValueError: the model or its config has something that is not supported; names it and says what to do.
+    """
+    modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    if (zero3_size is None) == (groups is None):
+        raise ValueError("give either zero3_size or groups")
+    for module in modules:
+        _refuse_unsupported(module, config)
+    if groups is None:
+        assert zero3_size is not None
+        groups = process_groups(zero3_size)
+    _refuse_fusion(config, groups.zero3.size(), accumulation, settings.get("offload_grads", False))
+    mesh = mesh_from_groups(groups.zero1, groups.zero3)
+    chunks = []
+    for module in modules:
+        chunk = ShardedChunk(module, config, groups)
+        shard_model(
+            chunk,
+            mesh=mesh,
+            units=units if units is not None else default_units(module, pipeline_size=groups.pipeline.size()),
+            mp_policy=mp_policy or _policy(config),
+            accumulation=accumulation,
+            gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
+            **settings,
+        )
+        chunks.append(chunk)
+        _let_output_layer_use_its_own(chunk)
+    tied_weight(chunks, groups)  # raises where it could not be summed later
+    _set(config, chunks, groups, align_grad_reduce=align_grad_reduce)
+    return chunks
+
+
+def _set(config: Any, chunks: list[ShardedChunk], groups: ProcessGroups, *, align_grad_reduce: bool) -> None:
+    single = len(chunks) == 1
+    config.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
+    config.grad_sync_func = None
+    if align_grad_reduce:
+        config.grad_sync_func = chunks[0].start_grad_sync if single else [chunk.start_grad_sync for chunk in chunks]
+    config.param_sync_func = None
+    config.finalize_model_grads_func = FinalizeGradients(config, groups)
+
+
+def _policy(config: Any) -> MixedPrecisionPolicy:
+    low = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    # Megatron casts what a chunk gets itself; rotary embeddings, for one, stay in fp32.
+    return MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32 if low is not None else None, cast_forward_inputs=False
+    )
+
+
+def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
+    """Megatron's model reads a tied output weight before it calls the output layer, where it is not gathered yet."""
+    output = getattr(language_model(chunk.module), "output_layer", None)
+    if not isinstance(output, nn.Module) or getattr(output, "weight", None) is None:
+        return
+
+    def use_own(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("weight") is module.weight:
+            kwargs = {**kwargs, "weight": None}
+        return args, kwargs
+
+    output.register_forward_pre_hook(use_own, prepend=True, with_kwargs=True)  # before the unit's own
+
+
+_REFUSED = {
+    "mtp_num_layers": "multi-token prediction holds further copies of the embeddings",
+    "has_cond_embedder": "conditional embedders are summed over all pipeline stages",
+    "defer_embedding_wgrad_compute": "gradients of the output layer come after the last backward",
+    "overlap_moe_expert_parallel_comm": "its schedule calls parts of layers by themselves",
+    "moe_router_enable_expert_bias": "the bias of routers is updated with the gradients",
+    "delay_wgrad_compute": "gradients of weights come after the backward of their layer",
+    "fp8": "weights would be gathered in 16 bits and quantised in each forward",
+}
+
+
+def _refuse_unsupported(module: nn.Module, config: Any) -> None:
+    for name, reason in _REFUSED.items():
+        if getattr(config, name, None):
+            raise ValueError(
+                f"config.{name}={getattr(config, name)!r} is not supported by layerzero.megatron: {reason}"
+            )
+    if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
+        raise ValueError("config.cuda_graph_impl: graphs keep the addresses of weights, which come and go; use 'none'")
+    for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            raise ValueError(
+                f"parameter {name!r} is expert parallel: its data-parallel group is another one than the other "
+                "parameters'. Use expert_model_parallel_size=1"
+            )
+
+
+def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, offload_grads: bool) -> None:
+    if not getattr(config, "gradient_accumulation_fusion", False):
+        return
+    if zero3_size > 1 and accumulation == "sharded":
+        raise ValueError(
+            'gradient_accumulation_fusion adds to whole gradients between micro-batches: use accumulation="full", or '
+            "zero3_size=1, or turn it off"
+        )
+    if offload_grads:
+        raise ValueError(
+            "gradient_accumulation_fusion keeps main_grad from the forward to the backward, with offload_grads=True it "
+            "may be elsewhere by then; turn one of them off"
+        )

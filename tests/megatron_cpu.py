@@ -1,0 +1,74 @@
+"""Lets megatron-core run without a GPU: where it asks CUDA for a device, memory or random states, it gets the CPU.
+
+For tests and the example only; the package has nothing of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = ["cpu_instead_of_cuda"]
+
+
+@contextlib.contextmanager
+def cpu_instead_of_cuda() -> Iterator[None]:
+    """Inside, what Megatron wants of CUDA is done on the CPU; afterwards torch is as it was."""
+    with contextlib.ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, value))
+
+        for name in ("zeros", "ones", "tensor", "empty", "full"):
+            put(torch, name, _on_cpu(getattr(torch, name)))
+        put(torch.Tensor, "cuda", lambda self, *_, **__: self)
+        put(torch.Tensor, "type", _cuda_type(torch.Tensor.type))
+        put(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        put(torch.cuda, "synchronize", lambda *_: None)
+        put(torch.cuda.nvtx, "range_push", lambda *_: None)
+        put(torch.cuda.nvtx, "range_pop", lambda *_: None)
+        stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"))
+        stack.enter_context(warnings.catch_warnings())
+        random = _import_megatron()
+        # It has no dropout to keep in step; weights are drawn on the CPU.
+        put(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        put(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(1, dtype=torch.uint8))
+        put(random, "_set_cuda_rng_state", lambda *_, **__: None)
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
+        yield
+
+
+def _import_megatron() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is not installed beside Megatron, and what torch deprecates
+        import megatron.core.optimizer  # noqa: PLC0415, F401
+        from megatron.core.tensor_parallel import random  # noqa: PLC0415
+    return random
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _cuda_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain_type)
+    def named(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = plain_type(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    return named

@@ -1,0 +1,95 @@
+"""layerzero.megatron beside Megatron's own data-parallel wrapper and optimizer, on the same data."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.ranks import run_ranks
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+
+def compare(*cases: Case, world_size: int = 4) -> None:
+    # One layout for each default process group: torch names a new group by how many a rank is in, which must be the
+    # same on all members, and layouts differ in which ranks hold embeddings.
+    layouts = {(case.tp, case.pp) for case in cases}
+    for layout in sorted(layouts):
+        run_ranks(_compare, [case for case in cases if (case.tp, case.pp) == layout], world_size=world_size)
+
+
+def _compare(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        with megatron(case):
+            theirs, ours = run(case, make_reference), run(case, make_ours)
+        assert_same(ours, theirs, case)
+
+
+def assert_same(ours: Run, theirs: Run, case: Case) -> None:
+    close: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5} if case.dtype == "float32" else {"rtol": 5e-3, "atol": 2e-3}
+    torch.testing.assert_close(ours.losses, theirs.losses, **close, msg=lambda m: f"losses of {case}: {m}")
+    assert ours.scales == theirs.scales
+    for step, (mine, reference) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine[0] == reference[0], (step, case)
+        assert (mine[1] is None) == (reference[1] is None), (step, case)
+        if mine[1] is not None:
+            assert math.isclose(mine[1], reference[1], rel_tol=close["rtol"]), (step, mine, reference, case)
+            assert abs(mine[2] - reference[2]) < 5, (step, mine, reference, case)  # of thousands; some round to zero
+    for mine, reference in zip(ours.weights, theirs.weights, strict=True):
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(mine[name], value, **close, msg=lambda m, n=name: f"{n} of {case}: {m}")
+
+
+DATA = Case(zero3_size=2)
+PIPELINE = Case(pp=2, zero3_size=2)
+INTERLEAVED = Case(pp=2, chunks=2, zero3_size=2)
+TENSOR = Case(tp=2, zero3_size=2)
+
+
+def test_data_parallel() -> None:
+    cases = [DATA, DATA.but(zero3_size=1, accumulation="full"), DATA.but(zero3_size=4, tied=False, optimizer="sgd")]
+    compare(*cases)
+
+
+def test_1f1b() -> None:
+    cases = [PIPELINE, PIPELINE.but(micro_batches=8, zero3_size=1, tied=False), PIPELINE.but(accumulation="full")]
+    compare(*cases)
+
+
+def test_interleaved() -> None:
+    cases = [INTERLEAVED, INTERLEAVED.but(micro_batches=8, tied=False, accumulation="full")]
+    compare(*cases)
+
+
+def test_reductions_in_the_bubble_of_the_pipeline() -> None:
+    cases = [PIPELINE.but(align=True, steps=3), INTERLEAVED.but(align=True, accumulation="full", steps=3)]
+    compare(*cases)
+
+
+def test_tensor_parallel() -> None:
+    compare(TENSOR, TENSOR.but(pp=2, zero3_size=1, tied=False, dtype="bfloat16"))
+
+
+def test_three_dimensions_and_four_replicas_on_eight_ranks() -> None:
+    compare(TENSOR.but(pp=2), PIPELINE.but(micro_batches=8), world_size=8)
+
+
+def test_losses_that_are_divided_by_tokens() -> None:
+    cases = [PIPELINE.but(per_token=True, steps=3), DATA.but(per_token=True, distributed=True, steps=3)]
+    compare(*cases)
+
+
+def test_the_reference_may_be_the_distributed_optimizer() -> None:
+    compare(TENSOR.but(distributed=True), PIPELINE.but(distributed=True, clip=0.1))
+
+
+def test_fp16_skips_a_step_on_all_ranks_of_the_model_when_one_overflows() -> None:
+    overflow = PIPELINE.but(dtype="float16", overflow_at=1)
+    compare(overflow, overflow.but(tp=2, pp=1, zero3_size=1), overflow.but(chunks=2))

@@ -1,0 +1,254 @@
+"""What layerzero.megatron exchanges and holds while Megatron's schedules drive it, and what it saves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+import layerzero.megatron
+from layerzero.hooks import runtime_of
+from layerzero.unit import Unit
+from tests.megatron_ranks import (
+    Case,
+    make_chunks,
+    make_config,
+    make_ours,
+    make_reference,
+    make_scheduler,
+    megatron,
+    optimizer_config,
+    run,
+    run_step,
+    train,
+    whole_weights,
+)
+from tests.ranks import run_ranks
+from tests.test_megatron import assert_same
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+PIPELINE = Case(pp=2, zero3_size=2)
+INTERLEAVED = Case(pp=2, chunks=2, zero3_size=2)
+
+
+def _counts(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        with megatron(case):
+            chunks, optimizer = make_ours(case)
+            scheduler = make_scheduler(optimizer)
+            train(case, chunks, optimizer, scheduler, [0])
+            for chunk in chunks:
+                layerzero.traffic(chunk, reset=True)
+            train(case, chunks, optimizer, scheduler, [1])
+            for chunk in chunks:
+                handles = len(runtime_of(chunk).handles)
+                calls = layerzero.traffic(chunk).calls
+                replicas = 4 // case.pp // case.zero3_size
+                assert calls.get("hop2", 0) == (handles if replicas > 1 else 0), (case, calls)
+                assert calls.get("refresh", 0) == (handles if replicas > 1 else 0), (case, calls)
+                # Whole gradients wait without any exchange for the one that reduces.
+                backwards = 1 if case.accumulation == "full" else case.micro_batches
+                assert calls.get("hop1", 0) == (handles * backwards if case.zero3_size > 1 else 0), (case, calls)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+def test_each_handle_is_reduced_and_refreshed_once_a_step(accumulation: str) -> None:
+    pipelines = [
+        case.but(accumulation=accumulation, zero3_size=size, align=align)
+        for case in (PIPELINE, INTERLEAVED)
+        for size, align in ((1, False), (2, False), (1, True))
+    ]
+    run_ranks(_counts, pipelines, world_size=4)
+    run_ranks(_counts, [Case(zero3_size=2, accumulation=accumulation)], world_size=4)
+
+
+def _holds(rank: int, cases: list[Case]) -> None:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: PLC0415
+
+    for case in cases:
+        with megatron(case):
+            chunks, _ = make_ours(case)
+            most = [0]
+
+            def gathered(chunks: list[nn.Module] = chunks) -> int:
+                return sum(
+                    any(handle.full_bytes for handle in unit.handles)
+                    for chunk in chunks
+                    for unit in runtime_of(chunk).units
+                )
+
+            gather, communicate = Unit.gather, P2PCommunicator._communicate
+
+            def count(unit: Unit, most: list[int] = most, gathered: Any = gathered, gather: Any = gather) -> None:
+                gather(unit)
+                most[0] = max(most[0], gathered())
+
+            def nothing(self: Any, gathered: Any = gathered, send: Any = communicate, **kwargs: Any) -> Any:
+                assert gathered() == 0, "gathered while the stage waits for another one"
+                return send(self, **kwargs)
+
+            with mock.patch.object(Unit, "gather", count), mock.patch.object(P2PCommunicator, "_communicate", nothing):
+                run_step(case, chunks, 0)
+                run_step(case, chunks, 1)
+            # The root, the unit that computes and the one prefetched; and of a backward the first unit of the chunk,
+            # whose input is no result of a gathered one, and the embedding or the output layer.
+            assert 1 < most[0] <= 5, (case, most)
+            units = max(len(runtime_of(chunk).units) for chunk in chunks)
+            assert units > 5, "the bound must mean something"
+
+
+def test_few_units_are_gathered_at_once_and_none_while_a_stage_waits() -> None:
+    run_ranks(_holds, [PIPELINE.but(layers=12), INTERLEAVED.but(layers=24, micro_batches=2)], world_size=4)
+
+
+def _resumes(rank: int, folder: str, cases: list[Case]) -> None:
+    for index, case in enumerate(cases):
+        path = Path(folder) / str(index)
+        with megatron(case):
+            chunks, optimizer = make_ours(case)
+            scheduler = make_scheduler(optimizer)
+            train(case, chunks, optimizer, scheduler, range(3))
+            layerzero.megatron.save(path, chunks, optimizer, {"scheduler": scheduler.state_dict(), "step": 3})
+            expected = train(case, chunks, optimizer, scheduler, range(3, 5))
+
+            resumed, optimizer = make_ours(case)
+            scheduler = make_scheduler(optimizer)
+            with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
+                layerzero.megatron.load(path / "elsewhere", resumed, optimizer)
+            extra = layerzero.megatron.load(path, resumed, optimizer)
+            scheduler.load_state_dict(extra["scheduler"])
+            assert train(case, resumed, optimizer, scheduler, range(extra["step"], 5)) == expected
+            for one, other in zip(chunks, resumed, strict=True):
+                weights = whole_weights(other)
+                for name, value in whole_weights(one).items():
+                    assert torch.equal(value, weights[name]), name
+            with pytest.raises((FileExistsError, RuntimeError)):
+                layerzero.megatron.save(path, resumed, optimizer)
+
+
+def test_a_checkpoint_resumes_exactly_on_the_same_layout(tmp_path: Path) -> None:
+    fp16 = PIPELINE.but(dtype="float16", overflow_at=2)
+    run_ranks(_resumes, str(tmp_path), [PIPELINE, fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
+
+
+@contextlib.contextmanager
+def fused_kernel() -> Iterator[mock.Mock]:
+    """A stand-in for the CUDA kernel that adds a weight's gradient to ``main_grad``."""
+    from megatron.core.tensor_parallel import layers  # noqa: PLC0415
+
+    def accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.add_(grad_output.t().float() @ inputs.float())
+
+    kernel = mock.Mock()
+    kernel.wgrad_gemm_accum_fp32.side_effect = accumulate
+    with (
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernel, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+    ):
+        yield kernel
+
+
+def _fuses(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        with megatron(case):
+            theirs = run(case, make_reference)
+            fused = case.but(settings=(("gradient_accumulation_fusion", True),))
+            with fused_kernel() as kernel:
+                ours = run(fused, make_ours)
+            assert kernel.wgrad_gemm_accum_fp32.called
+        assert_same(ours, theirs, case)
+
+
+def test_gradient_accumulation_fusion_may_stay_on() -> None:
+    run_ranks(_fuses, [PIPELINE.but(accumulation="full", steps=3), INTERLEAVED.but(zero3_size=1, steps=3)])
+    run_ranks(_fuses, [Case(accumulation="full", steps=3)])
+
+
+def _refuses(rank: int) -> None:
+    case = PIPELINE
+    with megatron(case):
+        config = make_config(case)
+        for name, value, match in (
+            ("mtp_num_layers", 1, "further copies of the embeddings"),
+            ("defer_embedding_wgrad_compute", True, "after the last backward"),
+            ("gradient_accumulation_fusion", True, 'use accumulation="full"'),
+        ):
+            before = getattr(config, name)
+            setattr(config, name, value)
+            with pytest.raises(ValueError, match=match):
+                layerzero.megatron.wrap(make_chunks(case, make_config(case)), config, zero3_size=2)
+            setattr(config, name, before)
+        with pytest.raises(ValueError, match=r"zero3_size=3 does not divide the 2 data-parallel.*use one of \[1, 2\]"):
+            layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=3)
+        with pytest.raises(ValueError, match="must be a unit of its own on both"):
+            layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=2, units=lambda name, module: False)
+        chunks, optimizer = make_ours(case)
+        with pytest.raises(NotImplementedError, match=r"layerzero.megatron.save"):
+            optimizer.sharded_state_dict({})
+        with pytest.raises(NotImplementedError, match=r"layerzero.megatron.save"):
+            chunks[0].state_dict_for_save_checkpoint()
+        state = layerzero.full_state_dict(chunks[0], rank0_only=False)
+        doubled = {name: value * 2 if isinstance(value, Tensor) else value for name, value in state.items()}
+        chunks[0].load_state_dict(doubled)
+        for name, value in layerzero.full_state_dict(chunks[0], rank0_only=False).items():
+            assert not isinstance(value, Tensor) or torch.equal(value, doubled[name]), name
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_what_is_not_supported_is_refused_with_a_way_out() -> None:
+    run_ranks(_refuses, world_size=4)
+
+
+def _groups(rank: int) -> tuple[list[int], list[int]]:
+    with megatron(Case(tp=2, cp=2)):
+        groups = layerzero.megatron.process_groups(2)
+        return (
+            torch.distributed.get_process_group_ranks(groups.zero1),
+            torch.distributed.get_process_group_ranks(groups.zero3),
+        )
+
+
+def test_context_parallel_ranks_are_data_parallel_ones() -> None:
+    evens, odds = [0, 2, 4, 6], [1, 3, 5, 7]
+    for rank, (zero1, zero3) in enumerate(run_ranks(_groups, world_size=8)):
+        whole = odds if rank % 2 else evens
+        assert zero1 == whole
+        assert zero3 == (whole[:2] if rank < 4 else whole[2:])
+
+
+def _conditions(rank: int) -> None:
+    case = Case(tp=2, zero3_size=2, tied=False)
+    with megatron(case):
+        chunks, _ = make_ours(case)
+        seen: dict[str, tuple[int, ...]] = {}
+
+        def spared(name: str, parameter: nn.Parameter) -> bool:
+            seen[name] = tuple(parameter.shape)
+            return parameter.ndim == 1
+
+        config: Any = optimizer_config(case)
+        groups = layerzero.megatron.ShardedMegatronOptimizer(
+            chunks,
+            config,
+            no_weight_decay_cond=spared,
+            scale_lr_cond=lambda name, parameter: name.endswith("output_layer.weight"),
+            lr_mult=0.1,
+        ).param_groups
+        assert seen["module.decoder.layers.0.mlp.linear_fc1.weight"] == (32, 16)  # this tensor rank's half
+        by_settings = {(group["wd_mult"], group["lr_mult"]): len(group["params"]) for group in groups}
+        vectors = sum(len(shape) == 1 for shape in seen.values())
+        assert by_settings == {(0.0, 1.0): vectors, (1.0, 1.0): len(seen) - vectors - 1, (1.0, 0.1): 1}
+
+
+def test_conditions_see_names_and_true_shapes() -> None:
+    run_ranks(_conditions, world_size=4)
