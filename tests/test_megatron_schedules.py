@@ -254,3 +254,37 @@ def _conditions(rank: int) -> None:
 
 def test_conditions_see_names_and_true_shapes() -> None:
     run_ranks(_conditions, world_size=4)
+
+
+def _one_overflows(rank: int) -> None:
+    case = Case(tp=2, pp=2, zero3_size=1, dtype="float16")
+    for culprit in (0, 3):
+        with megatron(case):
+            chunks, optimizer = make_ours(case)
+            before, scale = whole_weights(chunks[0]), float(optimizer.get_loss_scale())
+            run_step(case, chunks, 0)
+            if rank == culprit:
+                next(rows for rows in chunks[0].gradient_rows().values() if rows.numel()).flatten()[0] = float("inf")
+            assert optimizer.step() == (False, None, None)
+            assert float(optimizer.get_loss_scale()) == scale / 2
+            for name, value in whole_weights(chunks[0]).items():
+                assert torch.equal(value, before[name]), name
+            optimizer.zero_grad()
+            run_step(case, chunks, 1)
+            updated, norm, _ = optimizer.step()
+            assert updated and norm is not None and 0 < norm < 100
+
+
+def test_an_overflow_on_one_rank_is_heeded_by_all_ranks_of_the_model() -> None:
+    run_ranks(_one_overflows, world_size=4)
+
+
+def _two_layouts(rank: int) -> None:
+    with megatron(PIPELINE):
+        layerzero.megatron.process_groups(1)
+    with megatron(Case()), pytest.raises(ValueError, match="process groups made so far"):
+        layerzero.megatron.process_groups(2)
+
+
+def test_groups_that_would_wait_for_each_other_are_an_error() -> None:
+    run_ranks(_two_layouts, world_size=4)
