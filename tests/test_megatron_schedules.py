@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -288,3 +290,8 @@ def _two_layouts(rank: int) -> None:
 
 def test_groups_that_would_wait_for_each_other_are_an_error() -> None:
     run_ranks(_two_layouts, world_size=4)
+
+
+def test_megatron_is_imported_when_it_is_needed() -> None:
+    code = "import sys, layerzero, layerzero.megatron; sys.exit('megatron' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
