@@ -102,7 +102,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         init_lr=0.0,
         max_lr=3e-3,
         min_lr=3e-4,
-        lr_warmup_steps=10,
+        lr_warmup_steps=min(10, args.steps // 4),
         lr_decay_steps=args.steps,
         lr_decay_style="cosine",
         start_wd=0.01,

@@ -126,7 +126,7 @@ def make_chunks(case: Case, config: Any) -> list[nn.Module]:
         stage = chunk if case.chunks > 1 else None
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,3 +94,33 @@ def test_the_reference_may_be_the_distributed_optimizer() -> None:
 def test_fp16_skips_a_step_on_all_ranks_of_the_model_when_one_overflows() -> None:
     overflow = PIPELINE.but(dtype="float16", overflow_at=1)
     compare(overflow, overflow.but(tp=2, pp=1, zero3_size=1), overflow.but(chunks=2))
+
+
+class _Norm(torch.nn.LayerNorm):
+    """Megatron's wrapper of torch's layer norm refuses sequence parallelism, for which it only marks its parameters."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def _compare_in_sequence(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        with megatron(case):
+            from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415
+
+            with mock.patch.object(WrappedTorchNorm, "__new__", lambda _, *args, **kwargs: _Norm(*args, **kwargs)):
+                theirs, ours = run(case, make_reference), run(case, make_ours)
+        assert_same(ours, theirs, case)
+
+
+def test_sequence_parallel_norms_are_summed_over_tensor_ranks() -> None:
+    normed = TENSOR.but(sequence_parallel=True, settings=(("qk_layernorm", True),), optimizer="sgd", steps=3)
+    run_ranks(_compare_in_sequence, [normed, normed.but(tied=False, accumulation="full")], world_size=4)
+
+
+def test_activations_may_be_recomputed() -> None:
+    whole = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    cases = [PIPELINE.but(settings=whole, steps=3), PIPELINE.but(settings=whole, accumulation="full", steps=3)]
+    compare(*cases, INTERLEAVED.but(settings=(("recompute_granularity", "selective"),), steps=3))

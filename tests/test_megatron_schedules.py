@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +58,8 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 replicas = 4 // case.pp // case.zero3_size
                 assert calls.get("hop2", 0) == (handles if replicas > 1 else 0), (case, calls)
                 assert calls.get("refresh", 0) == (handles if replicas > 1 else 0), (case, calls)
+                if case.zero3_size == 1:
+                    assert set(calls) <= {"hop2", "refresh", "agree"}, (case, calls)
                 # Whole gradients wait without any exchange for the one that reduces.
                 backwards = 1 if case.accumulation == "full" else case.micro_batches
                 assert calls.get("hop1", 0) == (handles * backwards if case.zero3_size > 1 else 0), (case, calls)
@@ -138,7 +142,7 @@ def _resumes(rank: int, folder: str, cases: list[Case]) -> None:
 
 def test_a_checkpoint_resumes_exactly_on_the_same_layout(tmp_path: Path) -> None:
     fp16 = PIPELINE.but(dtype="float16", overflow_at=2)
-    run_ranks(_resumes, str(tmp_path), [PIPELINE, fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
+    run_ranks(_resumes, str(tmp_path), [fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
 
 
 @contextlib.contextmanager
@@ -252,3 +256,42 @@ def _conditions(rank: int) -> None:
 
 def test_conditions_see_names_and_true_shapes() -> None:
     run_ranks(_conditions, world_size=4)
+
+
+def _one_overflows(rank: int) -> None:
+    case = Case(tp=2, pp=2, zero3_size=1, dtype="float16")
+    for culprit in (0, 3):
+        with megatron(case):
+            chunks, optimizer = make_ours(case)
+            before, scale = whole_weights(chunks[0]), float(optimizer.get_loss_scale())
+            run_step(case, chunks, 0)
+            if rank == culprit:
+                next(rows for rows in chunks[0].gradient_rows().values() if rows.numel()).flatten()[0] = float("inf")
+            assert optimizer.step() == (False, None, None)
+            assert float(optimizer.get_loss_scale()) == scale / 2
+            for name, value in whole_weights(chunks[0]).items():
+                assert torch.equal(value, before[name]), name
+            optimizer.zero_grad()
+            run_step(case, chunks, 1)
+            updated, norm, _ = optimizer.step()
+            assert updated and norm is not None and 0 < norm < 100
+
+
+def test_an_overflow_on_one_rank_is_heeded_by_all_ranks_of_the_model() -> None:
+    run_ranks(_one_overflows, world_size=4)
+
+
+def _two_layouts(rank: int) -> None:
+    with megatron(PIPELINE):
+        layerzero.megatron.process_groups(1)
+    with megatron(Case()), pytest.raises(ValueError, match="process groups made so far"):
+        layerzero.megatron.process_groups(2)
+
+
+def test_groups_that_would_wait_for_each_other_are_an_error() -> None:
+    run_ranks(_two_layouts, world_size=4)
+
+
+def test_megatron_is_imported_when_it_is_needed() -> None:
+    code = "import sys, layerzero, layerzero.megatron; sys.exit('megatron' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -56,6 +56,8 @@ class ShardedChunk(nn.Module):
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all final gradients."""
+        if isinstance(scaling_factor, Tensor):
+            scaling_factor = scaling_factor.reshape(())
         gradients = [rows for rows in self.gradient_rows().values() if rows.numel()]
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)

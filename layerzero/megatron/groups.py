@@ -68,7 +68,9 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         model, embedding = pg_collection.mp, pg_collection.embd
     ranks = sorted(dist.get_process_group_ranks(zero1))
     failure = _failure(zero3_size, len(ranks))
-    agree("layerzero.megatron.process_groups", {"zero3_size": repr(zero3_size)}, ranks=ranks, failure=failure)
+    # torch names a group that only its members make by how many each of them has: they would wait for each other.
+    fields = {"zero3_size": repr(zero3_size), "process groups made so far": len(dist.distributed_c10d._world.pg_names)}
+    agree("layerzero.megatron.process_groups", fields, ranks=ranks, failure=failure)
     start = ranks.index(dist.get_rank()) // zero3_size * zero3_size
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
