@@ -23,7 +23,7 @@ from layerzero.hooks import attach, runtime_of
 from layerzero.partition import partition
 from layerzero.runtime import Runtime
 from layerzero.sharded_tensor import RowShardedTensor
-from layerzero.topology import Topology, check_mesh, init_mesh
+from layerzero.topology import Topology, check_mesh, groups_so_far, init_mesh
 
 __all__ = ["no_sync", "refresh", "shard_model"]
 
@@ -128,7 +128,7 @@ def shard_model(
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         plans = partition(model, units, ignored_params=ignored_params, ignored_modules=ignored_modules)
         check_meta(plans, param_init_fn)
-        fields = describe(model, plans, config)
+        fields = describe(model, plans, config) | groups_so_far()
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     agree("shard_model", fields, ranks=ranks, failure=failure)

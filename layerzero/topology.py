@@ -17,7 +17,7 @@ from layerzero.agreement import agree
 from layerzero.collectives import Lane, Ledger, backend_of
 from layerzero.device import compute_device, default_device_type
 
-__all__ = ["AXES", "Topology", "check_mesh", "init_mesh", "mesh_from_groups", "new_group_like"]
+__all__ = ["AXES", "Topology", "check_mesh", "groups_so_far", "init_mesh", "mesh_from_groups", "new_group_like"]
 
 AXES = ("replica", "zero3")
 
@@ -110,7 +110,7 @@ def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
         failure = TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     elif zero3_size < 1 or world % zero3_size:
         failure = ValueError(_indivisible(zero3_size, world))
-    fields = {"zero3_size": repr(zero3_size), "device_type": device_type}
+    fields = {"zero3_size": repr(zero3_size), "device_type": device_type, **groups_so_far()}
     agree("init_mesh", fields, ranks=range(world), failure=failure)
     table = torch.arange(world).view(world // zero3_size, zero3_size)
     everyone = dist.group.WORLD
@@ -146,7 +146,8 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
         starts = [ranks[i : i + size] for i in range(0, world, size)]
         failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
-    agree("mesh_from_groups", {"zero1_group": ranks, "size of zero3_group": size}, ranks=ranks, failure=failure)
+    fields = {"zero1_group": ranks, "size of zero3_group": size, **groups_so_far()}
+    agree("mesh_from_groups", fields, ranks=ranks, failure=failure)
 
     table = torch.tensor(ranks).view(world // size, size)
     device_type = default_device_type()
@@ -181,6 +182,15 @@ def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Proces
     table = mesh.mesh.t()
     table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
+
+
+def groups_so_far() -> dict[str, object]:
+    """What ranks that are going to make groups must agree on, for :func:`layerzero.agreement.agree`.
+
+    torch names a group that only its members make by how many groups each of them is in: members that are in different
+    numbers of groups would wait for each other for ever.
+    """
+    return {"number of process groups made so far": len(dist.distributed_c10d._world.pg_names)}
 
 
 def new_group_like(

@@ -378,3 +378,16 @@ def _refuse_bad_blocks(rank: int) -> None:
 
 def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank() -> None:
     run_ranks(_refuse_bad_blocks, world_size=WORLD)
+
+
+def _one_group_more(rank: int) -> None:
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="number of process groups made so far is 2 on rank 0, 1 on rank 1"):
+        layerzero.init_mesh(2)
+    with pytest.raises(ValueError, match="number of process groups made so far"):
+        layerzero.mesh_from_groups(dist.group.WORLD, dist.group.WORLD)
+
+
+def test_ranks_in_different_numbers_of_groups_are_told_before_they_wait_for_ever() -> None:
+    run_ranks(_one_group_more, world_size=2, pg_timeout=10)

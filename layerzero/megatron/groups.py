@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from layerzero.agreement import agree
 from layerzero.device import default_device_type
-from layerzero.topology import new_group_like
+from layerzero.topology import groups_so_far, new_group_like
 
 __all__ = ["ProcessGroups", "process_groups"]
 
@@ -68,8 +68,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         model, embedding = pg_collection.mp, pg_collection.embd
     ranks = sorted(dist.get_process_group_ranks(zero1))
     failure = _failure(zero3_size, len(ranks))
-    # torch names a group that only its members make by how many each of them has: they would wait for each other.
-    fields = {"zero3_size": repr(zero3_size), "process groups made so far": len(dist.distributed_c10d._world.pg_names)}
+    fields = {"zero3_size": repr(zero3_size), **groups_so_far()}
     agree("layerzero.megatron.process_groups", fields, ranks=ranks, failure=failure)
     start = ranks.index(dist.get_rank()) // zero3_size * zero3_size
     device_type = default_device_type()
