@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
-    parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint.json")
+    parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint" / "checkpoint.json")
     args = parser.parse_args()
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
     sizes: dict[str, int] = {}
@@ -58,6 +58,7 @@ def main() -> None:
                 seconds[name].setdefault(what, []).append(value)
             print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
     settings = {"parameters": LAYERS * args.width**2, "ranks": args.ranks, "torch": torch.__version__}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps({"settings": settings, "bytes": sizes, "seconds": seconds}, indent=1) + "\n")
     print(table(json.loads(args.results.read_text())))
 
