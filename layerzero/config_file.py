@@ -22,16 +22,7 @@ _DTYPES = {
     "float16": torch.float16,
 }
 _POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
-_OF_MINDSPEED = (
-    "transformer_layers",
-    "param_dtype",
-    "reduce_dtype",
-    "autocast_input",
-    "autocast_output",
-    "backward_prefetch",
-    "forward_prefetch",
-    "ckpt_load_path",
-)
+_PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
@@ -76,17 +67,19 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    accepted = {*known, *_OF_MINDSPEED}
+    of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
+    accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
         raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(accepted))}")
-    settings = {name: value for name, value in content.items() if name not in _OF_MINDSPEED}
-    theirs = {name: value for name, value in content.items() if name in _OF_MINDSPEED}
+    settings = {name: value for name, value in content.items() if name not in of_mindspeed}
+    theirs = {name: value for name, value in content.items() if name in of_mindspeed}
     for name in ("replica_reduce_dtype", "buffer_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
     policy = _policy(settings.pop("mp_policy", None))
-    for name, value in theirs.items():
-        _TRANSLATIONS[name](name, value, settings, policy)
+    for name, translate in _TRANSLATIONS.items():
+        if name in theirs:
+            translate(name, theirs[name], settings, policy)
     if "transformer_layers" in theirs:
         if missing := [name for name in ("param_dtype", "reduce_dtype") if name not in policy]:
             raise ValueError(f"give {' and '.join(missing)}: MindSpeed's default is fp16, here it is the model's dtype")
@@ -151,12 +144,8 @@ def _refuse_path(name: str, value: Any, settings: dict[str, Any], policy: dict[s
         )
 
 
-def _nothing(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
-    """Both directions together; see _set_prefetch."""
-
-
 def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    if not {"forward_prefetch", "backward_prefetch"} & theirs.keys():
+    if not theirs.keys() & _PREFETCH:
         return
     if "prefetch" in settings:
         raise ValueError("give prefetch, or forward_prefetch and backward_prefetch")
@@ -181,7 +170,5 @@ _TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], No
     "reduce_dtype": _set_dtype,
     "autocast_input": _set_cast,
     "autocast_output": _set_output,
-    "backward_prefetch": _nothing,
-    "forward_prefetch": _nothing,
     "ckpt_load_path": _refuse_path,
 }

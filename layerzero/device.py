@@ -16,7 +16,7 @@ __all__ = [
     "compute_device",
     "default_device_type",
     "finish_copies",
-    "pinned_memory",
+    "host_memory",
 ]
 
 CopyMark = Any  # a place in the order of the copies: the device's event, None on the CPU
@@ -35,9 +35,9 @@ def compute_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
-    """1-D [nbytes] of bytes in host memory, pinned where `device` is not the CPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+def host_memory(numel: int, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    """1-D [numel] in host memory, pinned where `device` is not the CPU."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def finish_copies(device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Transfers:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D [numel] in host memory, pinned where there is a device."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
+        return host_memory(numel, dtype, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor) -> CopyMark:
         """Start a copy that sees all that has been computed so far.

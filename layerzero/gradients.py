@@ -373,28 +373,32 @@ class GradientFlow:
         self.contributed[slot] = True
         self.fresh[slot] = True
 
-    def drop(self, slot: int) -> None:
-        """Forget every contribution to one parameter: it has no gradient."""
-        self.contributed[slot] = self.maybe_from_peers[slot] = self.fresh[slot] = False
-        self._landed[slot] = False
-        self._opened[slot] = False
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget every contribution to some parameters: they have no gradient."""
+        for slot in slots:
+            self.contributed[slot] = self.maybe_from_peers[slot] = self.fresh[slot] = False
+            self._landed[slot] = self._opened[slot] = False
         if not any(self.contributed) and not any(self.maybe_from_peers):
             self._accumulated = False
             self.shard.forget()
             return
-        if self.shard.valid:
-            self.shard.zero(slot)
-        if self._accumulated:
-            place = self.layout.slots[slot]
-            node = self.layout.zero3_range(self.topology.gather.rank, self.topology.zero3_size)
-            start, stop = max(place.offset, node.start), min(place.end, node.stop)
-            if start < stop:
-                self._sharded_accumulator()[start - node.start : stop - node.start].zero_()
-                self._accumulator.close(keep=True)
+        for slot in slots:
+            if self.shard.valid:
+                self.shard.zero(slot)
+            if self._accumulated:
+                self._zero_accumulated(slot)
+
+    def _zero_accumulated(self, slot: int) -> None:
+        place = self.layout.slots[slot]
+        node = self.layout.zero3_range(self.topology.gather.rank, self.topology.zero3_size)
+        start, stop = max(place.offset, node.start), min(place.end, node.stop)
+        if start < stop:
+            self._sharded_accumulator()[start - node.start : stop - node.start].zero_()
+            self._accumulator.close(keep=True)
 
     def zero(self, slot: int) -> None:
         """Forget every contribution to one parameter, but let it have a gradient of zero."""
-        self.drop(slot)
+        self.drop([slot])
         if self.landing is Landing.SHARD:
             self.shard.zero(slot)
             self._landed[slot] = True

@@ -310,41 +310,45 @@ class Handle:
             if flow.maybe_from_peers[slot] and not maybe and not used[slot]:
                 member.parameter.grad = None
             flow.maybe_from_peers[slot] = maybe
-            if (used[slot] or maybe) and not self._owns_gradient(slot):
+            if (used[slot] or maybe) and not self._is_ours(slot, member.parameter.grad):
                 member.parameter.grad = self._gradient_of(slot)
             self._grad_watches[slot].forbidden = _UNREDUCED if flow.unreduced or not agreed else None
 
-    def _owns_gradient(self, slot: int) -> bool:
+    def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
         """The parameter's ``.grad`` is the one that this handle published."""
-        grad = self.members[slot].parameter.grad
-        return isinstance(grad, RowShardedTensor) and grad._local_tensor.watch is self._grad_watches[slot]
+        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.watch is self._grad_watches[slot]
 
     def heed_user(self) -> None:
         """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
-        if self.flow is None or self._withheld:
+        flow = self.flow
+        if flow is None or self._withheld:
             return
+        dropped, replaced = [], []
         for slot, member in enumerate(self.members):
-            watch = self._grad_watches[slot]
-            maybe = self.flow.maybe_from_peers[slot]
+            watch, gradient = self._grad_watches[slot], member.parameter.grad
+            ours = self._is_ours(slot, gradient)
             if watch.zeroed:
                 watch.zeroed = False
-                if self._owns_gradient(slot) and maybe:
-                    member.parameter.grad = None
-                elif self._owns_gradient(slot):
-                    self.flow.zero(slot)
-            contributed, gradient = self.flow.contributed[slot], member.parameter.grad
-            if self._owns_gradient(slot) or (gradient is None and not contributed and not maybe):
-                continue
+                if ours and flow.maybe_from_peers[slot]:
+                    gradient = member.parameter.grad = None
+                elif ours:
+                    flow.zero(slot)
             if gradient is None:
-                self.flow.drop(slot)
-            elif (contributed or maybe) and self.flow.unreduced:
+                if flow.contributed[slot] or flow.maybe_from_peers[slot]:
+                    dropped.append(slot)
+            elif not ours:
+                replaced.append((slot, member, gradient))
+        if dropped:
+            flow.drop(dropped)
+        for slot, member, gradient in replaced:
+            contributed = flow.contributed[slot]
+            if (contributed or flow.maybe_from_peers[slot]) and flow.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
+            if contributed:
+                flow.shard.shown(slot).view(member.master.shape).copy_(plain(gradient))
             else:
-                if contributed:
-                    self.flow.shard.shown(slot).view(member.master.shape).copy_(plain(gradient))
-                else:
-                    self.flow.add_rows(slot, plain(gradient))
-                member.parameter.grad = self._gradient_of(slot)
+                flow.add_rows(slot, plain(gradient))
+            member.parameter.grad = self._gradient_of(slot)
 
     def withhold_gradients(self) -> None:
         """Let no parameter have a ``.grad`` during a backward, in which its place may hold something else.
@@ -352,17 +356,20 @@ class Handle:
         Autograd itself would add to it: a loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
         """
         assert not self._withheld
-        for slot, member in enumerate(self.members):
-            watch = self._grad_watches[slot]
-            self._withheld.append((member.parameter.grad is not None, watch.forbidden))
-            member.parameter.grad, watch.forbidden = None, _IN_BACKWARD
+        for member, watch in zip(self.members, self._grad_watches, strict=True):
+            has_gradient = member.parameter.grad is not None
+            self._withheld.append((has_gradient, watch.forbidden))
+            watch.forbidden = _IN_BACKWARD
+            if has_gradient:
+                member.parameter.grad = None
 
     def take_rows(self) -> None:
         """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
         assert self.flow is not None
         for slot, member in enumerate(self.members):
-            gradient, member.parameter.grad = member.parameter.grad, None
+            gradient = member.parameter.grad
             if gradient is not None:
+                member.parameter.grad = None
                 self.flow.add_rows(slot, plain(gradient))
         self.return_gradients()
 

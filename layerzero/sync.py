@@ -145,8 +145,8 @@ class GradientSync:
         """Forget every contribution, and a failed backward."""
         for handle in self._with_flow:
             assert handle.flow is not None
-            for slot, member in enumerate(handle.members):
-                handle.flow.drop(slot)
+            handle.flow.drop(range(len(handle.members)))
+            for member in handle.members:
                 member.parameter.grad = None
         self.failed = False
         self._owes_reduction = False

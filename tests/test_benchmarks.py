@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contest, measure, network
+from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Results, summarise
@@ -185,3 +186,8 @@ def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_missing("deepspeed-zero1") == "deepspeed is not installed"
     assert why_missing("layerzero") is None
+
+
+def test_the_table_of_checkpoints_is_what_was_measured() -> None:
+    results = json.loads((FOLDER / "checkpoint" / "checkpoint.json").read_text())
+    assert checkpoint.table(results) in (PAGE.parent / "checkpoints.md").read_text()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -64,13 +62,17 @@ def _save(rank: int, path: str, zero3_size: int, adam: bool) -> dict[str, Tensor
     return {"saved": saved, "continued": everything(model, optimizer)}
 
 
-def _resume(rank: int, path: str, zero3_size: int, adam: bool, units: Any) -> dict[str, Tensor]:
-    model, optimizer = sharded_net(zero3_size, adam=adam, units=units, seed=1)
-    extra = checkpoint.load(path, model, optimizer)
-    assert extra == {"step": 2}
-    loaded = everything(model, optimizer)
-    train(model, optimizer, range(extra["step"], 4))
-    return {"saved": loaded, "continued": everything(model, optimizer)}
+def _resume(rank: int, path: str, zero3_size: int, adam: bool, expected: dict[str, dict[str, Tensor]]) -> None:
+    for units in (IntegerNet.UNITS, None):
+        model, optimizer = sharded_net(zero3_size, adam=adam, units=units, seed=1)
+        extra = checkpoint.load(path, model, optimizer)
+        assert extra == {"step": 2}
+        wrong = different(everything(model, optimizer), expected["saved"])
+        assert not wrong, f"loaded on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
+        train(model, optimizer, range(extra["step"], 4))
+        if not adam or dist.get_world_size() == 4:  # Adam's steps are not exact: other ranks round them otherwise
+            wrong = different(everything(model, optimizer), expected["continued"])
+            assert not wrong, f"continued on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
 
 
 @pytest.mark.parametrize("saved_on", [(4, 2), (2, 1), (1, 1)])
@@ -79,21 +81,14 @@ def test_a_run_resumed_on_any_topology_equals_one_that_never_stopped(tmp_path: P
     expected = run_ranks(_save, path, saved_on[1], False, world_size=saved_on[0])[0]
     assert any(name.endswith("momentum_buffer") for name in expected["saved"])
     for world_size, zero3_size in TOPOLOGIES:
-        for units in (IntegerNet.UNITS, None):
-            for found in run_ranks(_resume, path, zero3_size, False, units, world_size=world_size):
-                for moment, values in expected.items():
-                    wrong = different(found[moment], values)
-                    assert not wrong, f"{saved_on} -> {world_size, zero3_size} units={units} {moment}: {wrong}"
+        run_ranks(_resume, path, zero3_size, False, expected, world_size=world_size)
 
 
 def test_adamw_resumes_with_the_bits_of_a_run_that_never_stopped(tmp_path: Path) -> None:
     path = str(tmp_path / "step-2")
     expected = run_ranks(_save, path, 2, True)[0]
-    for world_size, zero3_size in ((4, 2), (2, 2)):
-        found = run_ranks(_resume, path, zero3_size, True, IntegerNet.UNITS, world_size=world_size)[0]
-        assert not (wrong := different(found["saved"], expected["saved"])), wrong
-        if world_size == 4:
-            assert not (wrong := different(found["continued"], expected["continued"])), wrong
+    for world_size in (4, 2):
+        run_ranks(_resume, path, 2, True, expected, world_size=world_size)
 
 
 def _sizes(rank: int, path: str, zero3_size: int) -> int:
@@ -118,133 +113,6 @@ def test_every_rank_writes_what_it_alone_owns(tmp_path: Path) -> None:
     assert len(files) == 4
     headers = {name: int.from_bytes((path / name).read_bytes()[:8], "little") + 8 for name in files}
     assert sum(files.values()) - sum(headers.values()) == 4 * 2 * numel, "in fp32"
-
-
-EXTRA = {
-    "step": 7,
-    "loss": 0.1,
-    "nothing": None,
-    "text": "ß",
-    "raw": b"\x00\xff",
-    "infinite": [float("inf"), float("-inf")],
-    "pair": (1, (2.5, "x")),
-    "by number": {1: "a", 2: {"b": (True, False)}},
-    "$odd": {"$tensor": "not one"},
-    "milestones": Counter({30: 1, 80: 2}),
-    "ordered": OrderedDict(b=1, a=2),
-    "dtype": torch.bfloat16,
-    "tensor": torch.arange(6).view(2, 3),
-    "scalar": torch.tensor(3, dtype=torch.uint8),
-    "empty": torch.zeros(0, 3),
-    "bf16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16).expand(3, 2),
-    "numpy": np.random.RandomState(3).get_state()[1],
-    "count": np.int64(5),
-    "empties": ({}, [], ()),
-}
-
-
-def _assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype and (found == expected).all()
-    elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
-    elif isinstance(expected, np.generic):
-        assert found == expected
-    else:
-        assert type(found) is type(expected), (found, expected)
-        if isinstance(expected, dict):
-            assert list(found) == list(expected)
-            for key, value in expected.items():
-                _assert_same(found[key], value)
-        elif isinstance(expected, (list, tuple)):
-            assert len(found) == len(expected)
-            for one, other in zip(found, expected, strict=True):
-                _assert_same(one, other)
-        else:
-            assert found == expected
-
-
-def _extra(rank: int, folder: str) -> None:
-    model, optimizer = sharded_net(2)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
-    train(model, optimizer, range(1))
-    scheduler.step()
-    ema = layerzero.EMA(model)
-    ema.update()
-    torch.manual_seed(100 + rank)
-    random.seed(rank)
-    extra = {
-        **EXTRA,
-        "nan": float("nan"),
-        "scheduler": scheduler.state_dict(),
-        "ema": ema.state_dict(),
-        "rng": checkpoint.per_rank({"torch": torch.get_rng_state(), "python": random.getstate(), "rank": rank}),
-    }
-    checkpoint.save(f"{folder}/one", model, optimizer, extra)
-    drawn = torch.rand(3), random.random()
-    again, its_optimizer = sharded_net(1, seed=1)
-    its_scheduler = torch.optim.lr_scheduler.MultiStepLR(its_optimizer, [9], gamma=0.5)
-    loaded = checkpoint.load(f"{folder}/one", again, its_optimizer)
-    assert loaded.pop("nan") != loaded
-    _assert_same({key: loaded[key] for key in EXTRA}, EXTRA)
-    assert loaded["rng"]["rank"] == rank
-    torch.set_rng_state(loaded["rng"]["torch"])
-    random.setstate(loaded["rng"]["python"])
-    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
-    its_scheduler.load_state_dict(loaded["scheduler"])
-    its_optimizer.step()
-    for _ in range(3):
-        scheduler.step()
-        its_scheduler.step()
-        assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
-    its_ema = layerzero.EMA(again)
-    its_ema.update()
-    its_ema.load_state_dict(loaded["ema"])
-    averages = [
-        {name: average.full_tensor() for name, average in e.state_dict()["averages"].items()} for e in (ema, its_ema)
-    ]
-    assert not different(*averages)
-
-
-def _extra_elsewhere(rank: int, folder: str) -> None:
-    model, _ = sharded_net(1, seed=1)
-    loaded = checkpoint.load(f"{folder}/one", model)
-    assert loaded["rng"] is None, "other ranks' random numbers are nobody's here"
-    _assert_same({key: loaded[key] for key in EXTRA}, EXTRA)
-
-
-def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
-    run_ranks(_extra, str(tmp_path))
-    run_ranks(_extra_elsewhere, str(tmp_path), world_size=2)
-
-
-def _refused_extra(rank: int, folder: str) -> None:
-    model, optimizer = sharded_net(2)
-    for extra, error, said in (
-        ({"a": [{"b": object()}]}, TypeError, "extra.a.0.b: a builtins.object cannot"),
-        ({"step": lambda: 0}, TypeError, "extra.step"),
-        ({"rank": rank}, ValueError, r"extra\.rank is .*per_rank"),
-        ({"seeds": torch.tensor([rank])}, ValueError, "extra.seeds"),
-        ({"only": 1} if rank else {}, ValueError, "extra"),
-        ({"a": checkpoint.per_rank(checkpoint.per_rank(1))}, TypeError, "per_rank inside per_rank"),
-    ):
-        with pytest.raises((error, RuntimeError), match=said):
-            checkpoint.save(f"{folder}/refused", model, optimizer, extra)
-    with pytest.raises((TypeError, RuntimeError), match="shard_optimizer"):
-        checkpoint.save(f"{folder}/refused", model, torch.optim.SGD([torch.zeros(1)]))
-    other, other_optimizer = sharded_net(2)
-    with pytest.raises((ValueError, RuntimeError), match="belongs to another model"):
-        checkpoint.save(f"{folder}/refused", other, optimizer)
-    with pytest.raises((ValueError, RuntimeError), match="path is"):
-        checkpoint.save(f"{folder}/refused-{rank}", model, optimizer)
-    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="unsharded"):
-        checkpoint.save(f"{folder}/refused", model, optimizer)
-    del other_optimizer
-
-
-def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_refused_extra, str(tmp_path))
-    assert list(tmp_path.iterdir()) == [], "and leaves nothing"
 
 
 class Changed(IntegerNet):
@@ -291,6 +159,11 @@ def _strict(rank: int, folder: str) -> None:
         fits = name in saved and saved[name].shape == value.shape
         assert torch.equal(value, saved[name] if fits else before[name]), name
     assert not any("shift" in name for name in after if name.startswith("optimizer"))
+    smaller = integer_net()
+    smaller.first = nn.Identity()
+    smaller.shift = None
+    with pytest.raises(ValueError, match=r"unexpected: first\.bias; unexpected: first\.weight; unexpected: shift$"):
+        checkpoint.load(f"{folder}/one", layerzero.shard_model(smaller, mesh=mesh_of(2)))
     with pytest.raises(ValueError, match="missing: the optimizer"):
         checkpoint.save(f"{folder}/bare", model)
         checkpoint.load(f"{folder}/bare", model, optimizer)
@@ -432,9 +305,8 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     assert files == ["contents.json", "manifest.json", *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
     for path in (tmp_path / "one").glob("*.json"):
         json.loads(path.read_text())
-    safetensors = pytest.importorskip("safetensors.torch")
     for path in (tmp_path / "one").glob("*.safetensors"):
-        assert safetensors.load_file(path)
+        assert load_file(path)
 
 
 def _ignored(rank: int, folder: str) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
@@ -232,6 +234,12 @@ def _no_memory(rank: int, folder: str) -> None:
     broken = staging.group
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
     staging.group = None  # what a lost peer leaves
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="number of process groups made so far"):
+        checkpoint.save_async(f"{folder}/four", model, optimizer)
+    if rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
     checkpoint.save_async(f"{folder}/three", model, optimizer).wait()
     assert staging.group is not broken
 
@@ -268,14 +276,13 @@ def test_what_comes_after_the_rename_does_not_fail_the_save(tmp_path: Path) -> N
 
 
 def test_an_import_of_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     state = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
-    safetensors.save_file(state, tmp_path / "whole.safetensors")
+    save_file(state, tmp_path / "whole.safetensors")
     monkeypatch.setattr(convert, "_PART", 2 * 64)
     convert.import_model([tmp_path / "whole.safetensors"], tmp_path / "one")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == 3
     convert.export_model(tmp_path / "one", tmp_path / "again.safetensors")
-    assert not different(safetensors.load_file(tmp_path / "again.safetensors"), state)
+    assert not different(load_file(tmp_path / "again.safetensors"), state)
 
 
 def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -> None:

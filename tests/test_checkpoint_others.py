@@ -41,26 +41,33 @@ def fsdp2(name: str, seed: int = 0) -> tuple[nn.Module, Optimizer]:
     return net, OPTIMIZERS[name](grouped(net))
 
 
+def ddp(name: str) -> tuple[nn.Module, Optimizer]:
+    net = nn.parallel.DistributedDataParallel(integer_net())
+    return net, OPTIMIZERS[name](grouped(net))
+
+
 def ours(name: str, zero3_size: int, seed: int = 0) -> tuple[nn.Module, Optimizer]:
     model = layerzero.shard_model(integer_net(seed), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
     return model, layerzero.shard_optimizer(OPTIMIZERS[name](grouped(model)), model)
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Of FSDP2: what `everything` is of ours."""
-    found = {f"model.{name}": parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    """Of FSDP2 and DDP: what `everything` is of ours."""
+
+    def gathered(value: Tensor) -> Tensor:
+        return (value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()).clone()
+
+    names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+    found = {f"model.{name}": gathered(parameter) for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"optimizer.{names[parameter]}.{key}"] = gathered.clone()
+        found |= {f"optimizer.{names[parameter]}.{key}": gathered(value) for key, value in values.items()}
     return found
 
 
-def _fsdp2_saves(rank: int, path: str, name: str, flat: bool) -> dict[str, Tensor]:
-    model, optimizer = fsdp2(name)
+def _they_save(rank: int, path: str, name: str, kind: str) -> dict[str, Tensor]:
+    model, optimizer = ddp(name) if kind == "DDP" else fsdp2(name)
     train(model, optimizer, range(2))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    options = StateDictOptions(flatten_optimizer_state_dict=kind == "flattened")
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
     return whole(model, optimizer)
@@ -77,11 +84,11 @@ def _ours_loads(rank: int, path: str, name: str, zero3_size: int) -> dict[str, T
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("kind", ["nested", "flattened", "DDP"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_a_checkpoint_of_fsdp2_loads_into_a_sharded_model(tmp_path: Path, name: str, flat: bool) -> None:
+def test_a_checkpoint_of_fsdp2_or_ddp_loads_into_a_sharded_model(tmp_path: Path, name: str, kind: str) -> None:
     path = str(tmp_path / "dcp")
-    saved = run_ranks(_fsdp2_saves, path, name, flat)[0]
+    saved = run_ranks(_they_save, path, name, kind)[0]
     for world_size, zero3_size in ((4, 2), (2, 2), (1, 1)):
         found = run_ranks(_ours_loads, path, name, zero3_size, world_size=world_size)[0]
         assert not (wrong := different(found, saved)), f"{world_size, zero3_size}: {wrong}"

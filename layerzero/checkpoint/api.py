@@ -31,7 +31,7 @@ from layerzero.checkpoint.values import PerRank
 from layerzero.hooks import runtime_of
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.runtime import Runtime
-from layerzero.topology import new_control_group
+from layerzero.topology import groups_so_far, new_control_group
 
 __all__ = ["PendingSave", "load", "per_rank", "save", "save_async"]
 
@@ -116,15 +116,16 @@ def save_async(
     runtime = runtime_of(model)
     job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
     staging = _staging_of(runtime)
-    if staging.group is None:
-        staging.group = new_control_group(runtime.topology)
     failure: Exception | None = None
     tensors: dict[str, Tensor] = {}
     try:
         tensors = staging.copy(job.tensors)
     except Exception as error:  # such as no memory to pin
         failure = error
-    agree("checkpoint.save_async", {}, ranks=runtime.topology.ranks, failure=failure)
+    fields = groups_so_far() if staging.group is None else {}
+    agree("checkpoint.save_async", fields, ranks=runtime.topology.ranks, failure=failure)
+    if staging.group is None:
+        staging.group = new_control_group(runtime.topology)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     return pending
 

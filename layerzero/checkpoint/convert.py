@@ -130,7 +130,7 @@ def export_model(
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The values of a tensor in order, piece by piece."""
     for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
-        for piece in pieces(files[file], key, range(sizes[0] if sizes else 1), sizes, tensor.dtype):
+        for piece in pieces(files[file], key, sizes, tensor.dtype):
             yield piece.to(dtype)
 
 
@@ -182,8 +182,7 @@ class _Source:
         return cls(tensors, tuple(entry.get_shape()), dtype, changed)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        rows = range(self.shape[0] if self.shape else 1)
-        for piece in pieces(self.tensors, name, rows, self.shape, self.dtype):
+        for piece in pieces(self.tensors, name, self.shape, self.dtype):
             yield piece.to(self.cast)
 
 

@@ -230,6 +230,7 @@ def _write_all(descriptor: int, data: Any) -> int:
 
 
 def flush_folder(folder: Path) -> None:
+    """Let the names in a folder be on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.device import finish_copies, pinned_memory
+from layerzero.device import finish_copies, host_memory
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 
 __all__ = ["Staging"]
@@ -35,7 +35,7 @@ class Staging:
         self.group: dist.ProcessGroup | None = None
         self.pending: _Waitable | None = None
         self._device = device
-        self._memory = pinned_memory(0, device)
+        self._memory = host_memory(0, torch.uint8, device=device)
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -43,8 +43,8 @@ class Staging:
         sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
         ends = list(itertools.accumulate(_padded(source) for source in sources.values()))
         if ends and ends[-1] != self._memory.numel():
-            self._memory = pinned_memory(0, self._device)  # the old one goes first
-            self._memory = pinned_memory(ends[-1], self._device)
+            self._memory = host_memory(0, torch.uint8, device=self._device)  # the old one goes first
+            self._memory = host_memory(ends[-1], torch.uint8, device=self._device)
         copies: dict[str, Tensor] = {}
         for (key, source), end in zip(sources.items(), ends, strict=True):
             start = end - _padded(source)

@@ -57,14 +57,10 @@ class Names:
                 continue
             self.entries[name], self.targets[name] = value, target
             first_name.setdefault(id(target), name)
-        self.members: dict[str, Member] = {}
         self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), _plain_name(own_name))
-        for member in runtime.members.values():
-            name = first_name.get(id(member.parameter), _plain_name(member.name))
-            self.members[name] = member
-            self._stored[member.name] = name
+        self.members = {self._stored[member.name]: member for member in runtime.members.values()}
 
     def of_rows(self, rows: LocalRows) -> str:
         """Of the parameter that a sharded tensor is cut like."""

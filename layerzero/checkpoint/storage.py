@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from layerzero.checkpoint.files import (
 from layerzero.checkpoint.values import DTYPES, dtype_named
 from layerzero.sharded_tensor import plain
 
-__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "write_safetensors"]
+__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces", "write_safetensors"]
 
 CONTENTS = "contents.json"
 _PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
@@ -258,7 +258,7 @@ class Reader(StorageReader):
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterator[Iterator[Tensor] | Any]
+    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
 ) -> FileRecord:
     """Write a safetensors file as its tensors arrive, hashed on the way.
 
@@ -280,7 +280,7 @@ def write_safetensors(
     return write_file(path, _safetensors_bytes(text, content))
 
 
-def _safetensors_bytes(header: bytes, content: Iterator[Any]) -> Iterator[Any]:
+def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
     for pieces in content:
@@ -313,16 +313,16 @@ def check_entry(
         raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")
 
 
-def pieces(tensors: Any, key: str, rows: range, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Rows of one tensor of an opened file, no more than 64 MiB of them (or one row) at once."""
+def pieces(tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """One tensor of an opened file, no more than 64 MiB of it (or one row) at once."""
     if not shape:
         yield tensors.get_tensor(key)
         return
     row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
     step = max(1, _PIECE // row)
     source = tensors.get_slice(key)
-    for start in range(rows.start, rows.stop, step):
-        yield source[start : min(start + step, rows.stop)]
+    for start in range(0, shape[0], step):
+        yield source[start : min(start + step, shape[0])]
 
 
 def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero import checkpoint
+from layerzero.checkpoint.files import discard, flush_folder, make_folder, write_file
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.groups import ProcessGroups
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
@@ -22,6 +23,7 @@ from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 __all__ = ["load", "save"]
 
 _MARKER = "complete"
+_LAYOUT = "layout-"  # with which names of parts begin
 
 
 def save(
@@ -33,7 +35,8 @@ def save(
     """Write a checkpoint of the whole model. All ranks must call this, between a step and the next forward.
 
     Args:
-        path: a folder that all ranks share and that does not hold a checkpoint.
+        path: a folder that all ranks share and that does not hold a checkpoint. What a save has left in it that died is
+            removed.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
@@ -41,7 +44,7 @@ def save(
             RuntimeError on the others.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    folder.mkdir(parents=True, exist_ok=True)
+    _together("save", groups, _make_room(folder) if dist.get_rank() == 0 else None)
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
@@ -52,8 +55,8 @@ def save(
         failure = error
     _together("save", groups, failure)
     if dist.get_rank() == 0:
-        with open(folder / _MARKER, "wb") as marker:
-            os.fsync(marker.fileno())
+        write_file(folder / _MARKER, [])
+        flush_folder(folder)
     _together("save", groups, None)  # nobody goes on before it is there
 
 
@@ -89,10 +92,23 @@ def load(
     return result["extra"]
 
 
+def _make_room(folder: Path) -> Exception | None:
+    """Make the folder, or empty it of the parts that a save has left which died; returns what is in the way."""
+    try:
+        if (folder / _MARKER).exists():
+            raise FileExistsError(f"{folder} holds a checkpoint already, which is never overwritten")
+        make_folder(folder)
+        for part in folder.glob(f"{_LAYOUT}*"):
+            discard(part)
+    except OSError as error:
+        return error
+    return None
+
+
 def _part(groups: ProcessGroups, chunk: int) -> str:
     tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
     sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
-    return f"layout-{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"
+    return f"{_LAYOUT}{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"
 
 
 def _together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:

@@ -1,0 +1,144 @@
+"""The final gradient rests in the accumulator, and never meets what comes after it; see gradient_shard.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import layerzero
+from layerzero.gradient_shard import GradientShard
+from tests.models import (
+    Step,
+    different,
+    exact_sgd,
+    full_gradients,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
+from tests.ranks import mesh_of, run_ranks
+from tests.test_accumulation import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+
+# Backwards outside (r) and inside (u) no_sync, and steps (s); gradients are forgotten by z (to None), k (to zeros) and
+# d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e evaluates; x is a backward
+# that fails, and z.
+ODD_ORDERS = (
+    *("rr", "rrr", "rur", "ruur", "urur", "ruru", "rsr", "rsur", "rurs"),
+    *("rzr", "rkr", "ruzr", "rukr", "ukur", "rkur", "rkk"),
+    *("rdr", "rdur", "rudr", "rudur", "uurdr", "rudd", "rdsur", "rdud"),
+    *("rfrfr", "rfur", "rufur", "rfurfr", "rxr", "ruxur", "rxurr", "uzfew"),
+)
+
+
+def _fail(model: nn.Module, rank: int, index: int) -> None:
+    """A backward that raises in its last unit, after the others have been reduced inside the node."""
+    handle = model.first.weight.register_hook(_raise)
+    with pytest.raises(LookupError):
+        backward(model, rank, index, inside_no_sync=False)
+    handle.remove()
+
+
+def _raise(_: Tensor) -> None:
+    raise LookupError
+
+
+def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimizer, case: str) -> None:
+    net = integer_net()
+    theirs = exact_sgd(net.parameters())
+    for index, action in enumerate(script):
+        if action in "ru":
+            integer_loss(net, union([integer_batch(micro_batch=index, rank=r) for r in range(WORLD)])).backward()
+            backward(model, rank, index, inside_no_sync=action == "u")
+        elif action == "d":
+            model.second.weight.grad = net.second.weight.grad = None
+        elif action == "f":
+            for parameter in (*model.second.parameters(), *net.second.parameters()):
+                parameter.requires_grad_(not parameter.requires_grad)
+        elif action == "w":
+            for parameter in (*model.parameters(), *net.parameters()):
+                parameter.grad = torch.ones_like(parameter.detach())
+        elif action == "e":
+            with torch.no_grad():
+                model(integer_batch()[0])
+        elif action == "s":
+            theirs.step()
+            optimizer.step()
+        else:
+            if action == "x":
+                _fail(model, rank, index)
+            for each in (theirs, optimizer):
+                each.zero_grad(set_to_none=action != "k")
+        if action == "r":
+            wrong = different(full_gradients(model), gradients_of(net))
+            assert not wrong, f"{case}: gradients of {wrong} after {script[: index + 1]}"
+    theirs.step()
+    assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
+
+
+def _odd_orders(rank: int) -> None:
+    sends_copies = {"replica_reduce_dtype": torch.float64}
+    for zero3_size, mode, settings, scripts in (
+        (2, "sharded", {}, ODD_ORDERS),
+        (2, "sharded", sends_copies, ODD_ORDERS[::5]),
+        (2, "full", {}, ODD_ORDERS[1::3]),
+        (1, "sharded", {}, ODD_ORDERS[2::5]),
+        (4, "sharded", {}, ODD_ORDERS[3::5]),
+    ):
+        mesh = mesh_of(zero3_size)
+        for script in scripts:
+            model, optimizer = prepare(mode, zero3_size=None, mesh=mesh, **settings)
+            _run_odd_order(rank, script, model, optimizer, f"S={zero3_size} {settings} {mode} {script}")
+
+
+def test_a_final_gradient_and_later_contributions_never_mix() -> None:
+    run_ranks(_odd_orders)
+
+
+def _is_never_set_aside(self: GradientShard, leave_home: Callable[[GradientShard], None] = GradientShard.leave_home):
+    assert not self.valid, "a gradient that nobody wants any more is moved"
+    leave_home(self)
+
+
+def _usual_loop(rank: int) -> None:
+    with mock.patch.object(GradientShard, "leave_home", _is_never_set_aside):
+        model, optimizer = prepare("sharded")
+        for step in range(3):
+            for index in range(3):
+                backward(model, rank, index, inside_no_sync=index < 2, step=step)
+            layerzero.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(model, rank, 0, inside_no_sync=False)
+        with pytest.raises(AssertionError, match="nobody wants"):  # the test would notice
+            backward(model, rank, 1, inside_no_sync=False)
+
+
+def test_the_usual_loop_moves_no_gradient() -> None:
+    run_ranks(_usual_loop)
+
+
+def _keep_a_view(rank: int) -> None:
+    for mode in MODES:
+        model, optimizer = prepare(mode)
+        answers = []
+        backward(model, rank, 0, inside_no_sync=False)
+        kept = model.second.weight.grad
+        handle = model.first.weight.register_hook(
+            lambda _, answers=answers, kept=kept: answers.append(answer_of(Tensor.norm, kept))
+        )
+        backward(model, rank, 1, inside_no_sync=False)
+        handle.remove()
+        assert len(answers) == 1 and "while a backward runs" in answers[0], answers
+        assert torch.equal(kept.full_tensor(), alone([[0, 1]])[0].gradients["second.weight"]), mode
+        assert torch.equal(kept.full_tensor(), model.second.weight.grad.full_tensor()), mode
+        optimizer.zero_grad()
+
+
+def test_a_kept_gradient_is_refused_inside_a_backward_and_shows_the_sum_after_it() -> None:
+    run_ranks(_keep_a_view)
