@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from layerzero.sharded_tensor import plain
 
-__all__ = ["require_elementwise"]
+__all__ = ["require_elementwise", "state_after_a_step"]
 
 _REASONS = {
     "Muon": "it orthogonalises whole matrices",
@@ -48,36 +48,45 @@ def _try_out(optimizer: Optimizer, device: torch.device) -> str | None:
         whole = torch.linspace(-1.0, 2.0, 20, device=device).view(5, 4)
         gradients = [torch.linspace(3.0, -1.0, 20, device=device).view(5, 4).sin(), whole.cos()]
         try:
-            together = _run(optimizer, group, [whole.clone()], [[g] for g in gradients])
+            together, first, second = whole.clone(), whole[:2].clone(), whole[2:].clone()
+            _run(optimizer, group, together, gradients)
             # As two ranks would: neither sees the other's rows.
-            apart = [
-                *_run(optimizer, group, [whole[:2].clone()], [[g[:2]] for g in gradients]),
-                *_run(optimizer, group, [whole[2:].clone()], [[g[2:]] for g in gradients]),
-            ]
+            _run(optimizer, group, first, [g[:2] for g in gradients])
+            _run(optimizer, group, second, [g[2:] for g in gradients])
         except Exception as error:
             return f"trying it on a small matrix failed with {type(error).__name__}: {error}"
-        if not torch.allclose(together[0], torch.cat(apart), rtol=1e-5, atol=1e-7):
+        if not torch.allclose(together, torch.cat([first, second]), rtol=1e-5, atol=1e-7):
             return "a matrix and the same matrix cut into rows got different updates"
     return None
 
 
-def _run(
-    optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor], steps: list[list[Tensor]]
-) -> list[Tensor]:
+def state_after_a_step(
+    optimizer: Optimizer, group: dict[str, Any], device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an optimizer keeps for a parameter of `group` once it has stepped it, and the group's settings then.
+
+    Found by a step on a small matrix: what is of the parameter's shape is ``[2, 3]`` here, with any values.
+    """
+    parameter = torch.ones(2, 3, device=device)
+    twin = _run(optimizer, group, parameter, [torch.ones(2, 3, device=device)])
+    return dict(twin.state[parameter]), twin.param_groups[0]
+
+
+def _run(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gradients: list[Tensor]) -> Optimizer:
+    """Step `parameter` as a member of `group`, once with each gradient; the optimizer itself stays as it is."""
     twin = copy.copy(optimizer)
-    twin.param_groups = [{**group, "params": parameters}]
+    twin.param_groups = [{**group, "params": [parameter]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     if state := next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), None):
-        for parameter in parameters:  # some optimizers make their state when they are built
-            twin.state[parameter] = {key: _like(value, parameter) for key, value in state.items()}
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
+        # some optimizers make their state when they are built
+        twin.state[parameter] = {key: _like(value, parameter) for key, value in state.items()}
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
         # The class's step: a scheduler may have replaced the instance's, bound to the original.
         type(optimizer).step(twin)
-    return parameters
+    return twin
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

@@ -44,6 +44,7 @@ def cpu_instead_of_cuda() -> Iterator[None]:
         put(random, "_set_cuda_rng_state", lambda *_, **__: None)
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         yield
 
 

@@ -205,8 +205,6 @@ def _refuses(rank: int) -> None:
             layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=2, units=lambda name, module: False)
         chunks, optimizer = make_ours(case)
         with pytest.raises(NotImplementedError, match=r"layerzero.megatron.save"):
-            optimizer.sharded_state_dict({})
-        with pytest.raises(NotImplementedError, match=r"layerzero.megatron.save"):
             chunks[0].state_dict_for_save_checkpoint()
         state = layerzero.full_state_dict(chunks[0], rank0_only=False)
         doubled = {name: value * 2 if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -92,22 +92,41 @@ class ShardedChunk(nn.Module):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Always raises: Megatron calls it on some ranks only, and none of them has whole parameters."""
         raise NotImplementedError(
-            "the parameters of this chunk are sharded; save with layerzero.megatron.save, or call "
-            "layerzero.full_state_dict(chunk) on every data-parallel rank"
+            "the parameters of this chunk are sharded; save with layerzero.megatron.save or in the format torch_dist, "
+            "or call layerzero.full_state_dict(chunk) on every data-parallel rank"
         )
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Always raises: rows are cut unevenly, which Megatron's distributed checkpoints cannot describe."""
-        raise NotImplementedError(
-            "megatron.core.dist_checkpointing has no tensors of uneven rows; save with layerzero.megatron.save, or "
-            "layerzero.full_state_dict(chunk) for whole tensors"
-        )
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For ``megatron.core.dist_checkpointing``: this rank's rows of each parameter, in the dtype it computes in.
+
+        The format is Megatron's own: either loads what the other has saved, in any layout. Give what was loaded to
+        :meth:`load_state_dict`. A copy of this rank's rows is made.
+
+        Raises:
+            NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
+        """
+        from layerzero.megatron.dist_states import describe, with_weights  # noqa: PLC0415
+
+        members = runtime_of(self).members.values()
+        state, _ = describe(self.module, members, prefix, sharded_offsets, metadata)
+        return with_weights(state)
+
+    def described(self, metadata: Any = None) -> dict[str, Any]:
+        """Where :meth:`sharded_state_dict` has each sharded parameter, by name: ``Described``."""
+        from layerzero.megatron.dist_states import describe  # noqa: PLC0415
+
+        return describe(self.module, runtime_of(self).members.values(), "", (), metadata)[1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones.
+        """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones, as
+        :meth:`state_dict` has them or ``dist_checkpointing.load`` returns for :meth:`sharded_state_dict`.
 
         Of whole ones, the first data-parallel rank's are what all ranks get. All data-parallel ranks must call this.
         """
+        if assign:
+            raise ValueError("assign=True would take the sharded parameters out of the model; leave it False")
         if any(isinstance(value, RowShardedTensor) for value in state_dict.values()):
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            return self.module.load_state_dict(state_dict, strict=strict)
         return load_full_state_dict(self, state_dict)

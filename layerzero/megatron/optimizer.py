@@ -220,8 +220,16 @@ class ShardedMegatronOptimizer:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`."""
-        saved = state_dict["optimizer"]
+        """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`; or what
+        ``megatron.core.dist_checkpointing`` has loaded into :meth:`sharded_state_dict`, after the model's.
+        """
+        saved = state_dict.get("optimizer")
+        if not isinstance(saved, list):
+            from layerzero.megatron.optimizer_states import load_states  # noqa: PLC0415
+
+            load_states(self._stepped(), state_dict)
+            self.load_scale(state_dict.get("grad_scaler"))
+            return
         if len(saved) != len(self.sharded):
             raise ValueError(f"the state has {len(saved)} model chunks, the optimizer {len(self.sharded)}")
         for optimizer, values in zip(self.sharded, saved, strict=True):
@@ -237,10 +245,36 @@ class ShardedMegatronOptimizer:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """Always raises: rows are cut unevenly, which Megatron's distributed checkpoints cannot describe."""
-        raise NotImplementedError(
-            "megatron.core.dist_checkpointing has no tensors of uneven rows; use layerzero.megatron.save and load"
+        """For ``megatron.core.dist_checkpointing``: this rank's rows of optimizer states and masters.
+
+        The format is that of Megatron's own optimizers, the distributed one included: either loads what the other has
+        saved, in any tensor, pipeline and data-parallel layout. All ranks of the model must call this.
+
+        Args:
+            model_sharded_state_dict: what the chunks returned for the same `metadata`; not needed.
+            is_loading: prepare memory for what is to be loaded, with Adam 12 N/D bytes; nothing is changed before
+                :meth:`load_state_dict`.
+            metadata: Megatron's. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
+
+        Raises:
+            ValueError: parameters have been stepped different numbers of times, or never.
+            NotImplementedError: the format has no place for some state; names it.
+        """
+        from layerzero.megatron.optimizer_states import sharded_states  # noqa: PLC0415
+
+        return sharded_states(
+            self._stepped(),
+            is_loading=is_loading,
+            metadata=metadata,
+            grad_scaler=None if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            model_group=self.groups.model,
         )
+
+    def _stepped(self) -> list[Any]:
+        from layerzero.megatron.optimizer_states import Stepped  # noqa: PLC0415
+
+        pairs = zip(self.model_chunks, self.sharded, strict=True)
+        return [Stepped(chunk, optimizer) for chunk, optimizer in pairs if optimizer is not None]
 
 
 _ZERO = torch.zeros(1)  # stands for no gradients at all

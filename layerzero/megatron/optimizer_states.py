@@ -1,0 +1,260 @@
+"""The sharded state dict of an optimizer, in the forms that Megatron's own optimizers have.
+
+[Note: Three forms]
+- Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
+- In 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, and masters under ``fp32_param``.
+- With ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: as that, but all masters under ``param``.
+In all of them a tensor's key is ``optimizer.state.<what it is>.<parameter's key>``, and parameters share a step count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.api import refresh
+from layerzero.elementwise import state_after_a_step
+from layerzero.handle import Member
+from layerzero.hooks import runtime_of
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.optimizer import ShardedOptimizer
+from layerzero.sharded_tensor import RowShardedTensor, plain
+
+__all__ = ["Stepped", "load_states", "sharded_states"]
+
+_RESHARDABLE = "fully_reshardable"
+_TENSORS = "param_state"  # where tensors are, by chunk and name
+_MASTERS = ("param", "fp32_param")
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells Megatron's parameter groups apart
+
+
+class Stepped(NamedTuple):
+    """A chunk and what steps it."""
+
+    chunk: ShardedChunk
+    optimizer: ShardedOptimizer
+
+    def members(self, group: Mapping[str, Any]) -> Iterator[Member]:
+        """The sharded parameters of one of the optimizer's groups."""
+        runtime = runtime_of(self.chunk)
+        for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
+            member = runtime.member_of(parameter)
+            if member is None:
+                raise NotImplementedError(
+                    f"the optimizer steps {name!r}, which is not sharded; use layerzero.megatron.save and load"
+                )
+            yield member
+
+
+class _Common(NamedTuple):
+    """What is not sharded."""
+
+    groups: list[dict[str, Any]]
+    steps: set[float]
+    in_16_bits: bool
+
+
+# Saving, and what is to be loaded
+
+
+def sharded_states(
+    pairs: Sequence[Stepped],
+    *,
+    is_loading: bool,
+    metadata: Mapping[str, Any] | None,
+    grad_scaler: Mapping[str, Any] | None,
+    model_group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """What the optimizer's ``sharded_state_dict`` returns. All ranks of the model must call this."""
+    kind = (metadata or {}).get("distrib_optim_sharding_type")
+    tensors: dict[str, Any] = {}
+    common = _Common([], set(), False)
+    failure: Exception | None = None
+    try:
+        if kind not in (None, _RESHARDABLE):
+            raise NotImplementedError(
+                f"distrib_optim_sharding_type={kind!r} is about the buffers of Megatron's own distributed optimizer; "
+                f"use {_RESHARDABLE!r}"
+            )
+        for index, pair in enumerate(pairs):
+            tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
+        low = any(_in_16_bits(member) for pair in pairs for member in runtime_of(pair.chunk).members.values())
+        common = _Common(_merged([pair.optimizer.param_groups for pair in pairs]), common.steps, low)
+    except Exception as error:
+        failure = error
+    common = _agreed(common, failure, model_group)
+    # See [Note: Three forms].
+    inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
+    for step in common.steps:  # one at most
+        inner["state"] = {"common_step": torch.tensor(step)}
+        inner["param_groups"] = [{**group, "step": int(step)} for group in common.groups]
+    if kind is None and not common.in_16_bits:
+        return {**inner, _TENSORS: tensors}
+    state = {"optimizer": inner, _TENSORS: tensors}
+    if grad_scaler is not None:
+        state["grad_scaler"] = dict(grad_scaler)
+    if kind is not None:
+        state["param_state_sharding_type"] = kind
+    return state
+
+
+def _tensors(
+    pair: Stepped, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+) -> dict[str, Any]:
+    """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
+    described = pair.chunk.described(metadata)
+    state = pair.optimizer.state_dict()["state"]
+    result: dict[str, Any] = {}
+    for group in pair.optimizer.param_groups:
+        kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0] if is_loading else {}
+        dtypes = {key: value.dtype for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+        if not is_loading and group.get("step") is not None:
+            steps.add(float(group["step"]))
+        for member in pair.members(group):
+            if is_loading:
+                # Memory of its own: nothing is changed before all is loaded.
+                rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+            else:
+                rows = _rows_of_state(member, state.get(member.name), steps)
+            if kind is not None or _in_16_bits(member):
+                rows[_MASTERS[kind is None]] = torch.empty_like(member.master) if is_loading else member.master
+            where = described[member.name]
+            result[_place(index, member)] = {
+                key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()
+            }
+    return result
+
+
+def _rows_of_state(member: Member, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
+    if state is None:
+        raise ValueError(
+            f"{member.name!r} has not been stepped yet, and Megatron's format has one count of steps for all; "
+            "save once all have been used, or use layerzero.megatron.save"
+        )
+    rows = {}
+    for key, value in state.items():
+        if key == "step":
+            steps.add(float(value))
+        elif isinstance(value, RowShardedTensor):
+            rows[key] = plain(value)
+        elif value is not None:
+            raise NotImplementedError(
+                f"optimizer state {key!r} of {member.name!r} is not of the parameter's shape, and Megatron's format "
+                "has no place for it; use layerzero.megatron.save and load"
+            )
+    return rows
+
+
+def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Parameter groups of several chunks or stages as those of one optimizer."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in (group for groups in lists for group in groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "step")}
+        if found.setdefault(_identity(group), settings) != settings:
+            raise ValueError(
+                f"two parameter groups with the same {', '.join(_IDENTITY)} have different settings, and Megatron's "
+                "format tells groups apart by these only; use layerzero.megatron.save and load"
+            )
+    return list(found.values())
+
+
+def _agreed(common: _Common, failure: Exception | None, group: dist.ProcessGroup) -> _Common:
+    """The same on all ranks of the model; an error on all of them if one has failed."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (common, failure and f"{type(failure).__name__}: {failure}"), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in zip(dist.get_process_group_ranks(group), said, strict=True):
+        if text:
+            raise RuntimeError(f"the optimizer's sharded_state_dict failed on rank {rank}: {text}")
+    steps = {step for theirs, _ in said for step in theirs.steps}
+    if len(steps) > 1:
+        raise ValueError(
+            f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, and Megatron's "
+            "format has one count for all; use layerzero.megatron.save and load"
+        )
+    return _Common(_merged([theirs.groups for theirs, _ in said]), steps, any(theirs.in_16_bits for theirs, _ in said))
+
+
+# After loading
+
+
+@torch.no_grad()
+def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
+    """Take what ``megatron.core.dist_checkpointing.load`` has put into a sharded state dict."""
+    inner = state.get("optimizer", state)
+    saved, step = inner["param_groups"], _common_step(inner)
+    plans = []
+    for index, pair in enumerate(pairs):
+        values = {member.name: dict(state[_TENSORS][_place(index, member)]) for member in _all_members(pair)}
+        plans.append((pair, values, [_settings(group, saved) for group in pair.optimizer.param_groups]))
+    for pair, values, settings in plans:
+        for member in _all_members(pair):
+            for key in _MASTERS:
+                if (master := values[member.name].pop(key, None)) is not None:
+                    member.parameter.copy_(master)
+        groups = []
+        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
+            names = pair.optimizer.parameter_names(group)
+            like, counting = state_after_a_step(pair.optimizer.inner, group, _device(pair))
+            if step is not None and "step" in like:
+                for name in names:
+                    values[name]["step"] = _as(like["step"], step)
+            groups.append({**group, **found, "params": names})
+            if step is not None and "step" in counting:
+                groups[-1]["step"] = _as(counting["step"], step)
+        pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+        refresh(pair.chunk)
+
+
+def _common_step(inner: Mapping[str, Any]) -> float | None:
+    counts = {float(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
+    if (common := inner.get("state", {}).get("common_step")) is not None:
+        counts.add(float(common))
+    if len(counts) > 1:
+        raise ValueError(f"parameter groups were saved after different numbers of steps: {sorted(counts)}")
+    return next(iter(counts), None)
+
+
+def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a saved group says of the settings that `group` has."""
+    found = [other for other in saved if _identity(other) == _identity(group)]
+    if not found:
+        wanted = ", ".join(f"{key}={group[key]!r}" for key in _IDENTITY)
+        raise ValueError(f"the checkpoint has no parameter group with {wanted}")
+    return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
+
+
+_HOW = ("foreach", "fused", "capturable")  # how, not what
+
+
+def _as(like: Any, step: float) -> Any:
+    """A count of steps of the kind that the optimizer keeps."""
+    return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
+
+
+# Shared
+
+
+def _all_members(pair: Stepped) -> Iterator[Member]:
+    return (member for group in pair.optimizer.param_groups for member in pair.members(group))
+
+
+def _place(index: int, member: Member) -> str:
+    return f"{index}.{member.name}"
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[key] for key in _IDENTITY)
+
+
+def _in_16_bits(member: Member) -> bool:
+    return member.leaf.dtype != member.master.dtype
+
+
+def _device(pair: Stepped) -> torch.device:
+    return runtime_of(pair.chunk).topology.device
