@@ -284,6 +284,10 @@ class Handle:
                 only_reads_shard=self.shares_master,
             )
         self.watch.edited = False
+        self.outdate_graphs()
+
+    def outdate_graphs(self) -> None:
+        """Let a backward through graphs of forwards with the present weights raise."""
         torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
         self._version = self._leaves_version
 

@@ -101,6 +101,8 @@ class Runtime:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
         self._running: list[Use] = []  # calls of units under way, outermost first
         self._forward: _Forward | None = None
+        self.defers_refresh = False  # a step leaves the refresh to refresh_due, which a pipeline's schedule calls
+        self._due: list[Handle] = []  # whose refresh a step has left
         self._backward: _Backward | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, topology)
@@ -185,6 +187,7 @@ class Runtime:
 
     def _begin_forward(self, entry: Unit) -> None:
         self.gradients.heed_requires_grad()
+        self.refresh_due()
         self.refresh_edited()
         self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
 
@@ -378,9 +381,19 @@ class Runtime:
         for handle in handles:
             handle.reshard()
             handle.launch_refresh()
+        self._due = [handle for handle in self._due if handle not in handles]
 
     def refresh_after_step(self) -> None:
-        self.refresh([handle for handle in self.handles if handle.may_be_updated])
+        """Launch the refresh of what an optimizer may have updated, or leave that to :meth:`refresh_due`."""
+        self._due = [handle for handle in self.handles if handle.may_be_updated or handle in self._due]
+        for handle in self._due:
+            handle.outdate_graphs()
+        if not self.defers_refresh:
+            self.refresh_due()
+
+    def refresh_due(self) -> None:
+        """Launch the refresh that a step has left; the next forward does it at the latest."""
+        self.refresh(self._due)
 
     def refresh_edited(self) -> None:
         """Carry edits of masters to all replicas; an error where ranks edited different ones."""

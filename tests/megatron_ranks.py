@@ -242,13 +242,14 @@ def make_ours(case: Case) -> tuple[list[nn.Module], Any]:
         zero3_size=case.zero3_size,
         accumulation=case.accumulation,
         align_grad_reduce=case.align,
+        align_param_refresh=case.align,
     )
     optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case))
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 
 
-def run_step(case: Case, chunks: Sequence[nn.Module], step: int) -> list[float]:
+def run_step(case: Case, chunks: Sequence[nn.Module], step: int, *, forward_only: bool = False) -> list[float]:
     """Forwards and backwards of one step, through Megatron's schedule; losses on the last stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -264,6 +265,7 @@ def run_step(case: Case, chunks: Sequence[nn.Module], step: int) -> list[float]:
         num_microbatches=case.micro_batches,
         seq_length=SEQUENCE,
         micro_batch_size=MICRO_BATCH,
+        forward_only=forward_only,
     )
     return [float(entry["loss"]) for entry in reduced]
 

@@ -21,6 +21,9 @@ import layerzero.megatron
 from layerzero.hooks import runtime_of
 from layerzero.unit import Unit
 from tests.megatron_ranks import (
+    HIDDEN,
+    MICRO_BATCH,
+    SEQUENCE,
     Case,
     make_chunks,
     make_config,
@@ -28,6 +31,7 @@ from tests.megatron_ranks import (
     make_reference,
     make_scheduler,
     megatron,
+    micro_batch,
     optimizer_config,
     run,
     run_step,
@@ -152,6 +156,40 @@ def test_a_checkpoint_resumes_exactly_on_the_same_layout(tmp_path: Path) -> None
     run_ranks(_resumes, str(tmp_path), [fp16, INTERLEAVED.but(zero3_size=1)], world_size=4)
 
 
+def _defers(rank: int) -> None:
+    case = INTERLEAVED.but(align=True, zero3_size=1)
+    with megatron(case):
+        chunks, optimizer = make_ours(case)
+        for step in range(2):
+            optimizer.zero_grad()
+            run_step(case, chunks, step)
+            # A graph of these weights, for the step to outdate.
+            tokens, labels, _ = micro_batch(0, 0, 0)
+            stage = torch.randn(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
+            chunks[1].module.set_input_tensor(stage)
+            stale = chunks[1](tokens, torch.arange(SEQUENCE).expand_as(tokens), None, labels=labels).sum()
+            for chunk in chunks:
+                layerzero.traffic(chunk, reset=True)
+            optimizer.step()
+            handles = [len(runtime_of(chunk).handles) for chunk in chunks]
+            refreshed = [layerzero.traffic(chunk).calls.get("refresh", 0) for chunk in chunks]
+            assert refreshed == [handles[0], 0]  # the schedule has the second chunk refreshed
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                stale.backward()
+            optimizer.zero_grad()
+            before = [run_step(case, chunks, 7, forward_only=True), run_step(case, chunks, 7, forward_only=True)]
+            assert before[0] == before[1]
+            refreshed = [layerzero.traffic(chunk).calls.get("refresh", 0) for chunk in chunks]
+            assert refreshed == handles  # also where no schedule calls param_sync_func
+            for chunk in chunks:
+                layerzero.refresh(chunk)
+            assert run_step(case, chunks, 7, forward_only=True) == before[0]  # it was with the new weights
+
+
+def test_a_refresh_left_to_the_schedule_comes_before_the_next_forward() -> None:
+    run_ranks(_defers, world_size=4)
+
+
 @contextlib.contextmanager
 def fused_kernel() -> Iterator[mock.Mock]:
     """A stand-in for the CUDA kernel that adds a weight's gradient to ``main_grad``."""
@@ -204,6 +242,12 @@ def _refuses(rank: int) -> None:
         with pytest.raises(ValueError, match="must be a unit of its own on both"):
             layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=2, units=lambda name, module: False)
         chunks, optimizer = make_ours(case)
+        from megatron.core.distributed import finalize_model_grads  # noqa: PLC0415
+
+        # A training script that sets this after wrap would leave tied embeddings unsummed, if it went on.
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        with pytest.raises(AttributeError, match=r"Leave config.finalize_model_grads_func as .*wrap has set it"):
+            run_step(case, chunks, 0)
         with pytest.raises(NotImplementedError, match=r"layerzero.megatron.save"):
             chunks[0].state_dict_for_save_checkpoint()
         state = layerzero.full_state_dict(chunks[0], rank0_only=False)

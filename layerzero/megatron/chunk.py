@@ -39,6 +39,14 @@ class ShardedChunk(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "ddp_config":  # for which Megatron's finalize_model_grads asks
+            raise AttributeError(
+                "a ShardedChunk has no ddp_config: Megatron's own functions cannot finish sharded gradients. Leave "
+                "config.finalize_model_grads_func as layerzero.megatron.wrap has set it"
+            )
+        return super().__getattr__(name)
+
     # Gradients
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -74,7 +82,8 @@ class ShardedChunk(nn.Module):
     # Parameters
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Carry masters that were edited by hand; what the optimizer has stepped is on its way already."""
+        """Launch the refresh that the optimizer's step has left, and that of masters which were edited by hand."""
+        runtime_of(self).refresh_due()
         runtime_of(self).refresh_edited()
 
     def broadcast_params(self) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.api import shard_model
 from layerzero.config import Accumulation, Units
+from layerzero.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.groups import ProcessGroups, process_groups
@@ -30,6 +31,7 @@ def wrap(
     mp_policy: MixedPrecisionPolicy | None = None,
     accumulation: Accumulation = "sharded",
     align_grad_reduce: bool = False,
+    align_param_refresh: bool = False,
     **settings: Any,
 ) -> list[ShardedChunk]:
     """Shard the model chunks of this rank; takes the place of Megatron's data-parallel wrapper.
@@ -49,6 +51,8 @@ def wrap(
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
         align_grad_reduce: stages after the first reduce in the pipeline's bubble, all at the same time, instead of in
             their last backward.
+        align_param_refresh: with interleaving, the refresh of a chunk after the first is launched when the schedule
+            comes to it, on all stages at the same time, instead of in the optimizer's step.
         **settings: of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`, `replica_reduce_dtype`, ...
 
     Returns:
@@ -82,17 +86,28 @@ def wrap(
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
     tied_weight(chunks, groups)  # raises where it could not be summed later
-    _set(config, chunks, groups, align_grad_reduce=align_grad_reduce)
+    _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
     return chunks
 
 
-def _set(config: Any, chunks: list[ShardedChunk], groups: ProcessGroups, *, align_grad_reduce: bool) -> None:
+def _set(
+    config: Any,
+    chunks: list[ShardedChunk],
+    groups: ProcessGroups,
+    *,
+    align_grad_reduce: bool,
+    align_param_refresh: bool,
+) -> None:
     single = len(chunks) == 1
     config.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
     config.grad_sync_func = None
     if align_grad_reduce:
         config.grad_sync_func = chunks[0].start_grad_sync if single else [chunk.start_grad_sync for chunk in chunks]
     config.param_sync_func = None
+    if align_param_refresh and not single:
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+        for chunk in chunks[1:]:
+            runtime_of(chunk).defers_refresh = True
     config.finalize_model_grads_func = FinalizeGradients(config, groups)
 
 
