@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.handle import Handle, Member
+from layerzero.handle import Handle
 from layerzero.hooks import runtime_of
+from layerzero.member import Member
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 
 __all__ = ["EMA"]

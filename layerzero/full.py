@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from layerzero.agreement import agree
 from layerzero.collectives import Exchange, broadcast
-from layerzero.handle import Member
 from layerzero.hooks import runtime_of
+from layerzero.member import Member
 from layerzero.runtime import Runtime
 
 __all__ = ["full_state_dict", "load_full_state_dict", "unsharded"]

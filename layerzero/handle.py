@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from layerzero.buffers import Buffers
 from layerzero.collectives import Exchange, Works, all_gather
@@ -29,11 +28,13 @@ from layerzero.config import Precision
 from layerzero.gradients import GradientFlow
 from layerzero.layout import FlatLayout, Slot
 from layerzero.main_grad import GatheredParameter
-from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, carry_over, plain, sharded
+from layerzero.member import Member
+from layerzero.sharded_tensor import RowShardedTensor, RowSpan, Watch, carry_over, sharded
+from layerzero.shown_gradients import ShownGradients
 from layerzero.strided import StridedCopy, keeps_order
 from layerzero.topology import Topology
 
-__all__ = ["Handle", "Member", "ShardState"]
+__all__ = ["Handle", "ShardState"]
 
 
 class ShardState(enum.Enum):
@@ -49,27 +50,6 @@ _NEXT = {
     ShardState.GATHERING: ShardState.GATHERED,
     ShardState.GATHERED: ShardState.SHARDED,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One parameter of a handle: where the model holds it, and its stand-ins."""
-
-    name: str  # fully qualified, the first of its names
-    owners: tuple[tuple[nn.Module, str], ...]  # every (module, attribute) that holds it; several when tied
-    leaf: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
-    parameter: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
-    master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
-    span: RowSpan
-    local: slice  # this rank's elements inside the ZeRO-1 shard
-    accumulates: Node  # autograd's node that delivers the gradient of the leaf
-
-    def is_coming(self) -> bool:
-        """The backward that runs now delivers a gradient of the whole parameter."""
-        try:
-            return bool(torch._C._will_engine_execute_node(self.accumulates))  # type: ignore[attr-defined]
-        except RuntimeError:  # autograd.grad for the leaf itself
-            return True
 
 
 class Handle:
@@ -105,10 +85,6 @@ class Handle:
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
-        self._grad_watches = [Watch() for _ in layout.slots]
-        self._gradients: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, in a backward: there was a .grad, and why it was not to be read.
-        self._withheld: list[tuple[bool, str | None]] = []
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
 
@@ -149,7 +125,10 @@ class Handle:
             pool=buffers.scratch,
             make_accumulator=partial(buffers.accumulators.make, label),
         )
-        self.flow: GradientFlow | None = self._make_flow() if trainable else None  # frozen from birth: no gradients
+        self.flow: GradientFlow | None = None  # frozen from birth: no gradients
+        self.shown: ShownGradients | None = None  # there with `flow`
+        if trainable:
+            self._start_flow()
         self._version = self._leaves_version
         self._free_full()
 
@@ -296,94 +275,11 @@ class Handle:
             self._refreshing.wait()
             self._refreshing = None
 
-    # Gradients that the user sees
+    # Gradients
 
-    def publish_gradients(self, used: Sequence[bool], *, agreed: bool) -> None:
-        """Give each used sharded parameter its ``.grad``, a view of the gradient shard.
-
-        While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold
-        rows that only another used), the ``.grad`` is there but refuses to be used. Until they agree, also what only
-        another rank may have used has one: zero_grad must be noticed where the rows are.
-        """
-        flow = self.flow
-        assert flow is not None
-        for slot, member in enumerate(self.members):
-            if used[slot]:
-                flow.contributed[slot] = True
-            maybe = not agreed and not used[slot] and flow.holds_of_peers and member.leaf.requires_grad
-            if flow.maybe_from_peers[slot] and not maybe and not used[slot]:
-                member.parameter.grad = None
-            flow.maybe_from_peers[slot] = maybe
-            if (used[slot] or maybe) and not self._is_ours(slot, member.parameter.grad):
-                member.parameter.grad = self._gradient_of(slot)
-            self._grad_watches[slot].forbidden = _UNREDUCED if flow.unreduced or not agreed else None
-
-    def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
-        """The parameter's ``.grad`` is the one that this handle published."""
-        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.watch is self._grad_watches[slot]
-
-    def heed_user(self) -> None:
-        """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
-        flow = self.flow
-        if flow is None or self._withheld:
-            return
-        dropped, replaced = [], []
-        for slot, member in enumerate(self.members):
-            watch, gradient = self._grad_watches[slot], member.parameter.grad
-            ours = self._is_ours(slot, gradient)
-            if watch.zeroed:
-                watch.zeroed = False
-                if ours and flow.maybe_from_peers[slot]:
-                    gradient = member.parameter.grad = None
-                elif ours:
-                    flow.zero(slot)
-            if gradient is None:
-                if flow.contributed[slot] or flow.maybe_from_peers[slot]:
-                    dropped.append(slot)
-            elif not ours:
-                replaced.append((slot, member, gradient))
-        if dropped:
-            flow.drop(dropped)
-        for slot, member, gradient in replaced:
-            contributed = flow.contributed[slot]
-            if (contributed or flow.maybe_from_peers[slot]) and flow.unreduced:
-                raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
-            if contributed:
-                flow.shard.shown(slot).view(member.master.shape).copy_(plain(gradient))
-            else:
-                flow.add_rows(slot, plain(gradient))
-            member.parameter.grad = self._gradient_of(slot)
-
-    def withhold_gradients(self) -> None:
-        """Let no parameter have a ``.grad`` during a backward, in which its place may hold something else.
-
-        Autograd itself would add to it: a loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
-        """
-        assert not self._withheld
-        for member, watch in zip(self.members, self._grad_watches, strict=True):
-            has_gradient = member.parameter.grad is not None
-            self._withheld.append((has_gradient, watch.forbidden))
-            watch.forbidden = _IN_BACKWARD
-            if has_gradient:
-                member.parameter.grad = None
-
-    def take_rows(self) -> None:
-        """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
-        assert self.flow is not None
-        for slot, member in enumerate(self.members):
-            gradient = member.parameter.grad
-            if gradient is not None:
-                member.parameter.grad = None
-                self.flow.add_rows(slot, plain(gradient))
-        self.return_gradients()
-
-    def return_gradients(self) -> None:
-        """Undo :meth:`withhold_gradients`."""
-        withheld, self._withheld = self._withheld, []
-        for slot, (had_gradient, forbidden) in enumerate(withheld):
-            self._grad_watches[slot].forbidden = forbidden
-            if had_gradient:
-                self.members[slot].parameter.grad = self._gradient_of(slot)
+    def _start_flow(self) -> None:
+        self.flow = self._make_flow()
+        self.shown = ShownGradients(self.members, self.flow)
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen since the last forward."""
@@ -399,21 +295,6 @@ class Handle:
         awaited = [member.leaf.requires_grad for member in self.members]
         self.trainable = any(awaited)
         if self.trainable and self.flow is None:
-            self.flow = self._make_flow()
+            self._start_flow()
         if self.flow is not None:
             self.flow.round.await_only(awaited)
-
-    def _gradient_of(self, slot: int) -> RowShardedTensor:
-        assert self.flow is not None
-        if slot not in self._gradients:
-            member = self.members[slot]
-            rows = self.flow.shard.shown(slot).view(member.master.shape)
-            self._gradients[slot] = sharded(rows, member.span, self._grad_watches[slot])
-        return self._gradients[slot]
-
-
-_UNREDUCED = (
-    "gradients of a backward inside no_sync are not reduced yet: run the last backward outside no_sync, or call "
-    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad() (under a GradScaler only the first helps)"
-)
-_IN_BACKWARD = "gradients are not final while a backward runs; read them after it"

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from layerzero.elementwise import require_elementwise
-from layerzero.handle import Member
 from layerzero.hooks import runtime_of
+from layerzero.member import Member
 from layerzero.runtime import Runtime
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
 

@@ -30,8 +30,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from layerzero.agreement import agree
 from layerzero.buffers import Buffers
 from layerzero.config import LayerZeroConfig
-from layerzero.handle import Handle, Member
+from layerzero.handle import Handle
 from layerzero.main_grad import take_flag
+from layerzero.member import Member
 from layerzero.order import GatherOrder
 from layerzero.structures import cast_floating, tensors_in
 from layerzero.sync import GradientSync

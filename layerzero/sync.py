@@ -11,9 +11,11 @@ from torch import Tensor
 
 from layerzero.agreement import agree
 from layerzero.collectives import Exchange, Works, all_reduce, broadcast
-from layerzero.handle import Handle, Member
+from layerzero.handle import Handle
 from layerzero.main_grad import take_flag
+from layerzero.member import Member
 from layerzero.reduction import ReductionQueue
+from layerzero.shown_gradients import ShownGradients
 from layerzero.topology import Topology
 
 __all__ = ["GradientSync"]
@@ -47,8 +49,8 @@ class GradientSync:
         ]
 
     @property
-    def _with_flow(self) -> list[Handle]:
-        return [handle for handle in self._handles if handle.flow is not None]
+    def _shown(self) -> list[ShownGradients]:
+        return [handle.shown for handle in self._handles if handle.shown is not None]
 
     # One backward, in which autograd is off already
 
@@ -56,8 +58,8 @@ class GradientSync:
         """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
         self.heed_user()
         with _plain_access():
-            for handle in self._with_flow:
-                handle.withhold_gradients()
+            for shown in self._shown:
+                shown.withhold()
 
     def arrive(self, handle: Handle, slot: int, gradient: Tensor) -> bool:
         """Take one parameter's whole gradient; True if it completes the handle."""
@@ -83,7 +85,8 @@ class GradientSync:
                 )
             if self.failed:
                 self.heed_user()
-            handle.heed_user()
+            if handle.shown is not None:
+                handle.shown.heed_user()
         self._queue.make_way_for(flow)
         with torch.no_grad():
             return flow.main_grad(slot)
@@ -104,8 +107,8 @@ class GradientSync:
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""
         with _plain_access():
-            for handle in self._with_flow:
-                handle.take_rows()
+            for shown in self._shown:
+                shown.take_rows()
         used = self._agree_on_use() if reduces else None
         self._queue.finish(across_replicas=reduces)
         with _plain_access():
@@ -118,12 +121,11 @@ class GradientSync:
         """A backward has raised. What it added cannot be told from what was there before."""
         self.failed = True
         self._queue.abandon()
-        for handle in self._with_flow:
-            assert handle.flow is not None
-            handle.flow.abort()
+        for shown in self._shown:
+            shown.flow.abort()
             with _plain_access():
-                handle.return_gradients()
-            for member in handle.members:
+                shown.give_back()
+            for member in shown.members:
                 member.leaf.grad = None
                 take_flag(member.leaf)
 
@@ -143,10 +145,9 @@ class GradientSync:
 
     def drop(self) -> None:
         """Forget every contribution, and a failed backward."""
-        for handle in self._with_flow:
-            assert handle.flow is not None
-            handle.flow.drop(range(len(handle.members)))
-            for member in handle.members:
+        for shown in self._shown:
+            shown.flow.drop(range(len(shown.members)))
+            for member in shown.members:
                 member.parameter.grad = None
         self.failed = False
         self._owes_reduction = False
@@ -154,8 +155,8 @@ class GradientSync:
     def heed_user(self) -> None:
         """Follow what the user has done to ``.grad``."""
         with _plain_access():
-            for handle in self._with_flow:
-                handle.heed_user()
+            for shown in self._shown:
+                shown.heed_user()
         if self.failed:
             if left := [member.name for member in self._members if member.parameter.grad is not None]:
                 raise RuntimeError(
@@ -172,8 +173,9 @@ class GradientSync:
             return
         subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
         agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._topology.ranks)
+        for shown in self._shown:
+            shown.heed_user()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
-            handle.heed_user()  # what zero_grad has dropped need not be reduced
             handle.heed_requires_grad()
         self._queue = ReductionQueue(self._taking_part())
         self._order_agreed = False
@@ -214,10 +216,10 @@ class GradientSync:
         agreed = anywhere is not None or self._topology.data_parallel == 1
         position = 0
         for handle in self._queue.order:
-            assert handle.flow is not None
+            assert handle.flow is not None and handle.shown is not None
             stop = position + len(handle.members)
             here = handle.flow.contributed if anywhere is None else [value > 0 for value in anywhere[position:stop]]
-            handle.publish_gradients(here, agreed=agreed)
+            handle.shown.publish(here, agreed=agreed)
             if anywhere is not None:
                 fresh = zip(handle.members, anywhere[position:stop], strict=True)
                 self._updated += [member for member, value in fresh if value == 2]

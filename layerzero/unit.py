@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from layerzero.handle import Handle, Member, ShardState
+from layerzero.handle import Handle, ShardState
+from layerzero.member import Member
 
 __all__ = ["Unit", "Use"]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.storage import Contents
 from layerzero.checkpoint.values import Decoder, Encoder, references
-from layerzero.handle import Member
+from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.runtime import Runtime
 from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from layerzero.handle import Member
+from layerzero.member import Member
 from layerzero.sharded_tensor import RowSpan, Watch, sharded
 
 __all__ = ["Described", "describe", "with_weights"]

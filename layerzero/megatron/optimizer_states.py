@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.api import refresh
 from layerzero.elementwise import state_after_a_step
-from layerzero.handle import Member
 from layerzero.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.sharded_tensor import RowShardedTensor, plain
 
@@ -153,7 +152,7 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     """Parameter groups of several chunks or stages as those of one optimizer."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in (group for groups in lists for group in groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "step")}
+        settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
         if found.setdefault(_identity(group), settings) != settings:
             raise ValueError(
                 f"two parameter groups with the same {', '.join(_IDENTITY)} have different settings, and Megatron's "
@@ -208,7 +207,6 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _as(counting["step"], step)
         pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
-        refresh(pair.chunk)
 
 
 def _common_step(inner: Mapping[str, Any]) -> float | None:
@@ -242,6 +240,10 @@ def _as(like: Any, step: float) -> Any:
 
 def _all_members(pair: Stepped) -> Iterator[Member]:
     return (member for group in pair.optimizer.param_groups for member in pair.members(group))
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def _place(index: int, member: Member) -> str:
