@@ -125,7 +125,7 @@ def _save(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel:
         chunks, optimizer = make(case)
         scheduler = make_scheduler(optimizer)
         for group in optimizer.param_groups:
-            group |= {"eps": 1e-6} if "eps" in group else {"momentum": 0.8}  # what only the checkpoint knows
+            group.update({"eps": 1e-6} if "eps" in group else {"momentum": 0.8})  # what only the checkpoint knows
         train(case, chunks, optimizer, scheduler, BEFORE)
         save(path, chunks, optimizer, scheduler, metadata, parallel)
         return _go_on(case, chunks, optimizer, scheduler)
