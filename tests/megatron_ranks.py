@@ -70,11 +70,14 @@ def megatron(case: Case) -> Iterator[None]:
     with cpu_instead_of_cuda():
         from megatron.core import parallel_state
 
+        settings = dict(case.settings)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
             context_parallel_size=case.cp,
             virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+            expert_model_parallel_size=settings.get("expert_model_parallel_size", 1),
+            expert_tensor_parallel_size=settings.get("expert_tensor_parallel_size"),
             create_gloo_process_groups=False,
         )
         try:

@@ -191,3 +191,14 @@ def test_experts_under_a_loss_scale() -> None:
     half = MIXTURE.but(dtype="float16", overflow_at=1, settings=experts(moe_router_dtype="fp32"))
     run_ranks(_mixtures, [half, half.but(zero3_size=4, accumulation="full", per_token=True)])
     run_ranks(_mixtures, [half.but(pp=2)])
+
+
+def _refuses(rank: int, settings: dict[str, int], match: str) -> None:
+    case = MIXTURE.but(tp=2, sequence_parallel=True, settings=experts(**settings))
+    with megatron(case), SequenceParallelNorm.used(), pytest.raises(ValueError, match=match):
+        make_ours(case)
+
+
+def test_experts_with_other_data_parallel_ranks_are_refused() -> None:
+    run_ranks(_refuses, {"expert_model_parallel_size": 2}, r"is expert parallel.*expert_model_parallel_size=1")
+    run_ranks(_refuses, {"expert_tensor_parallel_size": 1}, r"Use 2, as tensor_model_parallel_size")
