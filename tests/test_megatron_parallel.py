@@ -85,16 +85,12 @@ def test_context_parallel(tmp_path: Path) -> None:
 
 def test_context_parallel_stages(tmp_path: Path) -> None:
     stages = CONTEXT.but(pp=2)
-    compare_with_whole_sequences(
-        tmp_path,
-        stages,
-        stages.but(per_token=True, micro_batches=2, accumulation="full", tied=False, optimizer="adam"),
-        stages.but(per_token=True, align=True, zero3_size=1),
-    )
+    adam = stages.but(per_token=True, micro_batches=2, accumulation="full", tied=False, optimizer="adam")
+    compare_with_whole_sequences(tmp_path, stages, adam)
 
 
 def test_context_parallel_beside_tensor_parallel(tmp_path: Path) -> None:
-    compare_with_whole_sequences(tmp_path, CONTEXT.but(tp=2), CONTEXT.but(tp=2, per_token=True, zero3_size=1))
+    compare_with_whole_sequences(tmp_path, CONTEXT.but(tp=2, per_token=True))
 
 
 # Mixtures of experts
@@ -184,13 +180,13 @@ def _starves(rank: int, cases: list[Case]) -> None:
 
 def test_experts_that_no_token_reaches() -> None:
     many = MIXTURE.but(steps=3, settings=experts(num_moe_experts=32, moe_aux_loss_coeff=0.01))
-    run_ranks(_starves, [many, many.but(zero3_size=4, accumulation="full", optimizer="adam"), many.but(zero3_size=1)])
+    run_ranks(_starves, [many, many.but(zero3_size=4, accumulation="full", optimizer="adam")])
 
 
 def test_experts_under_a_loss_scale() -> None:
     half = MIXTURE.but(dtype="float16", overflow_at=1, settings=experts(moe_router_dtype="fp32"))
-    run_ranks(_mixtures, [half, half.but(zero3_size=4, accumulation="full", per_token=True)])
-    run_ranks(_mixtures, [half.but(pp=2)])
+    run_ranks(_mixtures, [half])
+    run_ranks(_mixtures, [half.but(pp=2, accumulation="full", per_token=True)])
 
 
 def _refuses(rank: int, settings: dict[str, int], match: str) -> None:
