@@ -109,7 +109,7 @@ def sgd(
     return _build(
         _listed(params),
         name="SGD",
-        torch_class=torch.optim.SGD,
+        torch_class=SGD,
         apex_name="FusedSGD",
         apex_settings=settings,
         moments=("momentum_buffer",) if momentum else (),
@@ -193,6 +193,28 @@ def _find_apex(
     except (ImportError, AttributeError, OSError) as error:
         return None, f"as NVIDIA Apex was not found ({error})"
     return found, ""
+
+
+class SGD(torch.optim.SGD):  # of the same name, which checkpoints hold
+    """Lets a parameter get its first gradient later than others; torch's fused kernels want all momenta or none."""
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
+    ) -> bool:
+        sparse: bool = super()._init_group(group, params, grads, momenta)  # type: ignore[no-untyped-call]
+        if group["fused"] and any(momentum is not None for momentum in momenta):
+            for index, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
+                if momenta[index] is None:
+                    momenta[index] = _before_first(group, parameter, gradient)
+        return sparse
+
+
+def _before_first(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The momentum that the step turns into what torch starts with, the gradient itself without dampening."""
+    if not group["dampening"]:
+        return torch.zeros_like(parameter)
+    start = (-gradient if group["maximize"] else gradient).add(parameter, alpha=group["weight_decay"])
+    return start.mul_(group["dampening"] / group["momentum"])
 
 
 class _WithoutEmpty(Optimizer):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.megatron_cpu import cpu_instead_of_cuda
+from tests.megatron_parallel import layer_spec, on_this_rank, sum_over_pieces
 
 SEQUENCE, MICRO_BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
 
@@ -24,6 +25,8 @@ class Case:
     Attributes:
         chunks: model chunks of a pipeline rank; more than one: interleaved.
         tied: input embedding and output layer share a weight.
+        counted: the loss function returns how many tokens it has summed over, as Megatron-LM's does; masks then hide as
+            many tokens on each context-parallel rank.
     """
 
     tp: int = 1
@@ -38,6 +41,8 @@ class Case:
     optimizer: str = "adam"
     accumulation: str = "sharded"
     per_token: bool = False
+    counted: bool = False
+    rope: bool = False
     distributed: bool = False
     align: bool = False
     clip: float = 1.0
@@ -65,11 +70,14 @@ def megatron(case: Case) -> Iterator[None]:
     with cpu_instead_of_cuda():
         from megatron.core import parallel_state
 
+        settings = dict(case.settings)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
             context_parallel_size=case.cp,
             virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+            expert_model_parallel_size=settings.get("expert_model_parallel_size", 1),
+            expert_tensor_parallel_size=settings.get("expert_tensor_parallel_size"),
             create_gloo_process_groups=False,
         )
         try:
@@ -117,7 +125,6 @@ def make_chunks(case: Case, config: Any) -> list[nn.Module]:
     """This rank's part of the model; the same weights in every call."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
 
     torch.manual_seed(7)
@@ -126,13 +133,13 @@ def make_chunks(case: Case, config: Any) -> list[nn.Module]:
         stage = chunk if case.chunks > 1 else None
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+            layer_spec(config),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="learned_absolute",
+            position_embedding_type="rope" if case.rope else "learned_absolute",
             vp_stage=stage,
         )
         if config.fp16 or config.bf16:
@@ -141,27 +148,31 @@ def make_chunks(case: Case, config: Any) -> list[nn.Module]:
     return chunks
 
 
-def micro_batch(replica: int, step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and loss mask, [MICRO_BATCH, SEQUENCE]."""
-    generator = torch.Generator().manual_seed(1000 * step + 100 * index + replica)
+def micro_batch(case: Case, step: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and loss mask, [MICRO_BATCH, SEQUENCE], of the micro-batch with this number in the whole step."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
     tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
     mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) < 0.8).float()
     mask[:, 0] = 1.0
+    if case.counted:
+        mask[:, 1::2] = 1.0 - mask[:, ::2]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask
 
 
-def forward_step(per_token: bool, scale: float, batches: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+def forward_step(case: Case, scale: float, batches: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
     tokens, labels, mask = next(batches)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, None, labels=labels), functools.partial(_loss, per_token, mask * scale)
+    tokens, labels, mask, positions = on_this_rank(tokens, labels, mask, positions)
+    return model(tokens, positions, None, labels=labels), functools.partial(_loss, case, mask, scale)
 
 
-def _loss(per_token: bool, mask: Tensor, output: Tensor) -> Any:
-    total = (output.float() * mask).sum()
-    if per_token:
-        return total, mask.sum().to(torch.int), {"loss": total.detach().clone()}
-    mean = total / (mask > 0).sum()
-    return mean, {"loss": mean.detach().clone()}
+def _loss(case: Case, mask: Tensor, scale: float, output: Tensor) -> Any:
+    """In the form that Megatron's schedule expects; reports the loss of the whole sequences."""
+    total = (output.float() * mask).sum() * scale
+    whole, tokens = sum_over_pieces(total, mask.sum())
+    if case.per_token or case.counted:
+        return total, mask.sum().to(torch.int), {"loss": whole if case.per_token else whole / tokens}
+    return total / tokens, {"loss": whole / tokens}
 
 
 def optimizer_config(case: Case) -> Any:
@@ -254,12 +265,12 @@ def run_step(case: Case, chunks: Sequence[nn.Module], step: int, *, forward_only
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    replica = parallel_state.get_data_parallel_rank()
-    batches = [micro_batch(replica, step, index) for index in range(case.micro_batches)]
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    batches = [micro_batch(case, step, index * replicas + replica) for index in range(case.micro_batches)]
     iterators = [iter(batches) for _ in chunks]
-    overflows = step == case.overflow_at and replica == parallel_state.get_data_parallel_world_size() - 1
+    overflows = step == case.overflow_at and replica == replicas - 1
     reduced = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, case.per_token, 1e35 if overflows else 1.0),
+        forward_step_func=functools.partial(forward_step, case, 1e35 if overflows else 1.0),
         data_iterator=iterators if case.chunks > 1 else iterators[0],
         model=list(chunks) if case.chunks > 1 else chunks[0],
         num_microbatches=case.micro_batches,

@@ -107,6 +107,22 @@ def test_sgd_with_momentum_is_exact() -> None:
     run_ranks(_exact)
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_parameter_may_get_its_first_gradient_later_than_others(dampening: float) -> None:
+    settings = {"lr": 2**-4, "momentum": 0.5, "weight_decay": 0.25, "dampening": dampening}
+    results = []
+    for make in (optimizers.sgd, lambda p, **given: torch.optim.SGD(p, **given, foreach=False)):
+        early, late = (nn.Parameter(torch.arange(4.0)) for _ in range(2))
+        optimizer = make([early, late], **settings)
+        for used in ([early], [early, late], [late], [early, late]):
+            optimizer.zero_grad()
+            for parameter in used:
+                parameter.grad = parameter.detach() + 1.0
+            optimizer.step()
+        results.append([early.detach(), late.detach()])
+    torch.testing.assert_close(*results)
+
+
 def _one_step_of_defaults(rank: int) -> None:
     # One step only: with the default eps every later one would compare rounding noise.
     for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):

@@ -152,6 +152,13 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
             )
     if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         raise ValueError("config.cuda_graph_impl: graphs keep the addresses of weights, which come and go; use 'none'")
+    if getattr(config, "num_moe_experts", None):
+        size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
+        if size not in (None, tensor_size):  # Megatron 0.16 does not mark them, and lets them drift apart
+            raise ValueError(
+                f"config.expert_tensor_parallel_size={size}: the data-parallel group of experts is another one than "
+                f"the other parameters'. Use {tensor_size}, as tensor_model_parallel_size"
+            )
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "allreduce", True):
             raise ValueError(

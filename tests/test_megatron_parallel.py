@@ -1,0 +1,200 @@
+"""layerzero.megatron with context parallelism and mixtures of experts, beside Megatron's own wrapper and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.megatron_parallel import SequenceParallelNorm
+from tests.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.ranks import run_ranks
+from tests.test_megatron import assert_same
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+
+def assert_equal_but_for_rounding(ours: Run, theirs: Run, case: Case) -> None:
+    # SGD moves weights by 1e-4, Adam by 1e-2: also those whose gradients are nothing but rounding, such as key biases.
+    close = {"rtol": 1e-5, "atol": 1e-7 if case.optimizer == "sgd" else 2e-5} if case.dtype == "float32" else None
+    assert_same(ours, theirs, case, close=close)
+
+
+# Context parallelism
+
+CONTEXT = Case(cp=2, steps=4, layers=2, optimizer="sgd")
+
+
+def of_whole_batches(case: Case, result: Run) -> Run:
+    """With the losses of all replicas, by step and number of the micro-batch; the same in any layout."""
+    from megatron.core import parallel_state  # noqa: PLC0415
+
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    own = {
+        (index // case.micro_batches, index % case.micro_batches * replicas + replica): loss
+        for index, loss in enumerate(result.losses)
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    together = {key: loss for losses in everyone for key, loss in losses.items()}
+    assert len(together) == case.steps * case.micro_batches * replicas
+    return result._replace(losses=[together[key] for key in sorted(together)])
+
+
+def _train_whole_sequences(rank: int, folder: str, cases: list[Case]) -> None:
+    """Megatron without context parallelism on the same data: more replicas with fewer micro-batches each."""
+    wholes = [case.but(cp=1, micro_batches=case.micro_batches // case.cp) for case in cases]
+    with megatron(wholes[0]):
+        for index, whole in enumerate(wholes):
+            result = of_whole_batches(whole, run(whole, make_reference))
+            torch.save(tuple(result), Path(folder) / f"{index}-{rank}")
+
+
+def _train_pieces(rank: int, folder: str, cases: list[Case]) -> None:
+    with megatron(cases[0]):
+        for index, case in enumerate(cases):
+            theirs, ours = run(case, make_reference), run(case, make_ours)
+            assert_equal_but_for_rounding(ours, theirs, case)
+            # In both layouts this rank has the same stage and tensor rank.
+            whole = Run(*torch.load(Path(folder) / f"{index}-{rank}", weights_only=True))
+            assert_equal_but_for_rounding(of_whole_batches(case, ours), whole, case)
+
+
+def compare_with_whole_sequences(folder: Path, *cases: Case) -> None:
+    run_ranks(_train_whole_sequences, str(folder), cases)
+    run_ranks(_train_pieces, str(folder), cases)
+
+
+def test_context_parallel(tmp_path: Path) -> None:
+    compare_with_whole_sequences(
+        tmp_path,
+        CONTEXT,
+        CONTEXT.but(per_token=True, zero3_size=4, accumulation="full", micro_batches=2),
+        CONTEXT.but(counted=True, rope=True, optimizer="adam", distributed=True, zero3_size=4, micro_batches=2),
+    )
+
+
+def test_context_parallel_stages(tmp_path: Path) -> None:
+    stages = CONTEXT.but(pp=2)
+    adam = stages.but(per_token=True, micro_batches=2, accumulation="full", tied=False, optimizer="adam")
+    compare_with_whole_sequences(tmp_path, stages, adam)
+
+
+def test_context_parallel_beside_tensor_parallel(tmp_path: Path) -> None:
+    compare_with_whole_sequences(tmp_path, CONTEXT.but(tp=2, per_token=True))
+
+
+# Mixtures of experts
+
+
+def experts(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    mixture = {
+        "num_moe_experts": 8,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_aux_loss_coeff": 0.5,  # of the same size as the gradients of the loss itself
+        "moe_ffn_hidden_size": 16,
+        "moe_token_dispatcher_type": "allgather",
+        "add_bias_linear": False,  # Megatron's experts add a bias in place to what autograd protects
+    }
+    return tuple({**mixture, **settings}.items())
+
+
+MIXTURE = Case(steps=4, layers=2, optimizer="sgd", micro_batches=2, settings=experts())
+
+
+@contextlib.contextmanager
+def counted_tokens() -> Iterator[list[Tensor]]:
+    """Tokens that reach each expert of this rank: one tensor, [experts], for each forward of a layer."""
+    from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: PLC0415
+
+    counts: list[Tensor] = []
+    forward = SequentialMLP.forward
+
+    def counting(self: Any, states: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> Any:
+        counts.append(tokens_per_expert.clone())
+        return forward(self, states, tokens_per_expert, probabilities)
+
+    with mock.patch.object(SequentialMLP, "forward", counting):
+        yield counts
+
+
+def _mixtures(rank: int, cases: list[Case]) -> None:
+    with megatron(cases[0]), SequenceParallelNorm.used():
+        for case in cases:
+            theirs, ours = run(case, make_reference), run(case, make_ours)
+            assert_equal_but_for_rounding(ours, theirs, case)
+
+
+def test_experts() -> None:
+    alltoall = experts(moe_token_dispatcher_type="alltoall", moe_router_topk=2, moe_shared_expert_intermediate_size=16)
+    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    cases = [
+        MIXTURE,
+        MIXTURE.but(zero3_size=4, accumulation="full", settings=alltoall),
+        MIXTURE.but(
+            zero3_size=4, per_token=True, optimizer="adam", distributed=True, settings=experts(moe_z_loss_coeff=0.1)
+        ),
+        MIXTURE.but(accumulation="full", settings=experts(moe_router_load_balancing_type="global_aux_loss", **again)),
+    ]
+    run_ranks(_mixtures, cases)
+
+
+def test_experts_of_stages() -> None:
+    stages = MIXTURE.but(pp=2)
+    run_ranks(_mixtures, [stages, stages.but(accumulation="full", tied=False, optimizer="adam", micro_batches=4)])
+
+
+def test_experts_beside_tensor_parallel() -> None:
+    run_ranks(_mixtures, [MIXTURE.but(tp=2, sequence_parallel=True)])
+
+
+def test_experts_with_context_parallel(tmp_path: Path) -> None:
+    compare_with_whole_sequences(tmp_path, CONTEXT.but(settings=experts()))
+    # Megatron scales the auxiliary loss by the tokens of the rank here, not by those of the sequence.
+    run_ranks(_mixtures, [CONTEXT.but(per_token=True, zero3_size=4, settings=experts())])
+
+
+def _starves(rank: int, cases: list[Case]) -> None:
+    with megatron(cases[0]):
+        for case in cases:
+            theirs = run(case, make_reference)
+            with counted_tokens() as counts:
+                ours = run(case, make_ours)
+            assert_equal_but_for_rounding(ours, theirs, case)
+            own = torch.stack(counts).view(case.steps, case.micro_batches, case.layers, -1).sum(1)
+            everywhere = own.clone()  # [steps, layers, experts]
+            dist.all_reduce(everywhere)
+            assert ((own == 0) & (everywhere > 0)).any(), "no expert that only other ranks reach"
+            assert (everywhere == 0).any(), "no expert that no rank reaches"
+
+
+def test_experts_that_no_token_reaches() -> None:
+    many = MIXTURE.but(steps=3, settings=experts(num_moe_experts=32, moe_aux_loss_coeff=0.01))
+    run_ranks(_starves, [many, many.but(zero3_size=4, accumulation="full", optimizer="adam")])
+
+
+def test_experts_under_a_loss_scale() -> None:
+    half = MIXTURE.but(dtype="float16", overflow_at=1, settings=experts(moe_router_dtype="fp32"))
+    run_ranks(_mixtures, [half])
+    run_ranks(_mixtures, [half.but(pp=2, accumulation="full", per_token=True)])
+
+
+def _refuses(rank: int, settings: dict[str, int], match: str) -> None:
+    case = MIXTURE.but(tp=2, sequence_parallel=True, settings=experts(**settings))
+    with megatron(case), SequenceParallelNorm.used(), pytest.raises(ValueError, match=match):
+        make_ours(case)
+
+
+def test_experts_with_other_data_parallel_ranks_are_refused() -> None:
+    run_ranks(_refuses, {"expert_model_parallel_size": 2}, r"is expert parallel.*expert_model_parallel_size=1")
+    run_ranks(_refuses, {"expert_tensor_parallel_size": 1}, r"Use 2, as tensor_model_parallel_size")
