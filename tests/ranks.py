@@ -1,8 +1,8 @@
 """Runs a function on real gloo ranks.
 
 The ranks are processes that live as long as the test session, so that a test costs milliseconds instead of the seconds
-that importing torch takes. Each call gets a process group of its own, met through a file. A call that fails or hangs
-takes the processes with it; the next call starts new ones.
+that importing torch takes. Each call gets a process group of its own, met through a store of its own. A call that fails
+or hangs takes the processes with it; the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import atexit
 import gc
 import multiprocessing
-import os
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,16 @@ import layerzero
 
 __all__ = ["mesh_of", "run_ranks"]
 
+_HOST = "127.0.0.1"
+
 
 def run_ranks(
-    fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 120.0, pg_timeout: float = 60.0
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 4,
+    timeout: float = 120.0,
+    pg_timeout: float = 60.0,
+    store_file: Path | None = None,
 ):
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
@@ -39,23 +45,34 @@ def run_ranks(
         fn: a function at the top of a test module; the default process group is initialised when it is called.
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
+        store_file: where the ranks meet; by default a server of this process.
 
     Raises:
         AssertionError: a rank raised (holds every traceback), or did not return in time.
     """
-    return _pool.run(fn, args, world_size, timeout, pg_timeout)
+    return _pool.run(fn, args, world_size, timeout, pg_timeout, store_file)
 
 
 class _Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.Process, Connection]] = []
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float, pg_timeout: float):
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        world_size: int,
+        timeout: float,
+        pg_timeout: float,
+        store_file: Path | None,
+    ):
         self._grow(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                pipe.send((fn, args, rank, world_size, os.path.join(folder, "store"), pg_timeout))
-            results = self._collect(world_size, timeout)
+        # Served from here, where it outlives every rank. A file would be polled by each rank that waits.
+        server = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if store_file is None else None
+        store = str(store_file) if server is None else server.port
+        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            pipe.send((fn, args, rank, world_size, store, pg_timeout))
+        results = self._collect(world_size, timeout)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
         missing = [rank for rank in range(world_size) if rank not in results]
         if failures or missing:
@@ -123,10 +140,15 @@ def mesh_of(zero3_size: int) -> DeviceMesh:
     return _meshes[zero3_size]
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, path: str, pg_timeout: float):
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(timedelta(seconds=pg_timeout))
+def _call(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, pg_timeout: float
+):
     timeout = timedelta(seconds=pg_timeout)
+    if isinstance(store_at, int):
+        store = dist.TCPStore(_HOST, store_at, timeout=timeout)
+    else:
+        store = dist.FileStore(store_at, world_size)
+        store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         return fn(rank, *args)
