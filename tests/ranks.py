@@ -118,6 +118,7 @@ class _Pool:
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
     while True:
         try:
             fn, args, rank, world_size, store, pg_timeout = pipe.recv()
