@@ -2,7 +2,7 @@
 
 The ranks are processes that live as long as the test session, so that a test costs milliseconds instead of the seconds
 that importing torch takes. Each call gets a process group of its own, met through a store of its own. A call that fails
-or hangs takes the processes with it; the next call starts new ones.
+or hangs takes the processes with it; the next call starts new ones, as forks of processes that have imported torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import atexit
 import gc
 import multiprocessing
+import os
+import signal
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -55,9 +58,71 @@ def run_ranks(
     return _pool.run(fn, args, world_size, timeout, pg_timeout, store_file)
 
 
+class _Rank:
+    """A process that has imported torch and does nothing but fork the one that runs the tests, which can be killed.
+
+    Each rank is forked from a process of its own, so that ranks differ in what is random: the order of sets.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._parent = context.Process(target=_fork_on_order, args=(theirs,), daemon=True)
+        self._parent.start()
+        theirs.close()
+        self._pipe: Connection | None = None  # to the child; it ends when the child does
+
+    def start(self) -> None:
+        if self._pipe is None:
+            self._pipe, theirs = multiprocessing.Pipe()
+            self._orders.send("fork")
+            reduction.send_handle(self._orders, theirs.fileno(), self._parent.pid)
+            theirs.close()
+
+    @property
+    def pipe(self) -> Connection:
+        assert self._pipe is not None
+        return self._pipe
+
+    def kill(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._orders.send("kill")
+            self._orders.recv()
+
+    def end(self) -> None:
+        self.kill()
+        self._orders.close()
+        self._parent.join()
+
+
+def _fork_on_order(orders: Connection) -> None:
+    child = 0
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
+        if order == "fork":
+            handle = reduction.recv_handle(orders)
+            child = os.fork()
+            if not child:
+                orders.close()
+                try:
+                    _work(Connection(handle))
+                finally:
+                    os._exit(0)
+            os.close(handle)
+        else:
+            os.kill(child, signal.SIGKILL)  # not waited for until now: nobody else can have its number
+            os.waitpid(child, 0)
+            orders.send("killed")
+
+
 class _Pool:
     def __init__(self) -> None:
-        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        self._ranks: list[_Rank] = []
 
     def run(
         self,
@@ -68,24 +133,30 @@ class _Pool:
         pg_timeout: float,
         store_file: Path | None,
     ):
-        self._grow(world_size)
+        while len(self._ranks) < world_size:
+            self._ranks.append(_Rank())
         # Served from here, where it outlives every rank. A file would be polled by each rank that waits.
         server = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if store_file is None else None
         store = str(store_file) if server is None else server.port
-        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            pipe.send((fn, args, rank, world_size, store, pg_timeout))
+        for rank, process in enumerate(self._ranks[:world_size]):
+            process.start()
+            process.pipe.send((fn, args, rank, world_size, store, pg_timeout))
         results = self._collect(world_size, timeout)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
         missing = [rank for rank in range(world_size) if rank not in results]
         if failures or missing:
-            self.stop()
+            for process in self._ranks:
+                process.kill()
             if missing:
                 failures.append(f"ranks {missing} had not returned when they were killed")
             raise AssertionError("\n".join(failures))
+        for rank, process in enumerate(self._ranks[:world_size]):
+            if results[rank][0] == "worn":
+                process.kill()
         return [results[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
-        pending = {self._workers[rank][1]: rank for rank in range(world_size)}
+        pending = {self._ranks[rank].pipe: rank for rank in range(world_size)}
         results: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while pending and (left := deadline - time.monotonic()) > 0:
@@ -100,21 +171,10 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + 5.0)
         return results
 
-    def _grow(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        while len(self._workers) < size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-
     def stop(self) -> None:
-        for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-            process.join()
-        self._workers.clear()
+        for process in self._ranks:
+            process.end()
+        self._ranks.clear()
 
 
 def _work(pipe: Connection) -> None:
@@ -127,7 +187,8 @@ def _work(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            result: tuple[str, Any] = ("ok", _call(fn, args, rank, world_size, store, pg_timeout))
+            value = _call(fn, args, rank, world_size, store, pg_timeout)
+            result: tuple[str, Any] = ("worn" if _keeps_groups() else "ok", value)
         except BaseException:
             result = ("error", traceback.format_exc())
         pipe.send(result)
@@ -171,6 +232,12 @@ def _clear_caches() -> None:
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for cached in (_redistribute._gen_transform_infos, getattr(MeshTopoInfo, "build_from_mesh", None)):
         getattr(cached, "cache_clear", lambda: None)()
+
+
+def _keeps_groups() -> bool:
+    """Something of this call lives on in this process: a model that a test module refers to, for instance."""
+    threads = Path("/proc/self/task")
+    return threads.exists() and len(list(threads.iterdir())) > 16  # of three for a group
 
 
 def _destroy_groups() -> None:
