@@ -8,6 +8,7 @@ or hangs takes the processes with it; the next call starts new ones, as forks of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -92,12 +93,14 @@ class _Rank:
             self._orders.recv()
 
     def end(self) -> None:
-        self.kill()
+        with contextlib.suppress(EOFError, OSError):  # Ctrl-C while it imported torch
+            self.kill()
         self._orders.close()
         self._parent.join()
 
 
 def _fork_on_order(orders: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the caller hears too, and ends this process and its child
     child = 0
     while True:
         try:
