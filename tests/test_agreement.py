@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -249,9 +250,12 @@ def _leave_out(rank: int, absent: int) -> Raised | None:
     raise AssertionError(f"rank {rank}: nothing was raised")
 
 
-@pytest.mark.parametrize("absent", [0, 2])
-def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(absent: int) -> None:
-    errors = run_ranks(_leave_out, absent, world_size=WORLD, pg_timeout=5, timeout=60)
+@pytest.mark.parametrize(("absent", "store"), [(0, "file"), (2, "file"), (2, "server")])  # what they raise differs
+def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(
+    absent: int, store: str, tmp_path: Path
+) -> None:
+    store_file = tmp_path / "store" if store == "file" else None
+    errors = run_ranks(_leave_out, absent, world_size=WORLD, pg_timeout=5, timeout=60, store_file=store_file)
     assert errors[absent] is None
     for error in errors[:absent] + errors[absent + 1 :]:
         assert re.search(rf"\b{absent}\b", error.message), error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -81,23 +82,29 @@ def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimize
     assert_step(model, optimizer, Step([], gradients_of(net), dict(net.named_parameters())), case)
 
 
-def _odd_orders(rank: int) -> None:
-    sends_copies = {"replica_reduce_dtype": torch.float64}
-    for zero3_size, mode, settings, scripts in (
-        (2, "sharded", {}, ODD_ORDERS),
-        (2, "sharded", sends_copies, ODD_ORDERS[::5]),
-        (2, "full", {}, ODD_ORDERS[1::3]),
-        (1, "sharded", {}, ODD_ORDERS[2::5]),
-        (4, "sharded", {}, ODD_ORDERS[3::5]),
-    ):
-        mesh = mesh_of(zero3_size)
-        for script in scripts:
-            model, optimizer = prepare(mode, zero3_size=None, mesh=mesh, **settings)
-            _run_odd_order(rank, script, model, optimizer, f"S={zero3_size} {settings} {mode} {script}")
+def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]) -> None:
+    mesh = mesh_of(zero3_size)
+    for script in scripts:
+        model, optimizer = prepare(mode, zero3_size=None, mesh=mesh, **settings)
+        _run_odd_order(rank, script, model, optimizer, f"S={zero3_size} {settings} {mode} {script}")
 
 
-def test_a_final_gradient_and_later_contributions_never_mix() -> None:
-    run_ranks(_odd_orders)
+@pytest.mark.parametrize(
+    ("zero3_size", "mode", "settings", "scripts"),
+    [
+        pytest.param(2, "sharded", {}, ODD_ORDERS[:9], id="backwards and steps"),
+        pytest.param(2, "sharded", {}, ODD_ORDERS[9:16], id="all forgotten"),
+        pytest.param(2, "sharded", {}, ODD_ORDERS[16:], id="some forgotten, frozen, failed"),
+        pytest.param(2, "sharded", {"replica_reduce_dtype": torch.float64}, ODD_ORDERS[::5], id="copies are sent"),
+        pytest.param(2, "full", {}, ODD_ORDERS[1::3], id="full"),
+        pytest.param(1, "sharded", {}, ODD_ORDERS[2::5], id="S = 1"),
+        pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
+    ],
+)
+def test_a_final_gradient_and_later_contributions_never_mix(
+    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]
+) -> None:
+    run_ranks(_odd_orders, zero3_size, mode, settings, scripts)
 
 
 def _is_never_set_aside(self: GradientShard, leave_home: Callable[[GradientShard], None] = GradientShard.leave_home):

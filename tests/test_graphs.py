@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import time
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -385,6 +386,9 @@ def _train_and_forget(rank: int) -> None:
     del model, optimizer
     gc.collect()
     assert [ref() for ref in dead if ref() is not None] == []
+    end = time.monotonic() + 30
+    while _live_tensors() > before and time.monotonic() < end:  # the last refresh is in flight, and holds its buffers
+        time.sleep(0.05)
     assert _live_tensors() <= before
 
 

@@ -172,10 +172,10 @@ def _train(mesh: Any, rank: int, *, pattern: tuple[bool, ...], **settings: Any) 
     return seen, model
 
 
-def _same_bits(rank: int) -> None:
+def _same_bits(rank: int, size: int, mode: str) -> None:
     policies = [{}, {"mp_policy": _policy(torch.bfloat16)}]
     patterns = [(False,), (True, True, False), (True, False, True)]
-    for size, mode, policy, pattern in itertools.product((1, 2, 4), MODES, policies, patterns):
+    for policy, pattern in itertools.product(policies, patterns):
         case = (size, mode, bool(policy), pattern)
         settings = {"pattern": pattern, "accumulation": mode, **policy}
         expected, _ = _train(mesh_of(size), rank, **settings)
@@ -190,8 +190,10 @@ def _policy(reduce: torch.dtype) -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
 
 
-def test_offloading_changes_no_bit_though_every_copy_is_late() -> None:
-    run_ranks(_same_bits, world_size=WORLD)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_offloading_changes_no_bit_though_every_copy_is_late(size: int, mode: str) -> None:
+    run_ranks(_same_bits, size, mode, world_size=WORLD)
 
 
 def _without_waits(rank: int) -> None:
