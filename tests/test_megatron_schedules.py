@@ -164,7 +164,7 @@ def _defers(rank: int) -> None:
             optimizer.zero_grad()
             run_step(case, chunks, step)
             # A graph of these weights, for the step to outdate.
-            tokens, labels, _ = micro_batch(0, 0, 0)
+            tokens, labels, _ = micro_batch(case, 0, 0)
             stage = torch.randn(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
             chunks[1].module.set_input_tensor(stage)
             stale = chunks[1](tokens, torch.arange(SEQUENCE).expand_as(tokens), None, labels=labels).sum()
