@@ -394,7 +394,8 @@ class Runtime:
 
     def refresh_due(self) -> None:
         """Launch the refresh that a step has left; the next forward does it at the latest."""
-        self.refresh(self._due)
+        if self._due:
+            self.refresh(self._due)
 
     def refresh_edited(self) -> None:
         """Carry edits of masters to all replicas; an error where ranks edited different ones."""
