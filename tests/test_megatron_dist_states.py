@@ -267,6 +267,20 @@ def test_optimizers_that_keep_nothing_are_saved_and_loaded(make: Make, case: Cas
         _assert_bits(one, other)
 
 
+def _loses_momentum(rank: int, path: str) -> None:
+    case = DATA.but(optimizer="sgd")
+    with megatron(case):
+        chunks, optimizer = _make_without_momentum(case)
+        with pytest.raises(ValueError, match=r"saved with momentum_buffer of .*differ in .*'momentum': 0.9"):
+            load(path, chunks, optimizer, make_scheduler(optimizer), None, parallel=False)
+
+
+def test_state_that_the_optimizer_would_not_keep_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    path = f"{tmp_path}/saved"
+    run_ranks(_save, path, DATA.but(optimizer="sgd"), None, make_ours, world_size=4)
+    run_ranks(_loses_momentum, path, world_size=4)
+
+
 def _finds_less(rank: int, path: str) -> tuple[bool, bool]:
     """Load what was saved without q/k norms into a model that has them; tells what this rank has missed."""
     case = DATA.but(settings=(*GATED, ("qk_layernorm", True)))

@@ -193,7 +193,10 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
     for index, pair in enumerate(pairs):
         tensors = state.get(_TENSORS, {})  # none where nothing is kept
         values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
-        plans.append((pair, values, [_settings(group, saved) for group in pair.optimizer.param_groups]))
+        settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
+        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
+            _refuse_lost_state(pair, group, found, values)
+        plans.append((pair, values, settings))
     for pair, values, settings in plans:
         for member in _all_members(pair):
             for key in _MASTERS:
@@ -218,6 +221,21 @@ def _found(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
             f"the checkpoint has no {', '.join(missing)} of {member.name!r}; load it without the optimizer"
         )
     return dict(values)
+
+
+def _refuse_lost_state(
+    pair: Stepped, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raise where the checkpoint's settings let the optimizer keep more than its own did, such as momentum."""
+    kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
+    tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+    for name in pair.optimizer.parameter_names(group):
+        if lost := sorted(tensors - values[name].keys()):
+            changed = {key: value for key, value in found.items() if group[key] != value}
+            raise ValueError(
+                f"the checkpoint was saved with {', '.join(lost)} of {name!r}, which the optimizer does not keep with "
+                f"its own settings. Build it with those of the checkpoint, which differ in {changed}"
+            )
 
 
 def _common_step(inner: Mapping[str, Any]) -> float | None:
