@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import queue
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -23,10 +25,13 @@ import layerzero.megatron
 from tests.megatron_ranks import (
     Case,
     Run,
+    make_chunks,
+    make_config,
     make_ours,
     make_reference,
     make_scheduler,
     megatron,
+    optimizer_config,
     train,
     whole_weights,
 )
@@ -54,7 +59,8 @@ def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    if not optimizer.is_stub_optimizer:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
 
 
@@ -110,7 +116,8 @@ def load(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, met
     state = dist_checkpointing.load(wanted, path, _in_parallel(path) if parallel else None)
     for name, chunk in _named(chunks).items():
         chunk.load_state_dict(state[name])
-    optimizer.load_state_dict(state["optimizer"])
+    if not optimizer.is_stub_optimizer:
+        optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
 
 
@@ -125,7 +132,7 @@ def _save(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel:
         chunks, optimizer = make(case)
         scheduler = make_scheduler(optimizer)
         for group in optimizer.param_groups:
-            group.update({"eps": 1e-6} if "eps" in group else {"momentum": 0.8})  # what only the checkpoint knows
+            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # what only the checkpoint knows
         train(case, chunks, optimizer, scheduler, BEFORE)
         save(path, chunks, optimizer, scheduler, metadata, parallel)
         return _go_on(case, chunks, optimizer, scheduler)
@@ -163,7 +170,7 @@ def assert_same_content(one: str, other: str) -> None:
 def _settings(common: dict[str, Any]) -> Any:
     optimizer = common["optimizer"]
     inner = optimizer.get("optimizer", optimizer)
-    names = ("wd_mult", "lr_mult", "lr", "weight_decay", "max_lr", "min_lr", "betas", "eps", "momentum")
+    names = ("wd_mult", "lr_mult", "lr", "weight_decay", "max_lr", "min_lr", "betas", "eps", "momentum", "dampening")
     groups = sorted(repr([(name, group.get(name)) for name in names]) for group in inner["param_groups"])
     steps = {float(group["step"]) for group in inner["param_groups"] if "step" in group}
     if "common_step" in inner.get("state", {}):
@@ -228,6 +235,86 @@ def test_megatron_and_layerzero_load_each_others_checkpoints(case: Case, metadat
         resumed = run_ranks(_resume, path, case, metadata, loader, world_size=4)
         for one, other in zip(expected, resumed, strict=True):
             assert_same(one, other, case)
+
+
+def _make_without_momentum(case: Case) -> tuple[list[nn.Module], Any]:
+    """The optimizer keeps no state at all."""
+    chunks, _ = make_ours(case)
+    make = functools.partial(torch.optim.SGD, lr=1e-2)
+    return chunks, layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), make_optimizer=make)
+
+
+def _make_with_frozen_stage(case: Case) -> tuple[list[nn.Module], Any]:
+    """The first stage has nothing to train."""
+    config = make_config(case)
+    models = make_chunks(case, config)
+    chunks = layerzero.megatron.wrap(models, config, zero3_size=case.zero3_size)
+    if chunks[0].groups.is_first_stage:
+        chunks[0].requires_grad_(False)
+    return chunks, layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case))
+
+
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [(_make_without_momentum, DATA.but(optimizer="sgd")), (_make_with_frozen_stage, DATA.but(pp=2, tied=False))],
+    ids=["without-state", "frozen-stage"],
+)
+def test_optimizers_that_keep_nothing_are_saved_and_loaded(make: Make, case: Case, tmp_path: Path) -> None:
+    path = f"{tmp_path}/saved"
+    metadata = {"non_homogeneous_layers": True}  # a stack of layers cannot be saved in part
+    expected = run_ranks(_save, path, case, metadata, make, world_size=4)
+    for one, other in zip(expected, run_ranks(_resume, path, case, metadata, make, world_size=4), strict=True):
+        _assert_bits(one, other)
+
+
+def _loses_momentum(rank: int, path: str) -> None:
+    case = DATA.but(optimizer="sgd")
+    with megatron(case):
+        chunks, optimizer = _make_without_momentum(case)
+        with pytest.raises(ValueError, match=r"saved with momentum_buffer of .*differ in .*'momentum': 0.9"):
+            load(path, chunks, optimizer, make_scheduler(optimizer), None, parallel=False)
+
+
+def test_state_that_the_optimizer_would_not_keep_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    path = f"{tmp_path}/saved"
+    run_ranks(_save, path, DATA.but(optimizer="sgd"), None, make_ours, world_size=4)
+    run_ranks(_loses_momentum, path, world_size=4)
+
+
+def _finds_less(rank: int, path: str) -> tuple[bool, bool]:
+    """Load what was saved without q/k norms into a model that has them; tells what this rank has missed."""
+    case = DATA.but(settings=(*GATED, ("qk_layernorm", True)))
+    with megatron(case):
+        from megatron.core import dist_checkpointing
+
+        chunks, optimizer = make_ours(case)
+        before = whole_weights(chunks[0])
+        wanted = sharded_state(chunks, optimizer, None, is_loading=True)
+        state = dist_checkpointing.load(wanted, path, strict="log_all")
+        result = chunks[0].load_state_dict(state["model"], strict=False)
+        assert all("q_layernorm" in name or "k_layernorm" in name for name in result.missing_keys)
+        for name, value in whole_weights(chunks[0]).items():
+            assert torch.equal(value, before[name]) == ("q_layernorm" in name or "k_layernorm" in name)
+        strictly = _raises(lambda: chunks[0].load_state_dict(state["model"]), "Missing key")
+        assert strictly == bool(result.missing_keys)
+        without_state = r"no exp_avg, exp_avg_sq of '.*without the optimizer"
+        return strictly, _raises(lambda: optimizer.load_state_dict(state["optimizer"]), without_state)
+
+
+def _raises(act: Callable[[], Any], text: str) -> bool:
+    try:
+        act()
+    except (RuntimeError, ValueError) as error:
+        assert re.search(text, str(error))
+        return True
+    return False
+
+
+def test_a_load_that_is_not_strict_leaves_what_the_checkpoint_lacks(tmp_path: Path) -> None:
+    path = f"{tmp_path}/saved"
+    run_ranks(_save, path, DATA, None, make_ours, world_size=4)
+    for refused in zip(*run_ranks(_finds_less, path, world_size=4), strict=True):
+        assert any(refused)  # by the ranks that have rows of what is missing
 
 
 def _refuses(rank: int, path: str) -> None:

@@ -15,7 +15,9 @@ from layerzero.hooks import runtime_of
 from layerzero.megatron.groups import ProcessGroups
 from layerzero.sharded_tensor import RowShardedTensor, plain
 
-__all__ = ["ShardedChunk"]
+__all__ = ["NOT_FOUND", "ShardedChunk"]
+
+NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
 
 
 class ShardedChunk(nn.Module):
@@ -132,10 +134,13 @@ class ShardedChunk(nn.Module):
         """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones, as
         :meth:`state_dict` has them or ``dist_checkpointing.load`` returns for :meth:`sharded_state_dict`.
 
-        Of whole ones, the first data-parallel rank's are what all ranks get. All data-parallel ranks must call this.
+        Of whole ones, the first data-parallel rank's are what all ranks get, and all must be there. All data-parallel
+        ranks must call this. `strict` is about sharded ones: what a load that was not strict has not found is missing
+        on the ranks that have rows of it.
         """
         if assign:
             raise ValueError("assign=True would take the sharded parameters out of the model; leave it False")
-        if any(isinstance(value, RowShardedTensor) for value in state_dict.values()):
-            return self.module.load_state_dict(state_dict, strict=strict)
+        if any(value is NOT_FOUND or isinstance(value, RowShardedTensor) for value in state_dict.values()):
+            found = {name: value for name, value in state_dict.items() if value is not NOT_FOUND}
+            return self.module.load_state_dict(found, strict=strict)
         return load_full_state_dict(self, state_dict)

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
+from layerzero.megatron.chunk import NOT_FOUND
 from layerzero.member import Member
 from layerzero.sharded_tensor import RowSpan, Watch, sharded
 
@@ -42,25 +43,30 @@ class Described:
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
         """What a sharded state dict holds for some rows like the parameter's: its values, or an optimizer's state.
 
-        A load puts a sharded tensor in its place, which has the memory of `rows` or other memory.
+        A load puts a sharded tensor in its place, which has the memory of `rows` or other memory; NOT_FOUND if it
+        is not strict, and the checkpoint does not have all pieces.
         """
         span = self.member.span
         if not self.pieces:
             return LocalNonpersistentObject(sharded(rows, span, Watch()))
 
-        def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> list[ShardedTensor]:
-            return [
-                replace(
+        def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
+            # Pieces that the checkpoint lacks are taken out. What is never empty is found by the merge all the same.
+            built: dict[str, Any] = {"merged": LocalNonpersistentObject(True)}
+            for number, (own, piece) in enumerate(self.pieces):
+                built[str(number)] = replace(
                     piece,
                     key=key + piece.key.removeprefix(self.key),
                     data=rows[own.start : own.stop].view(piece.local_shape),
                     dtype=rows.dtype,
                 )
-                for own, piece in self.pieces
-            ]
+            return built
 
-        def merge(pieces: list[Tensor]) -> Tensor:
-            parts = [piece.view(-1, *span.shape[1:]) for piece in pieces]
+        def merge(found: dict[str, Any]) -> Any:
+            numbers = [str(number) for number in range(len(self.pieces))]
+            if not found.keys() >= set(numbers):
+                return NOT_FOUND
+            parts = [found[number].view(-1, *span.shape[1:]) for number in numbers]
             return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), span, Watch())
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)

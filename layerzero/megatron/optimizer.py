@@ -38,6 +38,8 @@ class ShardedMegatronOptimizer:
 
     Attributes:
         sharded: the ShardedOptimizer of each chunk that has trainable parameters; None for others.
+        is_stub_optimizer: nothing on any rank of the model can be trained. A stage without trainable parameters still
+            takes part in what all ranks must call, for which Megatron-LM asks this.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class ShardedMegatronOptimizer:
         self._device = runtime_of(self.model_chunks[0]).topology.device
         self.grad_scaler: Any = _grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
+        trains = torch.full_like(self._one, float(any(self.sharded)))
+        self.is_stub_optimizer = not self._over_model(trains, dist.ReduceOp.MAX).item()
 
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         config = self.config
@@ -85,10 +89,6 @@ class ShardedMegatronOptimizer:
         if not config.decoupled_weight_decay:
             return torch.optim.Adam(groups, **settings, betas=betas, eps=config.adam_eps)
         return adamw(groups, **settings, betas=betas, eps=config.adam_eps)
-
-    @property
-    def is_stub_optimizer(self) -> bool:
-        return not any(self.sharded)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerzero.elementwise import state_after_a_step
 from layerzero.hooks import runtime_of
-from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
 from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.sharded_tensor import RowShardedTensor, plain
@@ -91,9 +91,10 @@ def sharded_states(
     for step in common.steps:  # one at most
         inner["state"] = {"common_step": torch.tensor(step)}
         inner["param_groups"] = [{**group, "step": int(step)} for group in common.groups]
+    of_members = {_TENSORS: tensors} if tensors else {}
     if kind is None and not common.in_16_bits:
-        return {**inner, _TENSORS: tensors}
-    state = {"optimizer": inner, _TENSORS: tensors}
+        return {**inner, **of_members}
+    state = {"optimizer": inner, **of_members}
     if grad_scaler is not None:
         state["grad_scaler"] = dict(grad_scaler)
     if kind is not None:
@@ -109,7 +110,7 @@ def _tensors(
     state = pair.optimizer.state_dict()["state"]
     result: dict[str, Any] = {}
     for group in pair.optimizer.param_groups:
-        kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0] if is_loading else {}
+        kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
         dtypes = {key: value.dtype for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
         if not is_loading and group.get("step") is not None:
             steps.add(float(group["step"]))
@@ -118,13 +119,14 @@ def _tensors(
                 # Memory of its own: nothing is changed before all is loaded.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
             else:
-                rows = _rows_of_state(member, state.get(member.name), steps)
+                # Plain SGD, for one, keeps nothing.
+                rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
             if kind is not None or _in_16_bits(member):
                 rows[_MASTERS[kind is None]] = torch.empty_like(member.master) if is_loading else member.master
             where = described[member.name]
-            result[_place(index, member)] = {
-                key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()
-            }
+            entries = {key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
+            if entries:  # what is empty would count as not sharded, and differ between ranks
+                result[_place(index, member)] = entries
     return result
 
 
@@ -189,8 +191,12 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
     for index, pair in enumerate(pairs):
-        values = {member.name: dict(state[_TENSORS][_place(index, member)]) for member in _all_members(pair)}
-        plans.append((pair, values, [_settings(group, saved) for group in pair.optimizer.param_groups]))
+        tensors = state.get(_TENSORS, {})  # none where nothing is kept
+        values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
+        settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
+        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
+            _refuse_lost_state(pair, group, found, values)
+        plans.append((pair, values, settings))
     for pair, values, settings in plans:
         for member in _all_members(pair):
             for key in _MASTERS:
@@ -207,6 +213,29 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _as(counting["step"], step)
         pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+
+
+def _found(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
+        raise ValueError(
+            f"the checkpoint has no {', '.join(missing)} of {member.name!r}; load it without the optimizer"
+        )
+    return dict(values)
+
+
+def _refuse_lost_state(
+    pair: Stepped, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raise where the checkpoint's settings let the optimizer keep more than its own did, such as momentum."""
+    kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
+    tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+    for name in pair.optimizer.parameter_names(group):
+        if lost := sorted(tensors - values[name].keys()):
+            changed = {key: value for key, value in found.items() if group[key] != value}
+            raise ValueError(
+                f"the checkpoint was saved with {', '.join(lost)} of {name!r}, which the optimizer does not keep with "
+                f"its own settings. Build it with those of the checkpoint, which differ in {changed}"
+            )
 
 
 def _common_step(inner: Mapping[str, Any]) -> float | None:
