@@ -75,7 +75,9 @@ def state_after_a_step(
 def _run(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gradients: list[Tensor]) -> Optimizer:
     """Step `parameter` as a member of `group`, once with each gradient; the optimizer itself stays as it is."""
     twin = copy.copy(optimizer)
-    twin.param_groups = [{**group, "params": [parameter]}]
+    # NVIDIA Apex counts steps in a tensor of the group.
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    twin.param_groups = [{**settings, "params": [parameter]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
+import layerzero
 import layerzero.megatron
 from tests.megatron_ranks import (
+    HIDDEN,
     Case,
     Run,
     make_chunks,
@@ -340,7 +342,8 @@ def _refuses(rank: int, path: str) -> None:
             optimizer.sharded_state_dict({})
         if dist.get_rank(optimizer.groups.pipeline) == 1:
             states[0]["step"] -= 1
-            states[0]["average"] = torch.zeros(3)
+        if rank == 3:
+            states[0]["average"] = torch.zeros(1, 1, 7)
         with pytest.raises(
             (NotImplementedError, RuntimeError), match=r"'average' of .* is not of the parameter's shape"
         ):
@@ -376,8 +379,8 @@ def test_what_the_format_has_no_place_for_is_refused_and_a_failed_load_changes_n
     run_ranks(_refuses, f"{tmp_path}/saved", world_size=4)
 
 
-def _columns(rank: int) -> None:
-    """A module that stores its weight by columns, of which a rank's rows are no part that could be told."""
+def _described_wrongly(rank: int, index: tuple[slice, ...], axis: int) -> bool:
+    """A module that stores a part of its weight only; whether this rank has refused that."""
     case = Case(zero3_size=2)
     with megatron(case):
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -385,20 +388,47 @@ def _columns(rank: int) -> None:
 
         original = MLP.sharded_state_dict
 
-        def by_columns(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def in_part(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             state = original(self, prefix, *args, **kwargs)
             whole = state[f"{prefix}linear_fc2.weight"]
-            left = whole.data.chunk(2, dim=1)[0]
-            state[f"{prefix}linear_fc2.weight"] = ShardedTensor.from_rank_offsets(whole.key, left, (1, 0, 2))
-            return state
+            part = ShardedTensor.from_rank_offsets(whole.key, whole.data[index], (axis, 0, 2))
+            return {**state, f"{prefix}linear_fc2.weight": part}
 
         chunks, _ = make_ours(case)
         shown = dict(chunks[0].named_parameters())
-        refused = pytest.raises(NotImplementedError, match=r"linear_fc2.*pieces that are not runs of its rows")
-        with mock.patch.object(MLP, "sharded_state_dict", by_columns), refused:
-            chunks[0].sharded_state_dict()
+        refused = False
+        with mock.patch.object(MLP, "sharded_state_dict", in_part):
+            try:
+                chunks[0].sharded_state_dict()
+            except NotImplementedError as error:
+                refused = "linear_fc2.weight' is stored as" in str(error)
         assert all(shown[name] is parameter for name, parameter in chunks[0].named_parameters())
+        return refused
 
 
-def test_pieces_that_are_not_rows_are_refused() -> None:
-    run_ranks(_columns, world_size=4)
+def test_pieces_that_are_not_all_rows_are_refused() -> None:
+    columns, rows = (slice(None), slice(0, HIDDEN)), (slice(0, HIDDEN // 2),)
+    assert all(run_ranks(_described_wrongly, columns, 1, world_size=4))
+    refused = run_ranks(_described_wrongly, rows, 0, world_size=4)  # by who holds the others
+    assert any(refused) and not all(refused)
+
+
+def _reloads(rank: int) -> None:
+    case = Case(pp=2, chunks=2, zero3_size=2)
+    with megatron(case):
+        chunks, optimizer = make_ours(case)
+        wanted = [layerzero.full_state_dict(chunk, rank0_only=False) for chunk in chunks]
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.add_(1.0)
+        with pytest.raises(ValueError, match=r"the state dict has no 'model0' but \['model'\]"):
+            optimizer.reload_model_params({"model": wanted[0]})
+        optimizer.reload_model_params({f"model{index}": state for index, state in enumerate(wanted)})
+        for chunk, state in zip(chunks, wanted, strict=True):
+            for name, value in layerzero.full_state_dict(chunk, rank0_only=False).items():
+                assert not isinstance(value, Tensor) or torch.equal(value, state[name]), name
+
+
+def test_parameters_are_reloaded_from_a_checkpoint_of_all_chunks() -> None:
+    run_ranks(_reloads, world_size=4)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import optimizers
+from layerzero.elementwise import require_elementwise, state_after_a_step
 from layerzero.sharded_tensor import plain
 from tests.models import (
     IntegerNet,
@@ -312,3 +314,21 @@ def _state_of_another_order(rank: int) -> None:
 
 def test_state_that_is_sharded_in_another_order_is_refused() -> None:
     run_ranks(_state_of_another_order)
+
+
+class CountsInGroup(torch.optim.SGD):
+    """As NVIDIA Apex's capturable optimizers: steps are counted in a tensor of the group, in place."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"].add_(1)
+        super().step(closure)
+
+
+def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
+    optimizer = CountsInGroup([nn.Parameter(torch.ones(2, 2))], lr=0.5)
+    optimizer.param_groups[0]["step"] = torch.zeros(())
+    require_elementwise(optimizer, torch.device("cpu"))
+    state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
+    assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
+    assert not optimizer.state and set(state) <= {"momentum_buffer"}

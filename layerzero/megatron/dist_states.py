@@ -97,7 +97,12 @@ def describe(
                 return value
             parts = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
             own = [part for part in (_own_part(part, member.span) for part in parts) if part is not None]
-            result = Described(member, value.key, tuple(sorted(own, key=lambda part: part[0].start)))
+            own.sort(key=lambda part: part[0].start)
+            if member.master.numel():
+                starts, stops = [rows.start for rows, _ in own], [rows.stop for rows, _ in own]
+                if [*starts, len(member.span.rows)] != [0, *stops]:
+                    raise NotImplementedError(_odd_pieces(member.span, value.key))
+            result = Described(member, value.key, tuple(own))
             return found.setdefault(member.name, result)
 
         dict_list_map_inplace(described, state)
@@ -145,10 +150,7 @@ def _own_part(piece: ShardedTensor, span: RowSpan) -> tuple[range, ShardedTensor
     column = numbers.as_strided((len(numbers),), (numbers.stride(0),))
     first = int(column[0])
     if numbers.shape[1:] != span.shape[1:] or not torch.equal(column, first + torch.arange(len(column))):
-        raise NotImplementedError(
-            f"{span.name!r} is stored as {piece.key!r} in pieces that are not runs of its rows; use "
-            "layerzero.megatron.save and load"
-        )
+        raise NotImplementedError(_odd_pieces(span, piece.key))
     start, stop = max(first, span.rows.start), min(first + len(column), span.rows.stop)
     if start >= stop:
         return None
@@ -164,5 +166,12 @@ def _own_part(piece: ShardedTensor, span: RowSpan) -> tuple[range, ShardedTensor
         global_offset=tuple(offset),
         axis_fragmentations=None,
         # The last number tells data-parallel ranks apart, of which only this one has these rows.
-        replica_id=(*piece.replica_id[:-1], 0),
+        replica_id=0 if isinstance(piece.replica_id, int) else (*piece.replica_id[:-1], 0),
+    )
+
+
+def _odd_pieces(span: RowSpan, key: str) -> str:
+    return (
+        f"{span.name!r} is stored as {key!r} in pieces that are not runs of its rows, each row once; use "
+        "layerzero.megatron.save and load"
     )

@@ -204,12 +204,17 @@ class ShardedMegatronOptimizer:
     # States
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """After parameters were changed other than by a step. The masters are the parameters: nothing is copied."""
-        if state_dict is not None:
-            if len(self.model_chunks) > 1:
-                raise ValueError("reload_model_params(state_dict) with several chunks; load each chunk by itself")
-            self.model_chunks[0].load_state_dict(state_dict)
-        for chunk in self.model_chunks:
+        """After parameters were changed other than by a step. The masters are the parameters: nothing is copied.
+
+        Args:
+            state_dict: load the chunks from ``state_dict["model"]``, or ``["model0"]``, ``["model1"]``, ... first.
+        """
+        for index, chunk in enumerate(self.model_chunks):
+            if state_dict is not None:
+                name = "model" if len(self.model_chunks) == 1 else f"model{index}"
+                if name not in state_dict:
+                    raise ValueError(f"reload_model_params: the state dict has no {name!r} but {sorted(state_dict)}")
+                chunk.load_state_dict(state_dict[name])
             refresh(chunk)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,7 +253,7 @@ class ShardedMegatronOptimizer:
         """For ``megatron.core.dist_checkpointing``: this rank's rows of optimizer states and masters.
 
         The format is that of Megatron's own optimizers, the distributed one included: either loads what the other has
-        saved, in any tensor, pipeline and data-parallel layout. All ranks of the model must call this.
+        saved, in any tensor, pipeline and data-parallel layout. All ranks must call this.
 
         Args:
             model_sharded_state_dict: what the chunks returned for the same `metadata`; not needed.
@@ -267,7 +272,7 @@ class ShardedMegatronOptimizer:
             is_loading=is_loading,
             metadata=metadata,
             grad_scaler=None if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            model_group=self.groups.model,
+            groups=self.groups,
         )
 
     def _stepped(self) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.elementwise import state_after_a_step
 from layerzero.hooks import runtime_of
 from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
+from layerzero.megatron.groups import ProcessGroups
 from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.sharded_tensor import RowShardedTensor, plain
@@ -66,9 +67,9 @@ def sharded_states(
     is_loading: bool,
     metadata: Mapping[str, Any] | None,
     grad_scaler: Mapping[str, Any] | None,
-    model_group: dist.ProcessGroup,
+    groups: ProcessGroups,
 ) -> dict[str, Any]:
-    """What the optimizer's ``sharded_state_dict`` returns. All ranks of the model must call this."""
+    """What the optimizer's ``sharded_state_dict`` returns. All ranks must call this."""
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
     common = _Common([], set(), False)
@@ -85,7 +86,7 @@ def sharded_states(
         common = _Common(_merged([pair.optimizer.param_groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
-    common = _agreed(common, failure, model_group)
+    common = _agreed(common, failure, groups)
     # See [Note: Three forms].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
     for step in common.steps:  # one at most
@@ -163,15 +164,18 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     return list(found.values())
 
 
-def _agreed(common: _Common, failure: Exception | None, group: dist.ProcessGroup) -> _Common:
-    """The same on all ranks of the model; an error on all of them if one has failed."""
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, (common, failure and f"{type(failure).__name__}: {failure}"), group=group)
+def _agreed(common: _Common, failure: Exception | None, groups: ProcessGroups) -> _Common:
+    """The same on all ranks of the model; an error on all ranks if one has failed."""
+    text = failure and f"on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
+    said: list[Any] = []
+    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+        said = [None] * group.size()
+        dist.all_gather_object(said, (common, text), group=group)
+        text = text or next((theirs for _, theirs in said if theirs), None)
     if failure is not None:
         raise failure
-    for rank, (_, text) in zip(dist.get_process_group_ranks(group), said, strict=True):
-        if text:
-            raise RuntimeError(f"the optimizer's sharded_state_dict failed on rank {rank}: {text}")
+    if text:
+        raise RuntimeError(f"the optimizer's sharded_state_dict failed {text}")
     steps = {step for theirs, _ in said for step in theirs.steps}
     if len(steps) > 1:
         raise ValueError(
@@ -251,7 +255,7 @@ def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> d
     """What a saved group says of the settings that `group` has."""
     found = [other for other in saved if _identity(other) == _identity(group)]
     if not found:
-        wanted = ", ".join(f"{key}={group[key]!r}" for key in _IDENTITY)
+        wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
         raise ValueError(f"the checkpoint has no parameter group with {wanted}")
     return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
 
@@ -280,7 +284,7 @@ def _place(index: int, member: Member) -> str:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[key] for key in _IDENTITY)
+    return tuple(group.get(key) for key in _IDENTITY)
 
 
 def _in_16_bits(member: Member) -> bool:
