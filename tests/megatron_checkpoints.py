@@ -1,0 +1,86 @@
+# ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
+"""Saves and loads by megatron.core.dist_checkpointing, as Megatron-LM's training script puts them together."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+import layerzero.megatron
+
+__all__ = ["load", "save", "sharded_state"]
+
+
+def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
+    """As Megatron-LM's training script puts it together."""
+    state: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()
+    }
+    if not optimizer.is_stub_optimizer:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _named(chunks: list[nn.Module]) -> dict[str, Any]:
+    """Ours as they are, and what is inside Megatron's wrapper, as Megatron-LM does."""
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {
+        name: chunk if isinstance(chunk, layerzero.megatron.ShardedChunk) else chunk.module
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+
+
+def save(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, metadata: Any, parallel: bool) -> None:
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        Path(path).mkdir()
+    dist.barrier()
+    state = {"scheduler": scheduler.state_dict(), **sharded_state(chunks, optimizer, metadata, is_loading=False)}
+    with _may_start_writers():
+        dist_checkpointing.save(state, path, _in_parallel() if parallel else None)
+
+
+def _in_parallel(load_from: str | None = None) -> Any:
+    """Megatron-LM's default: what several data-parallel ranks hold is written and read by one of them."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if load_from is None:
+        strategy = serialization.get_default_save_sharded_strategy("torch_dist")
+        return fully_parallel.FullyParallelSaveStrategyWrapper(strategy, group)
+    strategy = serialization.get_default_load_sharded_strategy(load_from)
+    return fully_parallel.FullyParallelLoadStrategyWrapper(strategy, group)
+
+
+@contextlib.contextmanager
+def _may_start_writers() -> Iterator[None]:
+    """Megatron writes in processes of its own, which daemons such as the ranks of these tests must not start."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    daemon = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    # Megatron has a process for this queue, which would outlive a rank that is killed.
+    with daemon, mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
+        yield
+
+
+def load(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, metadata: Any, parallel: bool) -> None:
+    from megatron.core import dist_checkpointing
+
+    wanted = sharded_state(chunks, optimizer, metadata, is_loading=True)
+    state = dist_checkpointing.load(wanted, path, _in_parallel(path) if parallel else None)
+    for name, chunk in _named(chunks).items():
+        chunk.load_state_dict(state[name])
+    if not optimizer.is_stub_optimizer:
+        optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
