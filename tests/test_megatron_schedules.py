@@ -177,6 +177,10 @@ def _defers(rank: int) -> None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 stale.backward()
             optimizer.zero_grad()
+            if step:
+                for chunk, launch in zip(chunks, chunks[0].config.param_sync_func, strict=True):
+                    launch(chunk.parameters())  # as the schedule does
+                assert layerzero.traffic(chunks[1]).calls["refresh"] == handles[1]
             before = [run_step(case, chunks, 7, forward_only=True), run_step(case, chunks, 7, forward_only=True)]
             assert before[0] == before[1]
             refreshed = [layerzero.traffic(chunk).calls.get("refresh", 0) for chunk in chunks]
