@@ -186,5 +186,4 @@ def refresh(model: nn.Module) -> None:
     Edits through a sharded parameter are noticed and carried at the next forward; this is for changes that nothing
     can notice, such as a write through a raw pointer.
     """
-    runtime = runtime_of(model)
-    runtime.refresh(runtime.handles)
+    runtime_of(model).refreshes.launch()

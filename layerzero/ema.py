@@ -129,7 +129,7 @@ class EMA:
         for handle, value in zip(self._handles, values, strict=True):
             handle.finish_refresh()  # it reads what is written here
             handle.master.copy_(value)
-        self._runtime.refresh(self._handles)
+        self._runtime.refreshes.launch(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name.

@@ -55,7 +55,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     if writeback:
         for name, member in runtime.members.items():
             _write_rows(member, shown[name].detach())
-        runtime.refresh(runtime.handles)
+        runtime.refreshes.launch()
 
 
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
                 target.copy_(whole)
             else:
                 _write_rows(member, whole)
-    runtime.refresh(runtime.handles)
+    runtime.refreshes.launch()
 
 
 def _mismatches(targets: Mapping[str, object], state: Mapping[str, object]) -> list[str]:

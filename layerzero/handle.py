@@ -87,6 +87,7 @@ class Handle:
         self.watch = Watch()
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
+        self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
         s, zero3_size, length = topology.gather.rank, topology.zero3_size, layout.shard_numel
         node = layout.zero3_range(s, zero3_size)
@@ -263,10 +264,15 @@ class Handle:
                 only_reads_shard=self.shares_master,
             )
         self.watch.edited = False
-        self.outdate_graphs()
+        self.outdated = False
+        self._refuse_old_graphs()
 
-    def outdate_graphs(self) -> None:
-        """Let a backward through graphs of forwards with the present weights raise."""
+    def outdate(self) -> None:
+        """A step has changed the masters: a refresh is due, and a backward through a graph from before it raises."""
+        self.outdated = True
+        self._refuse_old_graphs()
+
+    def _refuse_old_graphs(self) -> None:
         torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
         self._version = self._leaves_version
 

@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
         self._runtime.complete_gradients()
         with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
             self.inner.step()
-        self._runtime.refresh_after_step()
+        self._runtime.refreshes.after_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

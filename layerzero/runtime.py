@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.agreement import agree
 from layerzero.buffers import Buffers
 from layerzero.config import LayerZeroConfig
 from layerzero.handle import Handle
 from layerzero.main_grad import take_flag
 from layerzero.member import Member
 from layerzero.order import GatherOrder
+from layerzero.refreshing import Refreshes
 from layerzero.structures import cast_floating, tensors_in
 from layerzero.sync import GradientSync
 from layerzero.topology import Topology
@@ -102,11 +102,10 @@ class Runtime:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
         self._running: list[Use] = []  # calls of units under way, outermost first
         self._forward: _Forward | None = None
-        self.defers_refresh = False  # a step leaves the refresh to refresh_due, which a pipeline's schedule calls
-        self._due: list[Handle] = []  # whose refresh a step has left
         self._backward: _Backward | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, topology)
+        self.refreshes = Refreshes(self.handles, topology)
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
 
@@ -188,8 +187,7 @@ class Runtime:
 
     def _begin_forward(self, entry: Unit) -> None:
         self.gradients.heed_requires_grad()
-        self.refresh_due()
-        self.refresh_edited()
+        self.refreshes.before_forward()
         self._forward = _Forward(entry, expected=self._last_calls.get(entry, []))
 
     def _end_forward(self, forward: _Forward, *, comes_back: bool) -> None:
@@ -374,40 +372,6 @@ class Runtime:
         self.notice_interrupt()
         if self.gradients.complete():
             self.gradients.run_hooks()
-
-    # Refresh
-
-    def refresh(self, handles: Sequence[Handle]) -> None:
-        """Launch the refresh of `handles`; it is awaited where each is next gathered."""
-        for handle in handles:
-            handle.reshard()
-            handle.launch_refresh()
-        self._due = [handle for handle in self._due if handle not in handles]
-
-    def refresh_after_step(self) -> None:
-        """Launch the refresh of what an optimizer may have updated, or leave that to :meth:`refresh_due`."""
-        self._due = [handle for handle in self.handles if handle.may_be_updated or handle in self._due]
-        for handle in self._due:
-            handle.outdate_graphs()
-        if not self.defers_refresh:
-            self.refresh_due()
-
-    def refresh_due(self) -> None:
-        """Launch the refresh that a step has left; the next forward does it at the latest."""
-        if self._due:
-            self.refresh(self._due)
-
-    def refresh_edited(self) -> None:
-        """Carry edits of masters to all replicas; an error where ranks edited different ones."""
-        edited = [handle for handle in self.handles if handle.watch.edited]
-        if edited:
-            names = [handle.name for handle in edited]
-            subject = (
-                "refresh of parameters that were changed outside optimizer.step(); change them on every rank, or call "
-                "layerzero.refresh(model) on every rank afterwards"
-            )
-            agree(subject, {"changed": names}, ranks=self.topology.ranks)
-            self.refresh(edited)
 
 
 def _being_called(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import layerzero
 from examples import verify_gpt
 from layerzero.gradients import GradientFlow
+from layerzero.refreshing import Refreshes
 from layerzero.runtime import Runtime
 from tests.models import Block, TiedTransformer
 from tests.ranks import run_ranks
@@ -208,7 +209,7 @@ def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, 
     defects: dict[str, tuple[type, str, Any]] = {
         "sum instead of mean": (GradientFlow, "__init__", _scaled(4.0)),
         "off by a thousandth": (GradientFlow, "__init__", _scaled(1.001)),
-        "no refresh": (Runtime, "refresh_after_step", lambda self: None),
+        "no refresh": (Refreshes, "after_step", lambda self: None),
     }
     reports = {}
     for name, (owner, attribute, replacement) in defects.items():

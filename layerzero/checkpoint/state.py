@@ -324,7 +324,7 @@ class Restore:
         for landing in self._landings:
             target = landing.target.master if isinstance(landing.target, Member) else landing.target
             target.copy_(self._rows(landing.key, landing.target))
-        self._runtime.refresh(self._runtime.handles)
+        self._runtime.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)
         return extra

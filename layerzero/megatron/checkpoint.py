@@ -17,7 +17,7 @@ import torch.distributed as dist
 from layerzero import checkpoint
 from layerzero.checkpoint.files import discard, flush_folder, make_folder, write_file
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.groups import ProcessGroups
+from layerzero.megatron.groups import ProcessGroups, together
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 
 __all__ = ["load", "save"]
@@ -44,7 +44,7 @@ def save(
             RuntimeError on the others.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    _together("save", groups, _make_room(folder) if dist.get_rank() == 0 else None)
+    together("layerzero.megatron.save", groups, _make_room(folder) if dist.get_rank() == 0 else None)
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
@@ -53,11 +53,11 @@ def save(
             checkpoint.save(folder / _part(groups, index), chunk, inner, {"extra": extra, "grad_scaler": scale})
     except Exception as error:
         failure = error
-    _together("save", groups, failure)
+    together("layerzero.megatron.save", groups, failure)
     if dist.get_rank() == 0:
         write_file(folder / _MARKER, [])
         flush_folder(folder)
-    _together("save", groups, None)  # nobody goes on before it is there
+    together("layerzero.megatron.save", groups, None)  # nobody goes on before it is there
 
 
 def load(
@@ -79,14 +79,14 @@ def load(
         failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
     elif missing := [part.name for part in parts if not part.exists()]:
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
-    _together("load", groups, failure)
+    together("layerzero.megatron.load", groups, failure)
     result: Any = None
     try:
         for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
             result = checkpoint.load(part, chunk, None if optimizer is None else optimizer.sharded[index])
     except Exception as error:
         failure = error
-    _together("load", groups, failure)
+    together("layerzero.megatron.load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
@@ -109,13 +109,3 @@ def _part(groups: ProcessGroups, chunk: int) -> str:
     tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
     sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
     return f"{_LAYOUT}{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"
-
-
-def _together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """All ranks of the model have come here; an error on all of them if one has failed."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, failure and f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    if errors := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
-        raise RuntimeError(f"layerzero.megatron.{what} failed elsewhere: {errors[0]}")

@@ -85,8 +85,8 @@ class ShardedChunk(nn.Module):
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Launch the refresh that the optimizer's step has left, and that of masters which were edited by hand."""
-        runtime_of(self).refresh_due()
-        runtime_of(self).refresh_edited()
+        runtime_of(self).refreshes.launch_due()
+        runtime_of(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
         """Nothing is left to do: :func:`~layerzero.megatron.wrap` started from the first rank's parameters."""

@@ -11,7 +11,7 @@ from layerzero.agreement import agree
 from layerzero.device import default_device_type
 from layerzero.topology import groups_so_far, new_group_like
 
-__all__ = ["ProcessGroups", "process_groups"]
+__all__ = ["ProcessGroups", "process_groups", "together"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,19 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
     return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding)
+
+
+def together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """All ranks of all copies of the model have come here; an error on all of them if one has failed."""
+    text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
+    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+        said: list[str | None] = [None] * group.size()
+        dist.all_gather_object(said, text, group=group)
+        text = text or next((theirs for theirs in said if theirs), None)
+    if failure is not None:
+        raise failure
+    if text:
+        raise RuntimeError(text)
 
 
 def _failure(zero3_size: object, world: int) -> Exception | None:

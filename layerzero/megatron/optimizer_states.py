@@ -19,7 +19,7 @@ from torch import Tensor
 from layerzero.elementwise import state_after_a_step
 from layerzero.hooks import runtime_of
 from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
-from layerzero.megatron.groups import ProcessGroups
+from layerzero.megatron.groups import ProcessGroups, together
 from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
 from layerzero.sharded_tensor import RowShardedTensor, plain
@@ -86,7 +86,8 @@ def sharded_states(
         common = _Common(_merged([pair.optimizer.param_groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
-    common = _agreed(common, failure, groups)
+    together("the optimizer's sharded_state_dict", groups, failure)
+    common = _agreed(common, groups.model)
     # See [Note: Three forms].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
     for step in common.steps:  # one at most
@@ -123,7 +124,8 @@ def _tensors(
                 # Plain SGD, for one, keeps nothing.
                 rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
             if kind is not None or _in_16_bits(member):
-                rows[_MASTERS[kind is None]] = torch.empty_like(member.master) if is_loading else member.master
+                masters = "fp32_param" if kind is None else "param"
+                rows[masters] = torch.empty_like(member.master) if is_loading else member.master
             where = described[member.name]
             entries = {key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
             if entries:  # what is empty would count as not sharded, and differ between ranks
@@ -164,25 +166,17 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     return list(found.values())
 
 
-def _agreed(common: _Common, failure: Exception | None, groups: ProcessGroups) -> _Common:
-    """The same on all ranks of the model; an error on all ranks if one has failed."""
-    text = failure and f"on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
-    said: list[Any] = []
-    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
-        said = [None] * group.size()
-        dist.all_gather_object(said, (common, text), group=group)
-        text = text or next((theirs for _, theirs in said if theirs), None)
-    if failure is not None:
-        raise failure
-    if text:
-        raise RuntimeError(f"the optimizer's sharded_state_dict failed {text}")
-    steps = {step for theirs, _ in said for step in theirs.steps}
+def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
+    """The same on all ranks of the model."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, common, group=group)
+    steps = {step for theirs in said for step in theirs.steps}
     if len(steps) > 1:
         raise ValueError(
             f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, and Megatron's "
             "format has one count for all; use layerzero.megatron.save and load"
         )
-    return _Common(_merged([theirs.groups for theirs, _ in said]), steps, any(theirs.in_16_bits for theirs, _ in said))
+    return _Common(_merged([theirs.groups for theirs in said]), steps, any(theirs.in_16_bits for theirs in said))
 
 
 # After loading

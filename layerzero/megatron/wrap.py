@@ -107,7 +107,7 @@ def _set(
     if align_param_refresh and not single:
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         for chunk in chunks[1:]:
-            runtime_of(chunk).defers_refresh = True
+            runtime_of(chunk).refreshes.deferred = True
     config.finalize_model_grads_func = FinalizeGradients(config, groups)
 
 
