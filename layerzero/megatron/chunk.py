@@ -120,15 +120,8 @@ class ShardedChunk(nn.Module):
         """
         from layerzero.megatron.dist_states import describe, with_weights  # noqa: PLC0415
 
-        members = runtime_of(self).members.values()
-        state, _ = describe(self.module, members, prefix, sharded_offsets, metadata)
+        state, _ = describe(self.module, runtime_of(self).members.values(), metadata, prefix, sharded_offsets)
         return with_weights(state)
-
-    def described(self, metadata: Any = None) -> dict[str, Any]:
-        """Where :meth:`sharded_state_dict` has each sharded parameter, by name: ``Described``."""
-        from layerzero.megatron.dist_states import describe  # noqa: PLC0415
-
-        return describe(self.module, runtime_of(self).members.values(), "", (), metadata)[1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones, as

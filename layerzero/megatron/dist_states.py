@@ -73,7 +73,7 @@ class Described:
 
 
 def describe(
-    module: nn.Module, members: Iterable[Member], prefix: str, sharded_offsets: Any, metadata: Any
+    module: nn.Module, members: Iterable[Member], metadata: Any, prefix: str = "", sharded_offsets: Any = ()
 ) -> tuple[dict[str, Any], dict[str, Described]]:
     """A module's sharded state dict, with :class:`Described` in place of what it says of sharded parameters.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.elementwise import state_after_a_step
 from layerzero.hooks import runtime_of
 from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
+from layerzero.megatron.dist_states import describe
 from layerzero.megatron.groups import ProcessGroups, together
 from layerzero.member import Member
 from layerzero.optimizer import ShardedOptimizer
@@ -108,7 +109,7 @@ def _tensors(
     pair: Stepped, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
-    described = pair.chunk.described(metadata)
+    _, described = describe(pair.chunk.module, runtime_of(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
     result: dict[str, Any] = {}
     for group in pair.optimizer.param_groups:
