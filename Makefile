@@ -2,10 +2,11 @@
 
 PYTHON ?= python3
 RANKS ?= 4
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-megatron test check format bench bench-gpu clean
+.PHONY: demo demo-megatron test quick check format bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -13,14 +14,21 @@ demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two 
 demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 2 x data 2, without a GPU
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_megatron.py $(ARGS)
 
+# A worker takes whole files, and has ranks of its own: up to eight processes. WORKERS=0 runs everything in one process.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 test: $(VENV)/ready  ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
+	$(PYTEST) tests/test_parity.py tests/test_accumulation.py tests/test_gradients.py tests/test_gradient_shard.py \
+		tests/test_layout.py tests/test_errors.py $(ARGS)
 
 check: $(VENV)/ready  ## the gate for a change: format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

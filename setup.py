@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 here = Path(__file__).parent
 
 setup(
-    name="layerzero",
+    name="torch-layerzero",  # "layerzero" on the package index is something else
     version="0.1.0",
     description="ZeRO-1 optimizer states over the whole cluster, ZeRO-3 weights inside a node, for PyTorch",
     long_description=(here / "README.md").read_text(encoding="utf-8"),
@@ -22,7 +22,7 @@ setup(
         "cli": ["typer"],
         "checkpoint": ["safetensors"],
         "demo": ["tqdm", "safetensors"],
-        "test": ["pytest", "hypothesis", "numpy", "tqdm", "typer", "safetensors", "PyYAML"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "numpy", "tqdm", "typer", "safetensors", "PyYAML"],
         "yaml": ["PyYAML"],
         "megatron": ["megatron-core>=0.16,<0.17"],
         "bench": ["deepspeed", "matplotlib"],

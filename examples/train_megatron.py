@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_megatron.py
 
 runs two pipeline stages of two data-parallel ranks each. It needs megatron-core and, without GPUs, the stand-ins for
-CUDA in tests/megatron_cpu.py. What is layerzero's is in `build`; everything else is as in any Megatron script.
+CUDA in tests/support/megatron_cpu.py. What is layerzero's is in `build`; everything else is as in any Megatron script.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     else:
         torch.set_num_threads(1)
         sys.path.insert(0, str(Path(__file__).parents[1]))
-        from tests.megatron_cpu import cpu_instead_of_cuda  # noqa: PLC0415
+        from tests.support.megatron_cpu import cpu_instead_of_cuda  # noqa: PLC0415
 
         place = cpu_instead_of_cuda()
     owns_group = not dist.is_initialized()

@@ -6,16 +6,17 @@
 """
 
 from layerzero import checkpoint, optimizers
-from layerzero.api import no_sync, refresh, shard_model
-from layerzero.clip import clip_grad_norm_
+from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
-from layerzero.ema import EMA
-from layerzero.full import full_state_dict, load_full_state_dict, unsharded
-from layerzero.optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.report import MemoryReport, TrafficReport, memory, traffic
-from layerzero.topology import init_mesh, mesh_from_groups
-from layerzero.trace import Trace, TraceEvent, trace
+from layerzero.optimizers.clip import clip_grad_norm_
+from layerzero.optimizers.ema import EMA
+from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
+from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
+from layerzero.views.loop import no_sync, refresh
+from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
+from layerzero.views.trace import Trace, TraceEvent, trace
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        print("the command line of layerzero needs typer: pip install layerzero[cli]", file=sys.stderr)
+        print("the command line of layerzero needs typer: pip install typer", file=sys.stderr)
         sys.exit(2)
     app(prog_name="layerzero")
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, convert
+from layerzero.checkpoint.untrusted import printable
 from layerzero.verification import verify
 
 __all__ = ["app"]
@@ -109,7 +110,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     rows = [("name", "shape", "dtype", "bytes", "files")]
     for entry in sorted(found.entries, key=lambda entry: entry.name):
         dtype = str(entry.dtype).removeprefix("torch.")
-        rows.append((entry.name, str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files)))
+        rows.append((printable(entry.name), str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for name, shape, dtype, nbytes, files in rows:
         texts = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
@@ -151,7 +152,7 @@ def _readable_failures() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError, ValueError) as error:
-        typer.echo(f"layerzero: {error}", err=True)
+        typer.echo(f"layerzero: {printable(str(error))}", err=True)
         raise typer.Exit(1) from None
 
 

@@ -57,7 +57,7 @@ class LayerZeroConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
-        """The settings in a YAML file (needs PyYAML: ``layerzero[yaml]``).
+        """The settings in a YAML file (needs ``pip install PyYAML``).
 
         Names are those of the fields; dtypes are ``bf16``, ``fp16`` and ``fp32`` or torch's names, `mp_policy` holds
         its own fields, `units` and `ignored_modules` are names of modules or of their classes. The names of MindSpeed's
@@ -65,8 +65,8 @@ class LayerZeroConfig:
         ``autocast_output`` (fp32 outputs), ``forward_prefetch`` with ``backward_prefetch``.
 
         Raises:
-            ValueError: a name or value that is unknown, given twice, or without a counterpart here, such as a
-                ``ckpt_load_path``. Nothing is ignored.
+            TypeError, ValueError: a name or value that is unknown, wrong, given twice, or without a counterpart here,
+                such as a ``ckpt_load_path``; names it and the file. Nothing is ignored.
 
         Example::
 
@@ -77,7 +77,11 @@ class LayerZeroConfig:
         """
         from layerzero.config_file import read_settings  # noqa: PLC0415 - files alone need it
 
-        return cls(**read_settings(path, tuple(field.name for field in fields(cls))))
+        settings = read_settings(path, tuple(field.name for field in fields(cls)))
+        try:
+            return cls(**settings)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{os.fspath(path)}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of :func:`layerzero.shard_model`."""
@@ -86,6 +90,8 @@ class LayerZeroConfig:
     def __post_init__(self) -> None:
         if self.zero3_size is not None and (not isinstance(self.zero3_size, int) or isinstance(self.zero3_size, bool)):
             raise TypeError(f"zero3_size must be an int or None, got {self.zero3_size!r}")
+        if self.zero3_size is not None and self.zero3_size < 1:
+            raise ValueError(f"zero3_size={self.zero3_size}; use the number of ranks of a node, at least 1")
         if not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise TypeError(
                 f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(self.mp_policy).__name__}"

@@ -45,7 +45,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         import yaml  # noqa: PLC0415 - files alone need it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install layerzero[yaml]") from error
+        raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
         """Plain data only; a name that is given twice is an error instead of the last one."""

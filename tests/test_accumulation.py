@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,58 +13,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from tests.models import (
-    IntegerNet,
+from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.models import (
     Step,
     different,
     exact_sgd,
     full_gradients,
-    full_parameters,
     integer_batch,
     integer_loss,
     integer_net,
-    train_alone,
     union,
 )
-from tests.ranks import run_ranks
-
-WORLD = 4
-MODES = ("sharded", "full")
-
-
-def prepare(mode: str, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
-    settings = {"zero3_size": 2} | settings
-    model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, accumulation=mode, **settings)
-    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-
-
-def backward(model: nn.Module, rank: int, index: int, *, inside_no_sync: bool, step: int = 0) -> None:
-    batch = integer_batch(step=step, micro_batch=index, rank=rank)
-    with layerzero.no_sync(model) if inside_no_sync else nullcontext():
-        integer_loss(model, batch).backward()
-
-
-def alone(steps: Sequence[Sequence[int]]) -> list[Step]:
-    """One process, on the union of the ranks' batches; `steps` lists the micro-batches of each step."""
-    net = integer_net()
-    batches = [
-        [union([integer_batch(step=step, micro_batch=index, rank=rank) for rank in range(WORLD)]) for index in indices]
-        for step, indices in enumerate(steps)
-    ]
-    return train_alone(net, batches, exact_sgd(net.parameters()))
-
-
-def gradients_of(net: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
-
-
-def assert_step(model: nn.Module, optimizer: Optimizer, expected: Step, case: str) -> None:
-    """Step; gradients and parameters are bitwise the expected ones."""
-    optimizer.step()
-    wrong = different(full_gradients(model), expected.gradients)
-    assert not wrong, f"{case}: gradients of {wrong}"
-    wrong = different(full_parameters(model), expected.parameters)
-    assert not wrong, f"{case}: parameters {wrong}"
+from tests.support.ranks import run_ranks
 
 
 def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
@@ -264,13 +223,6 @@ def test_clipping_where_every_rank_holds_rows(clip: Callable[..., Tensor]) -> No
 
 def test_our_clipping_where_most_ranks_hold_no_row() -> None:
     assert sorted(run_ranks(_clip_matrix, 1, layerzero.clip_grad_norm_)) == [[0, 4]] * (WORLD - 1) + [[1, 4]]
-
-
-def answer_of(use: Callable[[Any], object], subject: nn.Module | Tensor) -> str:
-    try:
-        return f"gave {use(subject)!r}"
-    except RuntimeError as error:
-        return str(error)
 
 
 def _infinite_norm_of_no_row(rank: int) -> None:

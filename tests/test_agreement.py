@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from tests.models import (
+from tests.support.models import (
     IntegerNet,
     Step,
     different,
@@ -28,7 +28,7 @@ from tests.models import (
     train_alone,
     union,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WORLD = 4
 SECONDS = 10.0  # until every rank has raised; with room for a busy machine

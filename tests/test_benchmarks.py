@@ -18,7 +18,7 @@ from benchmarks.tables import PAGE, page_with, render
 from benchmarks.task import Task, make_batches, make_model
 from benchmarks.verdicts import LOSS_TOLERANCE, losses_agree, verdicts
 from benchmarks.worker import Job, take_step
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 TINY = {"layers": 2, "width": 64, "seq_len": 16}
 TRAINED = [name for name, entry in ENTRIES.items() if entry.needs is None and entry.family != "compute"]

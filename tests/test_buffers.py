@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.buffers import BufferPool, StoragePool
-from layerzero.hooks import runtime_of
-from tests.graphs import WORLD, blocks, one_pass, sgd, shard
-from tests.ranks import run_ranks
+from layerzero.engine.hooks import runtime_of
+from layerzero.storage.buffers import BufferPool, StoragePool
+from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 needs_parking = pytest.mark.skipif(

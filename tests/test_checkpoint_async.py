@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import files, storage
-from layerzero.hooks import runtime_of
-from tests.models import different
-from tests.ranks import run_ranks
-from tests.test_checkpoint import everything, sharded_net, train
+from layerzero.engine.hooks import runtime_of
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.models import different
+from tests.support.ranks import run_ranks
 
 
 def _trained_meanwhile(rank: int, folder: str) -> None:

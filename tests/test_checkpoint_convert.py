@@ -21,10 +21,10 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import convert
 from layerzero.cli import app
-from layerzero.sharded_tensor import plain
-from tests.models import TiedTransformer, different
-from tests.ranks import mesh_of, run_ranks
-from tests.test_checkpoint import WithBuffers, everything, sharded_net, train
+from layerzero.tensors.sharded import plain
+from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
+from tests.support.models import TiedTransformer, different
+from tests.support.ranks import mesh_of, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -141,7 +141,7 @@ from pathlib import Path
 from safetensors import safe_open
 from layerzero.checkpoint import convert
 from layerzero.cli import app
-from layerzero.sharded_tensor import plain
+from layerzero.tensors.sharded import plain
 folder = Path(sys.argv[1])
 convert.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
 convert.export_model(folder / "small", folder / "small-out.safetensors")

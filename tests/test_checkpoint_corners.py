@@ -22,10 +22,10 @@ from layerzero import checkpoint
 from layerzero.checkpoint import convert, files
 from layerzero.checkpoint import folder as checkpoint_folder
 from layerzero.checkpoint.staging import Staging
-from layerzero.hooks import runtime_of
-from tests.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
-from tests.ranks import mesh_of, run_ranks
-from tests.test_checkpoint import everything, sharded_net, train
+from layerzero.engine.hooks import runtime_of
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
+from tests.support.ranks import mesh_of, run_ranks
 
 
 class Scale(nn.Module):
@@ -286,11 +286,23 @@ def test_an_import_of_a_large_model_is_several_files(tmp_path: Path, monkeypatch
 
 
 def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -> None:
-    for name, age in ((".old.partial", 0), (".new.partial", None)):
+    day, token = 24 * 3600, "0123456789abcdef"
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / files.MANIFEST).touch()
+    now = (new / files.MANIFEST).stat().st_mtime
+    names = {f".old.{token}.partial": 2 * day, f".young.{token}.partial": day // 2, ".theirs.partial": 2 * day}
+    for name, age in names.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-        if age is not None:
-            os.utime(tmp_path / name / "file", (age, age))
-            os.utime(tmp_path / name, (age, age))
-    checkpoint_folder.rotate(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == [".new.partial"]
+        for path in (tmp_path / name / "file", tmp_path / name):
+            os.utime(path, (now - age, now - age))
+    exported = tmp_path / f".file.{token}.partial"
+    exported.touch()
+    os.utime(exported, (0, 0))
+    busy = tmp_path / f".busy.{token}.partial"
+    busy.mkdir()
+    (busy / "file").touch()
+    os.utime(busy, (0, 0))  # a file in it is being written
+    checkpoint_folder.clear_leftovers(new)
+    assert {path.name for path in tmp_path.iterdir()} == {"new", busy.name, *list(names)[1:]}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,26 +17,12 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, files
 from layerzero.checkpoint.storage import Contents
-from tests.models import different
-from tests.ranks import mesh_of, run_ranks
-from tests.test_checkpoint import everything, sharded_net, train
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.damaging import DATA, nested, save_intact, sign
+from tests.support.models import different
+from tests.support.ranks import mesh_of, run_ranks
 
-DATA = "rank-00000.safetensors"
 FILES = ("contents.json", "manifest.json", DATA, "rank-00001.safetensors")
-
-
-def save_intact(rank: int, path: str) -> None:
-    model, optimizer = sharded_net(2, adam=True)
-    train(model, optimizer, range(1))
-    extra = {
-        "step": 1,
-        "tensor": torch.arange(6.0).view(2, 3),
-        "numpy": np.arange(3),
-        "own": checkpoint.per_rank({"rng": torch.get_rng_state(), "rank": (rank,)}),
-        "weight": dict(model.named_parameters())["head.weight"],
-        "others": [{1: b"x", 2.5: float("inf")}, torch.float32, None, ("a", {"b": [True]})],
-    }
-    checkpoint.save(path, model, optimizer, extra)
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +38,10 @@ def damaged(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "damaged"))
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def _verify(path: Path) -> None:
     manifest = files.Manifest.read(path)
     Contents.read(manifest)
     manifest.verify()
-
-
-def sign(path: Path, listed: dict[str, str] | None = None, sequence: Any = 0) -> None:
-    """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
-    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != files.MANIFEST}
-    table = {}
-    for name, file in listed.items():
-        content = (path / file).read_bytes()
-        table[name] = [len(content), files.hashlib.sha256(content).hexdigest()]
-    known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table}
-    (path / files.MANIFEST).unlink()
-    (path / files.MANIFEST).write_bytes(files._manifest_text(known))
 
 
 def _write_byte(file: Path, offset: int, byte: int) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import layerzero
 from layerzero import checkpoint
-from tests.models import different
-from tests.ranks import run_ranks
-from tests.test_checkpoint import sharded_net, train
+from tests.support.checkpointing import sharded_net, train
+from tests.support.models import different
+from tests.support.ranks import run_ranks
 
 EXTRA = {
     "step": 7,

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, convert
-from tests.models import different
-from tests.ranks import run_ranks
-from tests.test_checkpoint import everything, sharded_net, train
-from tests.test_checkpoint_damage import DATA, nested, save_intact, sign
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.damaging import DATA, nested, save_intact, sign
+from tests.support.models import different
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from tests.models import IntegerNet, different, integer_net
-from tests.ranks import mesh_of, run_ranks
-from tests.test_checkpoint import everything, train
+from tests.support.checkpointing import everything, train
+from tests.support.models import IntegerNet, different, integer_net
+from tests.support.ranks import mesh_of, run_ranks
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=2**-4, weight_decay=0.5),

@@ -130,7 +130,7 @@ def test_without_typer_one_line_says_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "the command line of layerzero needs typer: pip install layerzero[cli]\n"
+    assert capsys.readouterr().err == "the command line of layerzero needs typer: pip install typer\n"
 
 
 def test_importing_layerzero_needs_torch_alone() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import LayerZeroConfig
-from tests.models import TiedTransformer
-from tests.ranks import mesh_of, run_ranks
+from tests.support.models import TiedTransformer
+from tests.support.ranks import mesh_of, run_ranks
 
 OURS = """
 zero3_size: 2
@@ -32,7 +32,7 @@ sync_module_states: false
 
 MINDSPEED = """
 zero3_size: 8
-transformer_layers: [tests.models.Block]
+transformer_layers: [tests.support.models.Block]
 param_dtype: bf16
 reduce_dtype: fp32
 buffer_dtype: fp32
@@ -78,7 +78,7 @@ def test_a_file_of_mindspeed_means_the_same_here(tmp_path: Path) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, cast_forward_inputs=False)
     assert config == LayerZeroConfig(
         zero3_size=8,
-        units=["tests.models.Block"],
+        units=["tests.support.models.Block"],
         mp_policy=policy,
         buffer_dtype=torch.float32,
         ignored_modules=["vae"],
@@ -97,7 +97,12 @@ def test_a_file_of_mindspeed_means_the_same_here(tmp_path: Path) -> None:
     [
         ("zero3: 2", "unknown settings zero3; known are .*zero3_size"),
         ("zero3_size: 2\nzero3_size: 4", "zero3_size given twice"),
-        ("zero3_size: two", "zero3_size must be an int"),
+        ("zero3_size: two", r"layerzero\.yaml: zero3_size must be an int"),
+        ("zero3_size: 0", r"layerzero\.yaml: zero3_size=0; .*at least 1"),
+        ("zero3_size: -2", r"layerzero\.yaml: zero3_size=-2; .*at least 1"),
+        ("zero3_size: 1.5", r"layerzero\.yaml: zero3_size must be an int or None, got 1\.5"),
+        ("zero3_size: true", r"layerzero\.yaml: zero3_size must be an int or None, got True"),
+        ('zero3_size: "8"', r"layerzero\.yaml: zero3_size must be an int or None, got '8'"),
         ("mp_policy: {param_dtype: int8}", "param_dtype is 'int8'; use one of fp32"),
         ("mp_policy: {dtype: bf16}", "mp_policy must hold param_dtype"),
         ("mp_policy: {param_dtype: bf16}\nparam_dtype: bf16", "param_dtype is given twice"),
@@ -123,7 +128,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, text: str, sa
 def _shard(rank: int, path: str) -> None:
     for text in (
         "units: [Block]\nignored_modules: [LayerNorm]",
-        "units: [tests.models.Block]\nignored_modules: [norm]",
+        "units: [tests.support.models.Block]\nignored_modules: [norm]",
     ):
         if rank == 0:
             Path(path).write_text("zero3_size: 2\n" + text)

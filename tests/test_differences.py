@@ -69,6 +69,46 @@ def test_rounding_of_a_large_weight_that_hardly_moved_is_no_difference() -> None
     assert row_of(snapshot(), snapshot(weight=ONE + 2.4e-7), start).ok
 
 
+ULP = 2.0**-23  # of fp32 numbers from 1 to 2
+NORM = torch.tensor([1.0, 1.5, 1.0 + 2**-20])  # weights of a norm, near 1.0
+
+
+def norm_row(weight: Tensor, plain: Tensor = NORM) -> ParameterDifference:
+    """Of a norm's weights that training moved by about 2 ulps, where the tolerance is a hundredth of an ulp."""
+    comparison = Comparison({"a": plain * (1 - 2 * ULP)}, zero3_size=2, precision="float32", tolerance=1e-7)
+    tiny = Snapshot({"a": torch.full((3,), 1e-6)}, {"a": plain})
+    comparison.add(0, tiny, Snapshot(tiny.gradients, {"a": weight}))
+    return comparison.rows()[0]
+
+
+@pytest.mark.parametrize("weight", [NORM + ULP, NORM - ULP, NORM + torch.tensor([0.0, ULP, 0.0])])
+def test_a_weight_that_is_one_ulp_off_is_no_difference(weight: Tensor) -> None:
+    assert not torch.equal(weight, NORM)
+    assert norm_row(weight).ok
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [NORM + 3 * ULP, NORM - 3 * ULP, NORM + torch.tensor([0.0, 2 * ULP, 0.0]), NORM - 2 * ULP],
+    ids=["3 ulps more", "3 ulps less", "one weight 2 ulps off", "an update skipped"],
+)
+def test_a_weight_that_is_more_than_one_ulp_off_is_a_difference(weight: Tensor) -> None:
+    assert not norm_row(weight).ok
+
+
+def test_an_ulp_is_that_of_each_weight_in_its_own_dtype() -> None:
+    small = NORM * 2**-10
+    assert not norm_row(small + ULP, plain=small).ok
+    half = NORM.bfloat16()
+    assert norm_row(half + 2**-7, plain=half).ok
+    assert not norm_row(half + 2**-6, plain=half).ok
+    assert not norm_row(half + 2**-7, plain=half.float()).ok
+    zeros = torch.zeros(3)
+    assert not norm_row(zeros + 1e-12, plain=zeros).ok
+    infinite = torch.full((3,), math.inf)
+    assert norm_row(NORM, plain=infinite).weight == norm_row(infinite).weight == math.inf
+
+
 def test_weights_that_differ_after_equal_gradients_are_explained() -> None:
     row = ParameterDifference(2, "float32", "a", 0.0, 0, 1.0, 0, tolerance=1e-3)
     report = VerifyReport((row,), world_size=4, steps=1, micro_batches=1)

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import layerzero
-from layerzero.sharded_tensor import plain
-from tests.models import (
+from layerzero.tensors.sharded import plain
+from tests.support.models import (
     IntegerNet,
     assert_close,
     different,
@@ -30,7 +30,7 @@ from tests.models import (
     integer_net,
     train,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_megatron
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_gpt
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ARGS = ["--model", "tiny", "--steps", "6", "--save-every", "3", "--seq-len", "32", "--validation-windows", "32"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import (
+from tests.support.graphs import (
     MODES,
     WIDTH,
     WORLD,
@@ -27,7 +27,7 @@ from tests.graphs import (
     sgd,
     shard,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Expert(nn.Module):

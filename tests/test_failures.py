@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
-from tests.models import different, full_parameters
-from tests.ranks import run_ranks
+from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.models import different, full_parameters
+from tests.support.ranks import run_ranks
 
 
 class Fuse(nn.Module):
@@ -98,7 +98,7 @@ def _in_a_post_accumulate_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
 
 def _in_the_optimizer(model: nn.Module, fuse: Fuse, rank: int) -> None:
     one_pass(model, rank, 7)
-    optimizer = next(iter(layerzero.hooks.runtime_of(model).optimizers))
+    optimizer = next(iter(layerzero.engine.hooks.runtime_of(model).optimizers))
     handle = optimizer.register_step_pre_hook(_blow)
     try:
         optimizer.step()

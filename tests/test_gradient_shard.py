@@ -1,4 +1,4 @@
-"""The final gradient rests in the accumulator, and never meets what comes after it; see gradient_shard.py."""
+"""The final gradient rests in the accumulator, and never meets what comes after it; see storage/places.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.gradient_shard import GradientShard
-from tests.models import (
+from layerzero.storage.places import InsidePlace
+from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.models import (
     Step,
     different,
     exact_sgd,
@@ -23,8 +24,7 @@ from tests.models import (
     integer_net,
     union,
 )
-from tests.ranks import mesh_of, run_ranks
-from tests.test_accumulation import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
+from tests.support.ranks import mesh_of, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s); gradients are forgotten by z (to None), k (to zeros) and
 # d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e evaluates; x is a backward
@@ -107,13 +107,13 @@ def test_a_final_gradient_and_later_contributions_never_mix(
     run_ranks(_odd_orders, zero3_size, mode, settings, scripts)
 
 
-def _is_never_set_aside(self: GradientShard, leave_home: Callable[[GradientShard], None] = GradientShard.leave_home):
-    assert not self.valid, "a gradient that nobody wants any more is moved"
-    leave_home(self)
+def _is_never_set_aside(self: InsidePlace, *, keep: bool, vacate: Callable[..., None] = InsidePlace.vacate) -> None:
+    assert not keep, "a gradient that nobody wants any more is moved"
+    vacate(self, keep=keep)
 
 
 def _usual_loop(rank: int) -> None:
-    with mock.patch.object(GradientShard, "leave_home", _is_never_set_aside):
+    with mock.patch.object(InsidePlace, "vacate", _is_never_set_aside):
         model, optimizer = prepare("sharded")
         for step in range(3):
             for index in range(3):

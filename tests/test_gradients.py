@@ -12,8 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import MODES, WORLD, Chain, assert_same_gradients, batch, blocks, loss_of, one_pass, sgd, shard
-from tests.ranks import run_ranks
+from tests.support.graphs import (
+    MODES,
+    WORLD,
+    Chain,
+    assert_same_gradients,
+    batch,
+    blocks,
+    loss_of,
+    one_pass,
+    sgd,
+    shard,
+)
+from tests.support.ranks import run_ranks
 
 
 def _decay(model: nn.Module) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.handle import ShardState
-from layerzero.hooks import runtime_of
-from tests.graphs import (
+from layerzero.engine.handle import ShardState
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
     SIZE,
@@ -42,8 +42,8 @@ from tests.graphs import (
     sgd,
     shard,
 )
-from tests.models import different, full_parameters
-from tests.ranks import mesh_of, run_ranks
+from tests.support.models import different, full_parameters
+from tests.support.ranks import mesh_of, run_ranks
 
 
 class Odd(nn.Module):

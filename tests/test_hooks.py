@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 import layerzero
-from tests.graphs import (
+from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
     WIDTH,
@@ -31,8 +31,8 @@ from tests.graphs import (
     sgd,
     shard,
 )
-from tests.models import full_gradients
-from tests.ranks import run_ranks
+from tests.support.models import full_gradients
+from tests.support.ranks import run_ranks
 
 
 class _Product(torch.autograd.Function):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import layerzero
-from tests.models import different, full_gradients
-from tests.ranks import mesh_of, run_ranks
-from tests.test_offload import LateTransfers
+from tests.support.late_transfers import LateTransfers
+from tests.support.models import different, full_gradients
+from tests.support.ranks import mesh_of, run_ranks
 
 WORLD = 4
 
@@ -93,7 +93,7 @@ def _adds_once(rank: int) -> None:
     for size, early, offload in itertools.product((1, 2, 4), (False, True), (False, True)):
         if early and offload:
             continue
-        with mock.patch("layerzero.api.Transfers", LateTransfers):
+        with mock.patch("layerzero.setup.shard.Transfers", LateTransfers):
             model = shard(net(), size, offload_grads=offload)
         for layer in model:
             layer.early = early
@@ -171,7 +171,7 @@ def _refused(rank: int) -> None:
         sharded(batch(rank, 0, 0)).sum().backward()
     with torch.no_grad():
         sharded(batch(rank, 0, 0))
-    with mock.patch("layerzero.api.Transfers", LateTransfers):
+    with mock.patch("layerzero.setup.shard.Transfers", LateTransfers):
         offloaded = shard(net(), offload_grads=True)
     offloaded[3].early = True
     with pytest.raises(RuntimeError, match="asked for outside of its backward, but with offload_grads=True"):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layerzero
-from tests.models import (
+from tests.support.models import (
     TiedTransformer,
     different,
     exact_sgd,
@@ -30,7 +30,7 @@ from tests.models import (
     integer_net,
     union,
 )
-from tests.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 WORLD = 4
 SIZES = (1, 2, 4)

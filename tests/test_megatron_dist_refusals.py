@@ -18,8 +18,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 import layerzero
 import layerzero.megatron
-from tests.megatron_checkpoints import save, sharded_state
-from tests.megatron_ranks import (
+from tests.support.megatron_checkpoints import save, sharded_state
+from tests.support.megatron_dist import BEFORE, DATA, GATED, save_and_go_on
+from tests.support.megatron_ranks import (
     HIDDEN,
     Case,
     make_ours,
@@ -28,8 +29,7 @@ from tests.megatron_ranks import (
     train,
     whole_weights,
 )
-from tests.ranks import run_ranks
-from tests.test_megatron_dist_states import BEFORE, DATA, GATED, save_and_go_on
+from tests.support.ranks import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)

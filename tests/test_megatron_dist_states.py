@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
-from tests.megatron_checkpoints import load, save
-from tests.megatron_ranks import (
+from tests.support.megatron_checkpoints import load, save
+from tests.support.megatron_compare import assert_same
+from tests.support.megatron_dist import DATA, Make, go_on, save_and_go_on
+from tests.support.megatron_ranks import (
     Case,
     Run,
     make_chunks,
@@ -27,16 +28,12 @@ from tests.megatron_ranks import (
     make_scheduler,
     megatron,
     optimizer_config,
-    train,
-    whole_weights,
 )
-from tests.ranks import run_ranks
-from tests.test_megatron import assert_same
+from tests.support.ranks import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
-Make = Callable[[Case], tuple[list[nn.Module], Any]]
 # What Megatron-LM passes with --dist-ckpt-optim-fully-reshardable
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -44,26 +41,6 @@ RESHARDABLE = {
     "singleton_local_shards": True,
     "chained_optim_avoid_prefix": True,
 }
-GATED = (("gated_linear_unit", True),)  # its first linear layer is stored in two pieces
-DATA = Case(zero3_size=2, settings=GATED)
-BEFORE, AFTER = [0, 1], [2, 3]  # steps
-
-
-def _go_on(case: Case, chunks: list[nn.Module], optimizer: Any, scheduler: Any) -> Run:
-    losses, results, scales = train(case, chunks, optimizer, scheduler, AFTER)
-    return Run(losses, results, [whole_weights(chunk) for chunk in chunks], scales)
-
-
-def save_and_go_on(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel: bool = False) -> Run:
-    """Train, save, and train on."""
-    with megatron(case):
-        chunks, optimizer = make(case)
-        scheduler = make_scheduler(optimizer)
-        for group in optimizer.param_groups:
-            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # what only the checkpoint knows
-        train(case, chunks, optimizer, scheduler, BEFORE)
-        save(path, chunks, optimizer, scheduler, metadata, parallel)
-        return _go_on(case, chunks, optimizer, scheduler)
 
 
 def _resume(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel: bool = False) -> Run:
@@ -74,7 +51,7 @@ def _resume(rank: int, path: str, case: Case, metadata: Any, make: Make, paralle
         load(path, chunks, optimizer, scheduler, metadata, parallel)
         save(f"{path}-again", chunks, optimizer, scheduler, metadata, parallel)
         assert_same_content(path, f"{path}-again")
-        return _go_on(case, chunks, optimizer, scheduler)
+        return go_on(case, chunks, optimizer, scheduler)
 
 
 def assert_same_content(one: str, other: str) -> None:

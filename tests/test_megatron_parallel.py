@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.megatron_parallel import SequenceParallelNorm
-from tests.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
-from tests.ranks import run_ranks
-from tests.test_megatron import assert_same
+from tests.support.megatron_compare import assert_same
+from tests.support.megatron_parallel import SequenceParallelNorm
+from tests.support.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.support.ranks import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
-from layerzero.hooks import runtime_of
-from layerzero.unit import Unit
-from tests.megatron_ranks import (
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.unit import Unit
+from tests.support.megatron_compare import assert_same
+from tests.support.megatron_ranks import (
     HIDDEN,
     MICRO_BATCH,
     SEQUENCE,
@@ -38,8 +39,7 @@ from tests.megatron_ranks import (
     train,
     whole_weights,
 )
-from tests.ranks import run_ranks
-from tests.test_megatron import assert_same
+from tests.support.ranks import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)

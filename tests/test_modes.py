@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import layerzero
-from tests.graphs import WORLD
-from tests.models import assert_close, full_gradients, full_parameters
-from tests.ranks import run_ranks
+from tests.support.graphs import WORLD
+from tests.support.models import assert_close, full_gradients, full_parameters
+from tests.support.ranks import run_ranks
 
 WIDTH = 8
 

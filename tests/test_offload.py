@@ -9,23 +9,34 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.accumulator import Accumulators, _Slabs
-from layerzero.device import Transfers
-from layerzero.hooks import runtime_of
-from tests.graphs import IN_FLIGHT, WORLD, Block, Case, Chain, blocks, compare, freeze, one_pass, run_script, shard
-from tests.models import (
+from layerzero.engine.hooks import runtime_of
+from layerzero.storage.slabs import Accumulators, _Slabs
+from tests.support.graphs import (
+    IN_FLIGHT,
+    WORLD,
+    Block,
+    Case,
+    Chain,
+    blocks,
+    compare,
+    freeze,
+    one_pass,
+    run_script,
+    shard,
+)
+from tests.support.late_transfers import LateTransfers, late
+from tests.support.models import (
     IntegerNet,
     different,
     exact_sgd,
@@ -35,70 +46,10 @@ from tests.models import (
     integer_loss,
     integer_net,
 )
-from tests.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 MODES = ("sharded", "full")
 CPU = torch.device("cpu")
-
-
-class _Copy(NamedTuple):
-    target: Tensor
-    source: Tensor
-    seen: Tensor | None  # the source when the copy was asked for; None while an earlier copy has yet to fill it
-
-
-class LateTransfers(Transfers):
-    """Copies as late as a device may make them: when the computation waits for them.
-
-    Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
-    source must be what it was when the copy was asked for.
-    """
-
-    made: list[LateTransfers] = []  # noqa: RUF012
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.pins = True
-        self.stores = self.fetches = 0
-        self._queue: deque[_Copy] = deque()
-        self._done = 0
-        self._host: set[int] = set()
-        LateTransfers.made.append(self)
-
-    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = torch.full((numel,), torch.nan, dtype=dtype)
-        self._host.add(buffer.data_ptr())
-        return buffer
-
-    def copy(self, target: Tensor, source: Tensor) -> int:
-        filled_late = any(_overlap(source, pending.target) for pending in self._queue)
-        self.stores += target.data_ptr() in self._host
-        self.fetches += source.data_ptr() in self._host
-        self._queue.append(_Copy(target, source, None if filled_late else source.clone()))
-        if not any(_overlap(target, pending.source) for pending in self._queue):
-            target.fill_(torch.nan)
-        return self._done + len(self._queue)
-
-    def wait(self, mark: int) -> None:
-        while self._done < mark:
-            made = self._queue.popleft()
-            self._done += 1
-            if made.seen is not None and not torch.equal(made.source.view(torch.uint8), made.seen.view(torch.uint8)):
-                raise AssertionError("written before a copy from it was done")
-            made.target.copy_(made.source)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    begins = [t.storage_offset() * t.element_size() for t in (a, b)]
-    ends = [begin + t.numel() * t.element_size() for begin, t in zip(begins, (a, b), strict=True)]
-    return max(begins) < min(ends)
-
-
-def late() -> Any:
-    LateTransfers.made.clear()
-    return mock.patch("layerzero.api.Transfers", LateTransfers)
 
 
 # The stand-in notices what it is there for
@@ -133,12 +84,13 @@ def test_an_unclosed_accumulator_is_stored_when_another_unit_needs_its_slab() ->
 
 def test_a_busy_accumulator_keeps_its_slab() -> None:
     (first, second, third, _), _ = _accumulators()
+    leases = []
     for each in (first, second):
         each.open(keep=False).fill_(1)
-        each.busy = True
+        leases.append(each.lease())
     assert third.blocked and not first.blocked
     third.prefetch(keep=False)  # nothing happens
-    second.busy = False
+    leases[1].end()
     assert not third.blocked
     third.open(keep=False)
     assert first.open(keep=True).eq(1).all()
@@ -265,7 +217,7 @@ def _where_it_lies(rank: int) -> None:
             model = shard(blocks(6), accumulation=mode, offload_grads=True)
         (transfers,) = LateTransfers.made
         handles = runtime_of(model).handles
-        sizes = [handle.flow.accumulator_numel * 8 for handle in handles]
+        sizes = [handle.gradients.waiting.place.own_numel * 8 for handle in handles]
         pointers: list[set[int]] = []
         for step in range(4):
             for micro_batch in range(3):
@@ -287,7 +239,7 @@ def _where_it_lies(rank: int) -> None:
             assert report.measured["host_accumulator"] == report.predicted["host_accumulator"] == sum(sizes)
             assert report.measured["accumulator"] == report.predicted["accumulator"] == 2 * max(sizes)
             assert report.total == sum(report.measured.values()) - sum(sizes)
-            pointers.append({handle.flow._accumulator._host.data_ptr() for handle in handles})
+            pointers.append({handle.gradients.waiting.place._host.data_ptr() for handle in handles})
             model.zero_grad()
         assert len(pointers[0]) == len(handles) and all(each == pointers[0] for each in pointers), "reused"
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import layerzero
-from tests.models import (
+from tests.support.models import (
     GlobalScaling,
     IntegerNet,
     LayerwiseScaling,
@@ -35,7 +35,7 @@ from tests.models import (
     integer_net,
     train,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import optimizers
-from layerzero.elementwise import require_elementwise, state_after_a_step
-from layerzero.sharded_tensor import plain
-from tests.models import (
+from layerzero.optimizers import kernels
+from layerzero.optimizers.elementwise import require_elementwise, state_after_a_step
+from layerzero.tensors.sharded import plain
+from tests.support.models import (
     IntegerNet,
     assert_close,
     assert_same_bits,
@@ -35,7 +36,7 @@ from tests.models import (
     integer_net,
     train,
 )
-from tests.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -152,7 +153,7 @@ def test_one_line_says_what_was_taken(caplog: pytest.LogCaptureFixture, monkeypa
     assert record.name == "layerzero" and record.levelno == logging.INFO
     assert record.getMessage() == "AdamW on cpu: torch's fused kernels, as NVIDIA Apex needs all parameters on CUDA"
     caplog.clear()
-    monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["elsewhere"])
+    monkeypatch.setattr(kernels, "_get_fused_kernels_supported_devices", lambda: ["elsewhere"])
     assert optimizers.implementation(optimizers.sgd(parameters)) == "foreach"
     assert "SGD on cpu: torch's foreach kernels" in caplog.text and len(caplog.records) == 1
 
@@ -264,7 +265,7 @@ def test_apex_is_taken_where_it_can_serve_all_parameters(caplog: pytest.LogCaptu
 
 def _empty_in_apex(rank: int) -> None:
     # What adamw and sgd would build on CUDA, around Apex's stand-in.
-    kind = type("FusedSGD", (optimizers._WithoutEmpty, StandIn), {"moments": ("momentum_buffer",)})
+    kind = type("FusedSGD", (kernels._WithoutEmpty, StandIn), {"moments": ("momentum_buffer",)})
     net, model = integer_net(), shard(integer_net())
     theirs = torch.optim.SGD(net.parameters(), lr=2**-4, momentum=1.0)
     optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=2**-4), model)

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import layerzero
-from layerzero.hooks import runtime_of
-from tests.graphs import WORLD, blocks, one_pass, sgd, shard
-from tests.ranks import run_ranks
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
+from tests.support.ranks import run_ranks
 
 UNITS = 6
 

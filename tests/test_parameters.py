@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from tests.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
-from tests.models import full_gradients, full_parameters
-from tests.ranks import mesh_of, run_ranks
+from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, sgd, shard
+from tests.support.models import full_gradients, full_parameters
+from tests.support.ranks import mesh_of, run_ranks
 
 FP64 = torch.float64
 

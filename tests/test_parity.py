@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.hooks import runtime_of
-from tests.models import (
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import (
     IntegerNet,
     Step,
     TiedTransformer,
@@ -29,7 +29,7 @@ from tests.models import (
     train_alone,
     union,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MICRO_BATCHES = (1, 3)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import MODES, WORLD, Chain, assert_same_gradients, batch, blocks, loss_of, sgd, shard
-from tests.models import full_parameters
-from tests.ranks import run_ranks
+from tests.support.graphs import MODES, WORLD, Chain, assert_same_gradients, batch, blocks, loss_of, sgd, shard
+from tests.support.models import full_parameters
+from tests.support.ranks import run_ranks
 
 # F1.0: forward of micro-batch 1 through chunk 0; B1.0: its backward. Schedules of a rank that holds two chunks whose
 # inputs and gradients come from elsewhere, as in interleaved 1F1B (Narayanan et al. 2021).

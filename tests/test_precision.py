@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from tests.models import (
+from tests.support.models import (
     different,
     full_gradients,
     full_parameters,
@@ -20,7 +20,7 @@ from tests.models import (
     integer_loss,
     integer_net,
 )
-from tests.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 WORLD = 4
 SIZES = (1, 2, 4)

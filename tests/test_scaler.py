@@ -18,8 +18,8 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.sharded_tensor import plain
-from tests.models import (
+from layerzero.tensors.sharded import plain
+from tests.support.models import (
     IntegerNet,
     assert_close,
     different,
@@ -29,7 +29,7 @@ from tests.models import (
     integer_batch,
     integer_net,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WORLD = 4
 MICRO_BATCHES = 2

@@ -30,8 +30,8 @@ from benchmarks.simulation.program import (
 )
 from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
 from benchmarks.simulation.record import Settings, record_blocks
-from tests.models import TiedTransformer
-from tests.ranks import mesh_of, run_ranks
+from tests.support.models import TiedTransformer
+from tests.support.ranks import mesh_of, run_ranks
 
 MACHINE = Machine(node_size=4, inside=100.0, between=10.0)  # bytes a second
 

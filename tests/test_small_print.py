@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.collectives import Lane, Ledger
-from layerzero.hooks import runtime_of
-from layerzero.order import GatherOrder
-from tests.graphs import (
+from layerzero.comm.collectives import Lane, Ledger
+from layerzero.comm.order import GatherOrder
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import (
     MODES,
     SIZE,
     WIDTH,
@@ -37,8 +37,8 @@ from tests.graphs import (
     sgd,
     shard,
 )
-from tests.models import full_gradients
-from tests.ranks import run_ranks
+from tests.support.models import full_gradients
+from tests.support.ranks import run_ranks
 
 FP64 = torch.float64
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import layerzero
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 8, 2, 4, 3
 

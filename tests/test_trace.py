@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import layerzero
-from layerzero.hooks import runtime_of
-from tests.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
-from tests.models import TiedTransformer
-from tests.ranks import mesh_of, run_ranks
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.models import TiedTransformer
+from tests.support.ranks import mesh_of, run_ranks
 
 UNITS = {"the root", *TiedTransformer.UNITS}
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.hooks import runtime_of
-from tests.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
-from tests.ranks import run_ranks
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.ranks import run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MODES = ("sharded", "full")

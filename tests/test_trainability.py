@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from tests.graphs import (
+from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
     WIDTH,
@@ -30,8 +30,8 @@ from tests.graphs import (
     sgd,
     shard,
 )
-from tests.models import full_gradients
-from tests.ranks import run_ranks
+from tests.support.models import full_gradients
+from tests.support.ranks import run_ranks
 
 
 class Adapted(nn.Module):

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from examples import verify_gpt
-from layerzero.gradients import GradientFlow
-from layerzero.refreshing import Refreshes
-from layerzero.runtime import Runtime
-from tests.models import Block, TiedTransformer
-from tests.ranks import run_ranks
+from layerzero.engine.refreshing import Refreshes
+from layerzero.engine.route import Leg
+from layerzero.engine.runtime import Runtime
+from tests.support.models import Block, TiedTransformer
+from tests.support.ranks import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -192,11 +192,11 @@ def test_models_that_are_wrong_when_sharded_are_named() -> None:
 
 
 def _scaled(factor: float) -> Callable[..., None]:
-    original = GradientFlow.__init__
+    original = Leg.__init__
 
-    def init(self: GradientFlow, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self._scale_at_end *= factor
+    def init(self: Leg, *args: Any) -> None:
+        *path, scale = args
+        original(self, *path, scale if scale == 1.0 else scale * factor)
 
     return init
 
@@ -207,8 +207,8 @@ def _forgets_no_sync(self: Runtime) -> None:
 
 def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, ...]]:
     defects: dict[str, tuple[type, str, Any]] = {
-        "sum instead of mean": (GradientFlow, "__init__", _scaled(4.0)),
-        "off by a thousandth": (GradientFlow, "__init__", _scaled(1.001)),
+        "sum instead of mean": (Leg, "__init__", _scaled(4.0)),
+        "off by a thousandth": (Leg, "__init__", _scaled(1.001)),
         "no refresh": (Refreshes, "after_step", lambda self: None),
     }
     reports = {}

@@ -33,7 +33,7 @@ from benchmarks.simulation.program import (
 __all__ = ["Machine", "Outcome", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "agree", "norm")
-_IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/reduction.py
+_IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/engine/reduction.py
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _Host:
         self.world.until(task)
         self.outcome.waited += self.world.now - before
 
-    # The rules of layerzero/reduction.py
+    # The rules of layerzero/engine/reduction.py
 
     def _advance(self) -> None:
         ahead = None

@@ -5,8 +5,8 @@ A program comes from the schedule that the engine recorded (:func:`layerzero.tra
 [Note: What a recording leaves open]
 The engine looks whether a reduction's exchange is done, and goes on if it is not. What a recording shows is the answer
 on the machine where it was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of the
-recording, and the simulated host decides anew, by the rules of ``layerzero/reduction.py``: :class:`Reduce` starts a
-reduction, :class:`Advance` carries on what is done, :class:`Settle` waits for all.
+recording, and the simulated host decides anew, by the rules of ``engine/reduction.py``: :class:`Reduce` starts
+a reduction, :class:`Advance` carries on what is done, :class:`Settle` waits for all.
 """
 
 from __future__ import annotations

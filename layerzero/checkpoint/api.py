@@ -21,17 +21,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from layerzero.agreement import agree
-from layerzero.checkpoint.files import CheckpointError, Manifest, discard, partial_of
-from layerzero.checkpoint.folder import next_sequence, rotate
+from layerzero.checkpoint.files import CheckpointError, Manifest, NameTaken
+from layerzero.checkpoint.folder import next_sequence, tidy
 from layerzero.checkpoint.staging import Staging
 from layerzero.checkpoint.state import Restore, encode_all
 from layerzero.checkpoint.storage import Contents, Reader, Writer
+from layerzero.checkpoint.untrusted import printable
 from layerzero.checkpoint.values import PerRank
-from layerzero.hooks import runtime_of
-from layerzero.optimizer import ShardedOptimizer
-from layerzero.runtime import Runtime
-from layerzero.topology import groups_so_far, new_control_group
+from layerzero.comm.agreement import agree
+from layerzero.comm.topology import groups_so_far, new_control_group
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded import ShardedOptimizer
 
 __all__ = ["PendingSave", "load", "per_rank", "save", "save_async"]
 
@@ -250,10 +251,10 @@ def load_from(
         same = source.contents.topology.get("data_parallel") == control.size
         restore = Restore(runtime, optimizer, source.contents, rank=control.rank if same else None)
         if restore.problems and strict:
-            raise ValueError(f"{path} does not fit: " + "; ".join(restore.problems))
+            raise ValueError(printable(f"{path} does not fit: " + "; ".join(restore.problems)))
     except Exception as error:
         failure = error
-    _agree_on_load(runtime, fields, failure)
+    _agree("checkpoint.load", runtime, fields, failure)
     assert source is not None and restore is not None
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with ThreadPoolExecutor(1) as pool:  # neither hashing nor reading holds the interpreter
@@ -268,21 +269,26 @@ def load_from(
             raise CheckpointError(f"{path} could not be read: ranks have lost each other: {error}") from error
         damage = cast("Exception | None", verified.exception())
     twins = restore.twin_problems() if failure is None else []
-    _agree_on_load(runtime, {}, damage or (ValueError("; ".join(twins)) if twins else None))
+    _agree("checkpoint.load", runtime, {}, damage or (ValueError(printable("; ".join(twins))) if twins else None))
     if failure is not None:
         raise failure  # all ranks have it
     extra = restore.commit()
     if restore.problems and control.rank == 0:
-        warnings.warn(f"checkpoint.load left out what does not fit: {'; '.join(restore.problems)}", stacklevel=3)
+        said = printable("; ".join(restore.problems))
+        warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
     return extra
 
 
-def _agree_on_load(runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
+def _agree(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
     try:
-        agree("checkpoint.load", fields, ranks=runtime.topology.ranks, failure=failure)
+        agree(subject, fields, ranks=runtime.topology.ranks, failure=failure)
     except RuntimeError as error:
-        if failure is None and f"failed with {CheckpointError.__name__}" in str(error):
-            raise CheckpointError(str(error)) from None  # all ranks can then turn to another checkpoint
+        for kind in (
+            CheckpointError,
+            FileExistsError,
+        ):  # all ranks can then turn to another checkpoint, or another name
+            if failure is None and f"failed with {kind.__name__}" in str(error):
+                raise kind(str(error)) from None
         raise
 
 
@@ -331,13 +337,12 @@ def _prepare(
     except Exception as error:
         failure = error
     try:
-        agree("checkpoint.save", fields, ranks=topology.ranks, failure=failure)
+        _agree("checkpoint.save", runtime, fields, failure)
     except ValueError as error:
         if failure is not None or " extra" not in str(error):
             raise
         raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
     writer = Writer(
-        partial_of(path),
         path,
         rank=rank,
         topology={"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size},
@@ -368,13 +373,13 @@ def _write(job: _Job, group: dist.ProcessGroup) -> None:
         write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
     except CheckpointException as error:
         if first:
-            discard(partial_of(job.path))
+            job.writer.discard()
         raise _readable("written", job.path, error) from None
-    except RuntimeError as error:  # the ranks' talk; what is in .partial may still be written to
+    except RuntimeError as error:  # the ranks' talk; what is in the partial folder may still be written to
         raise _LostEachOther(f"{job.path} could not be written: ranks have lost each other: {error}") from error
-    if first and job.keep_last is not None:
+    if first:
         try:
-            rotate(job.path.parent, job.keep_last)
+            tidy(job.path, job.keep_last)
         except OSError as error:  # the new checkpoint is there, and the other ranks go on
             warnings.warn(f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}", stacklevel=2)
 
@@ -388,6 +393,8 @@ def _check(runtime: Runtime, optimizer: object) -> None:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
 
 
-def _readable(done: str, path: PathLike, error: CheckpointException) -> CheckpointError:
+def _readable(done: str, path: PathLike, error: CheckpointException) -> Exception:
+    if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, NameTaken)]:
+        return FileExistsError(*taken[0].args)
     said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
     return CheckpointError(f"{os.fspath(path)} could not be {done}: {said}")

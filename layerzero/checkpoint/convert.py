@@ -18,15 +18,15 @@ from layerzero.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Manifest,
-    discard,
-    flush_folder,
     make_folder,
+    new_token,
     partial_of,
     publish,
-    write_file,
+    publish_file,
+    remove,
 )
 from layerzero.checkpoint.folder import next_sequence
-from layerzero.checkpoint.storage import CONTENTS, Contents, check_entry, opened, pieces, write_safetensors
+from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces, write_safetensors
 from layerzero.checkpoint.values import DTYPES, references
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect"]
@@ -106,8 +106,7 @@ def export_model(
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already")
-    partial = partial_of(target)
-    partial.unlink(missing_ok=True)
+    partial = partial_of(target, new_token())
     with ExitStack() as stack:
         files = {
             name: stack.enter_context(opened(manifest.path_of(name)))
@@ -120,11 +119,10 @@ def export_model(
         content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
         try:
             write_safetensors(partial, {name: header[name] for name in order}, content)
+            publish_file(partial, target)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            remove(partial)
             raise
-    os.rename(partial, target)
-    flush_folder(target.parent)
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -187,9 +185,9 @@ class _Source:
 
 
 def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
-    partial = partial_of(target)
+    token = new_token()
+    partial = partial_of(target, token)
     make_folder(target.parent)
-    discard(partial)
     partial.mkdir()
     try:
         records, stored = [], {}
@@ -202,10 +200,10 @@ def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
         model = {name: {"$tensor": f"model.{name}"} for name in sources}
         document = {"model": model, "optimizer": None, "extra": None}
         contents = Contents({"data_parallel": 1, "zero3_size": 1}, document, stored)
-        listed = write_file(partial / CONTENTS, [contents.to_json()])
-        publish(partial, target, [*records, listed], sequence=next_sequence(target.parent))
+        records.append(contents.write(partial))
+        publish(partial, target, records, sequence=next_sequence(target.parent), token=token)
     except BaseException:
-        discard(partial)
+        remove(partial)
         raise
 
 

@@ -1,10 +1,17 @@
 """Files that are either there, whole, or not there at all: what every other part of a checkpoint relies on.
 
 [Note: When a checkpoint exists]
-All files of a checkpoint are written into ``.NAME.partial``, each flushed to the disk. The manifest comes last: it
-names every other file with its size and SHA-256. Only then is the folder renamed to ``NAME``. Whatever dies in between
-leaves a name with a leading dot, which nothing here takes for a checkpoint; and a folder without an intact manifest is
-none.
+All files of a checkpoint are written into ``.NAME.TOKEN.partial``, each flushed to the disk. The manifest comes last:
+it names every other file with its size and SHA-256. Only then is the folder renamed to ``NAME``. Whatever dies in
+between leaves a name with a leading dot, which nothing here takes for a checkpoint; and a folder without an intact
+manifest is none.
+
+[Note: Two jobs at one name]
+A job that was started again, or a node that came back, may save to the path that another job saves to. The first rank
+draws a random token for each save, and the others get it with their part of the plan: no job ever writes into or
+removes what another is writing. rename() decides who gets the name: onto a folder with files in it, it fails, on NFS
+too. (An empty folder it would replace, by which nothing is lost.) What is removed is renamed first, so that whoever was
+about to rename it fails, and does not make a checkpoint of what is being deleted.
 """
 
 from __future__ import annotations
@@ -13,26 +20,38 @@ import ctypes
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError, parse, read_capped
+
 __all__ = [
+    "MANIFEST",
     "CheckpointError",
     "FileRecord",
     "Manifest",
+    "NameTaken",
     "discard",
     "flush_folder",
+    "hide",
     "host_values",
+    "is_partial",
     "make_folder",
+    "new_token",
     "partial_of",
     "publish",
+    "publish_file",
+    "remove",
     "tensor_bytes",
     "write_file",
 ]
@@ -41,10 +60,15 @@ MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 1
 _PIECE = 1 << 20  # bytes of a tensor that are hashed and written while they are in the cache
+_PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete or damaged, or could not be written; names the file."""
+class NameTaken(FileExistsError):
+    """Somebody else has published something at the path of a checkpoint."""
+
+    @classmethod
+    def at(cls, path: Path) -> NameTaken:
+        return cls(f"{path} exists already; a checkpoint is never overwritten")
 
 
 @dataclass(frozen=True)
@@ -62,11 +86,13 @@ class Manifest:
 
     Attributes:
         sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
+        token: of the save that wrote it, see [Note: Two jobs at one name].
     """
 
     folder: Path
     files: Mapping[str, FileRecord]
     sequence: int
+    token: str | None = None
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Manifest:
@@ -82,14 +108,14 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        text = read_capped(path, MANIFEST_BYTES)
         try:
-            text = path.read_bytes()
-            content = json.loads(text)
+            content = parse(path, text)
             if content["format"] == FORMAT and content["version"] != VERSION:
                 raise CheckpointError(
                     f"{path} has format version {content['version']}; this layerzero reads version {VERSION}"
                 )
-            known = {key: content[key] for key in ("format", "version", "sequence", "files")}
+            known = {key: content[key] for key in ("format", "version", "sequence", "files", *_optional(content))}
             intact = text == _manifest_text(known)
             sequence = known["sequence"]
             records = {name: FileRecord(name, size, digest) for name, (size, digest) in known["files"].items()}
@@ -99,7 +125,9 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
         if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
             raise CheckpointError(f"{path} was not written by layerzero: a number is none")
-        manifest = cls(folder, records, sequence)
+        if type(token := known.get("token", "")) is not str:
+            raise CheckpointError(f"{path} was not written by layerzero: its token is {token!r}")
+        manifest = cls(folder, records, sequence, token or None)
         for record in records.values():
             manifest._check_presence(record)
         return manifest
@@ -138,8 +166,15 @@ class Manifest:
                     digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
-            if digest.hexdigest() != self.files[name].sha256:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was written")
+            self._compare(name, digest)
+
+    def verify_text(self, name: str, text: bytes) -> None:
+        """:meth:`verify` of a file that has been read. Raises CheckpointError."""
+        self._compare(name, hashlib.sha256(text))
+
+    def _compare(self, name: str, digest: Any) -> None:
+        if digest.hexdigest() != self.files[name].sha256:
+            raise CheckpointError(f"{self.path_of(name)} is damaged: its SHA-256 is not the one that was written")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
@@ -166,36 +201,88 @@ def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
         yield (ctypes.c_char * min(_PIECE, nbytes - start)).from_address(address + start)
 
 
-def partial_of(path: Path) -> Path:
-    """Where the checkpoint `path` is while it is being written."""
-    return path.with_name(f".{path.name}.partial")
+def new_token() -> str:
+    """Of one save; see [Note: Two jobs at one name]."""
+    return secrets.token_hex(8)
 
 
-def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequence: int) -> None:
+def partial_of(path: Path, token: str) -> Path:
+    """Where the checkpoint `path` is while the save with this token writes it."""
+    return path.with_name(f".{path.name}.{token}.partial")
+
+
+def is_partial(path: Path) -> bool:
+    """It has the name of something that a save writes, or that is being removed."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
+def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequence: int, token: str) -> None:
     """Make a checkpoint of the files in `partial`; see [Note: When a checkpoint exists].
 
     Raises:
         CheckpointError: a file is not there as it was written: ranks do not share the file system.
-        FileExistsError: there is something at `path`.
+        NameTaken: there is something at `path`.
     """
     files = {record.name: record for record in records}
-    manifest = Manifest(partial, files, sequence)
+    manifest = Manifest(partial, files, sequence, token)
     try:
         for record in files.values():
             manifest._check_presence(record)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
     table = {name: [record.size, record.sha256] for name, record in sorted(files.items())}
-    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table}
-    write_file(partial / MANIFEST, [_manifest_text(known)])
+    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, "token": token}
+    text = _manifest_text(known)
+    if len(text) > MANIFEST_BYTES:
+        raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
+    write_file(partial / MANIFEST, [text])
     flush_folder(partial)
-    if os.path.lexists(path):  # rename() would replace an empty folder
-        raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
-    os.rename(partial, path)
+    _take_name(manifest, path)
     try:
         flush_folder(path.parent)
     except OSError as error:  # the checkpoint exists
         warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=2)
+
+
+def _take_name(manifest: Manifest, path: Path) -> None:
+    """Rename a whole checkpoint to `path`, if nobody else has it; see [Note: Two jobs at one name]."""
+    if os.path.lexists(path):
+        raise NameTaken.at(path)
+    try:
+        os.rename(manifest.folder, path)
+    except OSError:
+        if not _is_at(manifest, path):  # NFS may report a failure of a rename whose success it had no time to report
+            if os.path.lexists(path):
+                raise NameTaken.at(path) from None
+            raise
+    else:
+        if not _is_at(manifest, path):
+            raise CheckpointError(
+                f"{path} does not hold what has just been renamed to it: another job has removed it (keep_last counts "
+                "the checkpoints of all jobs in a folder: give each run a folder of its own), or this file system does "
+                "not rename folders in one step, and cannot hold checkpoints"
+            )
+
+
+def _is_at(manifest: Manifest, path: Path) -> bool:
+    try:
+        return replace(Manifest.read(path), folder=manifest.folder) == manifest
+    except (CheckpointError, OSError):
+        return False
+
+
+def publish_file(partial: Path, path: Path) -> None:
+    """Give a whole file its name. Raises NameTaken if there is something at `path`."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise NameTaken(f"{path} exists already") from None
+    except OSError:  # a file system without hard links
+        if os.path.lexists(path):
+            raise NameTaken(f"{path} exists already") from None
+        os.rename(partial, path)
+    partial.unlink(missing_ok=True)
+    flush_folder(path.parent)
 
 
 def make_folder(folder: Path) -> None:
@@ -207,13 +294,34 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint, or what is left of one, so that nobody can meet half of it."""
-    if not folder.name.startswith("."):
-        hidden = partial_of(folder)
-        shutil.rmtree(hidden, ignore_errors=True)
-        os.rename(folder, hidden)
-        folder = hidden
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a checkpoint, or what is left of one, so that nobody can meet half of it.
+
+    Raises:
+        FileNotFoundError: somebody else has removed or published it.
+    """
+    remove(hide(folder))
+
+
+def hide(folder: Path) -> Path:
+    """Take a checkpoint, or what is left of one, out of everybody's hands; returns where it is now."""
+    match = _PARTIAL.fullmatch(folder.name)
+    hidden = partial_of(folder.with_name(match[1] if match else folder.name), new_token())
+    os.rename(folder, hidden)
+    with suppress(OSError):  # of another user's
+        os.utime(hidden)  # whoever looks for what the dead have left sees that somebody is at work
+    return hidden
+
+
+def remove(partial: Path) -> None:
+    """Remove something that nobody else has a name for."""
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.unlink(missing_ok=True)
+
+
+def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("token",) if "token" in content else ()
 
 
 def _manifest_text(known: Mapping[str, Any]) -> bytes:

@@ -19,8 +19,8 @@ from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.files import Manifest
 from layerzero.checkpoint.storage import Contents, Reader
 from layerzero.checkpoint.values import Decoder, Encoder
-from layerzero.optimizer import ShardedOptimizer
-from layerzero.runtime import Runtime
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded import ShardedOptimizer
 
 __all__ = ["load_dcp", "reader"]
 

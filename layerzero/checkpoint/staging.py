@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.device import finish_copies, host_memory
-from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
+from layerzero.storage.device import finish_copies, host_memory
+from layerzero.tensors.rows import Watch
+from layerzero.tensors.sharded import LocalRows, plain, sharded
 
 __all__ = ["Staging"]
 

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checks import StoredTensor
+from layerzero.checkpoint.stepping import GroupCheck, as_kept, key_of
 from layerzero.checkpoint.storage import Contents
 from layerzero.checkpoint.values import Decoder, Encoder, references
-from layerzero.member import Member
-from layerzero.optimizer import ShardedOptimizer
-from layerzero.runtime import Runtime
-from layerzero.sharded_tensor import LocalRows, Watch, plain, sharded
+from layerzero.engine.member import Member
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.tensors.rows import Watch
+from layerzero.tensors.sharded import LocalRows, plain, sharded
 
 __all__ = ["Names", "Restore", "encode_all"]
 
@@ -174,6 +176,7 @@ class Restore:
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
+        self._kept: dict[str, Mapping[str, Any]] = {}  # the same: examples of what the optimizer keeps, where known
         self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: none are stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
@@ -200,7 +203,7 @@ class Restore:
             else:
                 self._states.append((target, stored[found[0]]))
                 for reference in references(stored[found[0]], rank=self._rank):
-                    self._use(str(_key_of(reference)), None)
+                    self._use(str(key_of(reference)), None)
         for name in sorted(stored.keys() - self._names.targets.keys()):
             self.problems.append(f"unexpected: {name}")
 
@@ -209,7 +212,7 @@ class Restore:
         dtype = target.dtype if member is None else member.master.dtype
         keys: dict[str, str] = {}  # to the first name that has it
         for name in names:
-            key = _key_of(stored[name])
+            key = key_of(stored[name])
             if key is None:
                 self.problems.append(f"{name}: expected a tensor")
             elif problem := _misfit(self._stored[key], target.shape, dtype):
@@ -233,6 +236,18 @@ class Restore:
             return
         groups = optimizer.param_groups
         here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
+        saved_groups = [
+            {**group, "params": [here.get(name, name) for name in group["params"]]}
+            for group in stored.get("param_groups", ())
+        ]
+        for reference in references(stored.get("param_groups"), rank=self._rank):
+            self._use(str(key_of(reference)), None)
+        checks = [self._check_group(optimizer, number, saved_groups) for number in range(len(groups))]
+        check_of = {
+            name: check
+            for check, group in zip(checks, groups, strict=True)
+            for name in optimizer.parameter_names(group)
+        }
         state: dict[str, Any] = {}
         for name, values in stored.get("state", {}).items():
             if name not in here:
@@ -240,7 +255,7 @@ class Restore:
                 continue
             member = self._names.members.get(name)
             shape = self._names.entries[name].shape if member is None else torch.Size(member.span.shape)
-            keys = {entry: key for entry, value in values.items() if (key := _key_of(value)) is not None}
+            keys = {entry: key for entry, value in values.items() if (key := key_of(value)) is not None}
             wrong = [
                 f"{entry} of {name} in the optimizer: {problem}"
                 for entry, key in keys.items()
@@ -248,31 +263,36 @@ class Restore:
             ]
             nested = [entry for entry in values.keys() - keys if next(references(values[entry], rank=self._rank), None)]
             wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in nested]
+            odd = check_of[here[name]].state_problems(values, len(shape))
+            wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
             self.problems += wrong
             if not wrong:
                 for key in keys.values():
                     self._use(key, member if self._stored[key].shape else None)
                 state[here[name]] = values
-        saved_groups = [
-            {**group, "params": [here.get(name, name) for name in group["params"]]}
-            for group in stored.get("param_groups", ())
-        ]
-        for reference in references(stored.get("param_groups"), rank=self._rank):
-            self._use(str(_key_of(reference)), None)
-        self._group_settings = [self._settings_of(optimizer, group, saved_groups) for group in groups]
+                self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
+        self._group_settings = [check.settings for check in checks]
         self._optimizer_state = state
 
-    def _settings_of(
-        self, optimizer: ShardedOptimizer, group: Mapping[str, Any], saved_groups: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _check_group(self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]) -> GroupCheck:
+        group, saved = optimizer.param_groups[number], {}
         try:
-            return optimizer.saved_group(group, saved_groups)
+            saved = optimizer.saved_group(group, saved_groups)
         except ValueError as error:
             self.problems.append(str(error))
-            return {}
+        check = GroupCheck(
+            optimizer.inner,
+            group,
+            saved,
+            self._stored,
+            device=self._runtime.topology.device,
+            what=f"parameter group {number} in the optimizer",
+        )
+        self.problems += check.problems
+        return check
 
     def _plan_extra(self, reference: Mapping[str, str]) -> None:
-        key, like = str(_key_of(reference)), reference.get("like")
+        key, like = str(key_of(reference)), reference.get("like")
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
         if like is not None and (member is None or member.span.shape != stored.shape):
@@ -335,19 +355,15 @@ class Restore:
             for group, found in zip(optimizer.param_groups, settings, strict=True)
         ]
         state = optimizer.state_dict()["state"] if self.problems else {}  # not strict: what does not fit stays
-        state |= {name: self._decoder.decode(values) for name, values in self._optimizer_state.items()}
+        for name, values in self._optimizer_state.items():
+            kept, loaded = self._kept[name], self._decoder.decode(values)
+            state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     dtype = torch.promote_types(one.dtype, other.dtype)
     return torch.equal(one.to(dtype), other.to(dtype))
-
-
-def _key_of(reference: Any) -> str | None:
-    """The key of a tensor reference; None for anything else."""
-    found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
-    return None if found is not reference or found is None else str(found[next(iter(found))])
 
 
 def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:

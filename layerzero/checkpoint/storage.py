@@ -34,15 +34,18 @@ from layerzero.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Manifest,
-    discard,
     host_values,
     make_folder,
+    new_token,
+    partial_of,
     publish,
+    remove,
     tensor_bytes,
     write_file,
 )
+from layerzero.checkpoint.untrusted import CONTENTS_BYTES, check_json, parse, read_capped
 from layerzero.checkpoint.values import DTYPES, dtype_named
-from layerzero.sharded_tensor import plain
+from layerzero.tensors.sharded import plain
 
 __all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces", "write_safetensors"]
 
@@ -67,10 +70,14 @@ class Contents:
     @classmethod
     def read(cls, manifest: Manifest) -> Contents:
         """Verified first. Raises CheckpointError."""
-        manifest.verify([CONTENTS])
         path = manifest.path_of(CONTENTS)
         try:
-            content = json.loads(path.read_bytes())
+            text = read_capped(path, CONTENTS_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        manifest.verify_text(CONTENTS, text)
+        try:
+            content = parse(path, text)
             tensors = {
                 key: StoredTensor(
                     tuple(shape),
@@ -88,7 +95,15 @@ class Contents:
             raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return cls(content["topology"], content["document"], tensors)
 
-    def to_json(self) -> bytes:
+    def write(self, folder: Path) -> FileRecord:
+        """Raises CheckpointError of what could not be read again, OSError of a full disk."""
+        path, text = folder / CONTENTS, self._to_json()
+        if len(text) > CONTENTS_BYTES:
+            raise CheckpointError(f"{path} would have {len(text):,} bytes, more than {CONTENTS_BYTES:,}")
+        check_json(path, text)
+        return write_file(path, [text])
+
+    def _to_json(self) -> bytes:
         tensors = {
             key: [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.chunks]
             for key, tensor in sorted(self.tensors.items())
@@ -100,7 +115,7 @@ class Writer(StorageWriter):
     """Writes one checkpoint.
 
     Args:
-        partial: the folder to write into, which becomes `path` at the end.
+        path: of the checkpoint, which is there at the end and not before.
         document: from the first rank, all of it; other ranks' are not looked at.
         own: this rank's :class:`PerRank` values.
         sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
@@ -108,7 +123,6 @@ class Writer(StorageWriter):
 
     def __init__(
         self,
-        partial: Path,
         path: Path,
         *,
         rank: int,
@@ -117,7 +131,8 @@ class Writer(StorageWriter):
         own: list[Any],
         sequence: Callable[[], int],
     ) -> None:
-        self._partial, self._path = partial, path
+        self._path = path
+        self._token: str | None = None  # see [Note: Two jobs at one name]
         self._rank = rank
         self._topology = topology
         self._document = document
@@ -137,11 +152,23 @@ class Writer(StorageWriter):
         owns = [json.loads(plan.storage_data) for plan in plans]
         self._document = _with_all_ranks(self._document, owns)
         make_folder(self._path.parent)
-        discard(self._partial)  # of a save that died
+        self._token = new_token()
         self._partial.mkdir()
-        return [replace(plan, storage_data=None) for plan in plans]
+        return [replace(plan, storage_data=self._token) for plan in plans]
+
+    @property
+    def _partial(self) -> Path:
+        """The folder that is written into, and becomes the checkpoint."""
+        assert self._token is not None
+        return partial_of(self._path, self._token)
+
+    def discard(self) -> None:
+        """On the first rank, after a failure on which all ranks agree: remove what has been written."""
+        if self._token is not None:
+            remove(self._partial)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._token = plan.storage_data
         future: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
         if plan.items:
@@ -172,8 +199,9 @@ class Writer(StorageWriter):
             assert isinstance(stored, TensorStorageMetadata)
             tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
         contents = Contents(self._topology, self._document, tensors)
-        listed = write_file(self._partial / CONTENTS, [contents.to_json()])
-        publish(self._partial, self._path, [*files.values(), listed], sequence=self._sequence())
+        records = [*files.values(), contents.write(self._partial)]
+        assert self._token is not None
+        publish(self._partial, self._path, records, sequence=self._sequence(), token=self._token)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -294,9 +322,7 @@ def opened(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - loading alone needs it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "loading a checkpoint needs safetensors: pip install layerzero[checkpoint]"
-        ) from error
+        raise ModuleNotFoundError("loading a checkpoint needs safetensors: pip install safetensors") from error
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.files import host_values, tensor_bytes
-from layerzero.sharded_tensor import LocalRows
+from layerzero.tensors.sharded import LocalRows
 
 __all__ = ["DEPTH", "DTYPES", "Decoder", "Encoder", "PerRank", "dtype_named", "is_deeper", "references"]
 

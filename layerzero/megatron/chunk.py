@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.api import no_sync
-from layerzero.full import load_full_state_dict
-from layerzero.hooks import runtime_of
+from layerzero.engine.hooks import runtime_of
+from layerzero.megatron.finite import OwnGradients
 from layerzero.megatron.groups import ProcessGroups
-from layerzero.sharded_tensor import RowShardedTensor, plain
+from layerzero.tensors.sharded import RowShardedTensor, plain
+from layerzero.views.full import load_full_state_dict
 
 __all__ = ["NOT_FOUND", "ShardedChunk"]
 
@@ -30,6 +31,7 @@ class ShardedChunk(nn.Module):
         module: Megatron's model.
         config: its TransformerConfig.
         groups: where this rank stands.
+        own_gradients: which of this rank's gradients were not finite; None where nobody wants to know.
     """
 
     def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
@@ -37,6 +39,8 @@ class ShardedChunk(nn.Module):
         self.module = module
         self.config = config
         self.groups = groups
+        self.own_gradients: OwnGradients | None = None
+        self._shows_whole_gradients = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -51,9 +55,7 @@ class ShardedChunk(nn.Module):
 
     # Gradients
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate."""
-        return no_sync(self)
+    no_sync: Callable[[], AbstractContextManager[None]]  # backwards inside only accumulate; bound by shard_model
 
     def start_grad_sync(self, *unused: object) -> None:
         """Reduce what backwards inside :meth:`no_sync` have left behind. All data-parallel ranks must call this."""
@@ -80,6 +82,26 @@ class ShardedChunk(nn.Module):
         """Forget all gradients, also those of a backward that raised."""
         runtime_of(self).notice_interrupt()
         self.zero_grad(set_to_none=True)
+        if self.own_gradients is not None:
+            self.own_gradients.forget()
+        if self._shows_whole_gradients:
+            self._shows_whole_gradients = False
+            for parameter in self.parameters():
+                del parameter.main_grad  # type: ignore[attr-defined]
+
+    def show_whole_gradients(self) -> None:
+        """Until gradients are zeroed, let each parameter have its whole final gradient as ``main_grad``.
+
+        For ``--save-wgrads-interval``, which reads it. It is there on the first data-parallel rank, which writes the
+        file, in host memory; None on others. All data-parallel ranks must call this.
+        """
+        keeps = dist.get_rank(self.groups.zero1) == 0
+        self._shows_whole_gradients = True
+        for parameter in self.parameters():
+            whole = torch.zeros(parameter.shape)
+            if parameter.grad is not None:
+                whole = parameter.grad.full_tensor().cpu()  # type: ignore[attr-defined]
+            parameter.main_grad = whole if keeps else None  # type: ignore[attr-defined]
 
     # Parameters
 

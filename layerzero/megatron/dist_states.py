@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
+from layerzero.engine.member import Member
 from layerzero.megatron.chunk import NOT_FOUND
-from layerzero.member import Member
-from layerzero.sharded_tensor import RowSpan, Watch, sharded
+from layerzero.tensors.rows import RowSpan, Watch
+from layerzero.tensors.sharded import sharded
 
 __all__ = ["Described", "describe", "with_weights"]
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.hooks import runtime_of
+from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.groups import ProcessGroups
 from layerzero.megatron.units import language_model
-from layerzero.sharded_tensor import plain
+from layerzero.tensors.sharded import plain
 
 __all__ = ["FinalizeGradients", "tied_weight"]
 
@@ -36,7 +36,10 @@ class FinalizeGradients:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """As ``megatron.core.distributed.finalize_model_grads``; the groups are those of :func:`wrap`."""
+        """As ``megatron.core.distributed.finalize_model_grads``; the groups are those of :func:`wrap`.
+
+        With `force_all_reduce` Megatron's training loop wants to read whole gradients, to save them.
+        """
         for chunk in model:
             chunk.finish_grad_sync()
         self._sum_over_tensor_ranks(model)
@@ -47,6 +50,9 @@ class FinalizeGradients:
             reset_model_temporary_tensors(self.config, list(model))
         if num_tokens is not None:
             self._divide_by(num_tokens, model)
+        if force_all_reduce:
+            for chunk in model:
+                chunk.show_whole_gradients()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
         """Of parameters that every tensor rank holds whole, but uses for a part of the sequence or of the heads."""

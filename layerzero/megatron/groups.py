@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.agreement import agree
-from layerzero.device import default_device_type
-from layerzero.topology import groups_so_far, new_group_like
+from layerzero.comm.agreement import agree
+from layerzero.comm.topology import groups_so_far, new_group_like
+from layerzero.storage.device import default_device_type
 
-__all__ = ["ProcessGroups", "process_groups", "together"]
+__all__ = ["ProcessGroups", "process_groups", "tell_all", "together"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,16 @@ def together(what: str, groups: ProcessGroups, failure: Exception | None) -> Non
         raise failure
     if text:
         raise RuntimeError(text)
+
+
+def tell_all(groups: ProcessGroups, fact: Any) -> list[Any]:
+    """What each rank of all copies of the model has said, the same list on all of them."""
+    said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
+    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, said, group=group)
+        said = [each for several in heard for each in several]
+    return [fact for _, fact in sorted(said, key=lambda each: each[0])]
 
 
 def _failure(zero3_size: object, world: int) -> Exception | None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.api import refresh
-from layerzero.hooks import runtime_of
+from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.finite import refuse
 from layerzero.megatron.param_groups import Condition, param_groups
-from layerzero.optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.optimizers import adamw, sgd
-from layerzero.sharded_tensor import plain
+from layerzero.optimizers.kernels import adamw, sgd
+from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.tensors.sharded import plain
+from layerzero.views.loop import refresh
 
 __all__ = ["ShardedMegatronOptimizer"]
 
@@ -76,6 +77,11 @@ class ShardedMegatronOptimizer:
         self.grad_scaler: Any = _grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         trains = torch.full_like(self._one, float(any(self.sharded)))
+        if self._scale_adapts:
+            for chunk in self.model_chunks:
+                if chunk.own_gradients is not None:
+                    chunk.own_gradients.stop()
+                    chunk.own_gradients = None
         self.is_stub_optimizer = not self._over_model(trains, dist.ReduceOp.MAX).item()
 
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
@@ -104,6 +110,16 @@ class ShardedMegatronOptimizer:
 
     # Loss scale
 
+    @property
+    def _scale_adapts(self) -> bool:
+        """An overflow is no failure: it skips the step, and the next loss scale is smaller."""
+        return self.grad_scaler is not None and not self.config.loss_scale
+
+    @property
+    def _checks(self) -> bool:
+        """A gradient that is not finite is an error."""
+        return any(chunk.own_gradients is not None for chunk in self.model_chunks)
+
     def get_loss_scale(self) -> Tensor:
         """fp32, of one element."""
         scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
@@ -118,6 +134,9 @@ class ShardedMegatronOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
+        for chunk in self.model_chunks:
+            if chunk.own_gradients is not None:
+                chunk.own_gradients.forget()
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
@@ -146,6 +165,8 @@ class ShardedMegatronOptimizer:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, self.grad_scaler.inv_scale)
         self._over_model(overflows, dist.ReduceOp.MAX)
         overflow = bool(overflows.item() > 0)
+        if overflow and self._checks:
+            refuse(self.model_chunks, self.groups)
         self.grad_scaler.update(overflow)
         return overflow
 
@@ -167,10 +188,23 @@ class ShardedMegatronOptimizer:
     # Statistics: each element of the whole model counts once
 
     def get_grad_norm(self) -> float:
-        """The 2-norm of the gradients of the whole model."""
-        norms = torch._foreach_norm([rows for rows in self.get_main_grads_for_grad_norm() if rows.numel()] or [_ZERO])
-        total = torch.stack([norm.float() for norm in norms]).square().sum().to(self._device)
-        return math.sqrt(self._over_model(total, dist.ReduceOp.SUM).item())
+        """The 2-norm of the gradients of the whole model.
+
+        Raises:
+            RuntimeError: a gradient is not finite, with ``wrap(check_for_nan_in_grad=True)``; on all ranks.
+        """
+        counted, others = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
+        for parameter in self.get_parameters():
+            if parameter.grad is not None and (rows := plain(parameter.grad)).numel():
+                (counted if self._counts(parameter) else others).append(rows)
+        squares, of_others = (
+            torch.stack([n.float() for n in torch._foreach_norm(rows)]).square().sum() for rows in (counted, others)
+        )
+        suspect = ~torch.isfinite(squares + of_others)
+        squares, suspects = self._over_model(torch.stack([squares, suspect.float()]), dist.ReduceOp.SUM).tolist()
+        if suspects and self._checks:
+            refuse(self.model_chunks, self.groups)
+        return math.sqrt(squares)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """This rank's rows of gradients that no other rank counts.

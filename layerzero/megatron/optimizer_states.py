@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.elementwise import state_after_a_step
-from layerzero.hooks import runtime_of
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.member import Member
 from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
 from layerzero.megatron.dist_states import describe
 from layerzero.megatron.groups import ProcessGroups, together
-from layerzero.member import Member
-from layerzero.optimizer import ShardedOptimizer
-from layerzero.sharded_tensor import RowShardedTensor, plain
+from layerzero.optimizers.elementwise import state_after_a_step
+from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.tensors.sharded import RowShardedTensor, plain
 
 __all__ = ["Stepped", "load_states", "sharded_states"]
 

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.api import shard_model
+from layerzero.comm.topology import mesh_from_groups
 from layerzero.config import Accumulation, Units
-from layerzero.hooks import runtime_of
+from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
+from layerzero.megatron.finite import OwnGradients
 from layerzero.megatron.groups import ProcessGroups, process_groups
 from layerzero.megatron.units import default_units, language_model
-from layerzero.topology import mesh_from_groups
+from layerzero.setup.shard import shard_model
 
 __all__ = ["wrap"]
 
@@ -32,6 +33,7 @@ def wrap(
     accumulation: Accumulation = "sharded",
     align_grad_reduce: bool = False,
     align_param_refresh: bool = False,
+    check_for_nan_in_grad: bool = True,
     **settings: Any,
 ) -> list[ShardedChunk]:
     """Shard the model chunks of this rank; takes the place of Megatron's data-parallel wrapper.
@@ -53,6 +55,9 @@ def wrap(
             their last backward.
         align_param_refresh: with interleaving, the refresh of a chunk after the first is launched when the schedule
             comes to it, on all stages at the same time, instead of in the optimizer's step.
+        check_for_nan_in_grad: raise before a step, on all ranks, if a gradient is NaN or infinite, and name rank and
+            parameter. A dynamic loss scale skips such a step instead. As Megatron-LM's
+            ``--check-for-nan-in-loss-and-grad``, which is on by default, too.
         **settings: of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`, `replica_reduce_dtype`, ...
 
     Returns:
@@ -83,6 +88,8 @@ def wrap(
             gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
             **settings,
         )
+        if check_for_nan_in_grad:
+            chunk.own_gradients = OwnGradients(runtime_of(chunk).handles)
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
     tied_weight(chunks, groups)  # raises where it could not be summed later

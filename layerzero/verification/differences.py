@@ -5,7 +5,8 @@ The gradient of a bias before a normalisation is zero but for rounding, and roun
 gradient's difference is therefore relative to that parameter's largest gradient, or to `FLOOR` times the model's
 largest gradient where that is more. A weight's difference is relative to how far training moved it, as a wrong update
 would drown in the weight's own size; or to `FLOOR` times the largest movement in the model or the largest weight of the
-same parameter, where rounding would count otherwise.
+same parameter, where rounding would count otherwise. And a weight that is next to the plain run's, one ulp (unit in
+the last place) away, is no difference, however little training moved it: sums in another order round otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ParameterDifference:
         gradient: largest relative difference of its gradient; ``inf`` where only one run has a gradient, or where the
             sharded run's is not finite.
         gradient_step: the step, from 0, in which that was.
-        weight: largest relative difference of the trained values.
+        weight: largest relative difference of the trained values that are more than one ulp apart.
         weight_step: the step after which that was.
         tolerance: what `gradient` and `weight` may be.
         note: what numbers do not say, such as ``"no gradient when sharded"``; usually empty.
@@ -144,7 +145,8 @@ class Comparison:
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
             weight, start = plain.weights[name], self._start[name]
             scale = max(_distance(weight, start), FLOOR * largest_move, FLOOR * _largest([weight]))
-            self._worse(self._weight, name, _relative(_distance(ours.weights[name], weight), scale), step)
+            distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
+            self._worse(self._weight, name, _relative(distance, scale), step)
 
     def _compare_gradient(self, step: int, name: str, plain: Snapshot, ours: Snapshot, floor: float) -> None:
         theirs, mine = plain.gradients.get(name), ours.gradients.get(name)
@@ -179,16 +181,28 @@ class Comparison:
         ]
 
 
-def _distance(left: Tensor, right: Tensor) -> float:
-    """The largest difference; infinite for different shapes, and for an infinity or NaN that only one side has."""
+def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> float:
+    """The largest difference; infinite for different shapes, and for an infinity or NaN that only one side has.
+
+    Args:
+        slack: elements that are no further apart count as equal; as `right` in shape, or one number.
+    """
     if left.shape != right.shape:
         return math.inf
     if not left.numel():
         return 0.0
     left, right = left.double(), right.double()
     same = (left == right) | (left.isnan() & right.isnan())
-    distance = torch.where(same, 0.0, (left - right).abs()).max().item()
+    apart = (left - right).abs()
+    distance = torch.where(same | (apart <= slack), 0.0, apart).max().item()
     return math.inf if math.isnan(distance) else distance
+
+
+def _ulps(values: Tensor) -> Tensor:
+    """The distance of each element to the next larger one in its dtype, fp64; 0 for zeros and what is not finite."""
+    magnitudes = values.double().abs()
+    mantissas, _ = torch.frexp(magnitudes)  # in [0.5, 1), so that the quotient is a power of two, exactly
+    return (magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:

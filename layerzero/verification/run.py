@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from layerzero.agreement import agree
-from layerzero.api import shard_model
+from layerzero.comm.agreement import agree
 from layerzero.config import LayerZeroConfig
-from layerzero.device import compute_device, default_device_type
+from layerzero.setup.shard import shard_model
+from layerzero.storage.device import compute_device, default_device_type
 from layerzero.verification.differences import Comparison, ParameterDifference, VerifyReport
 from layerzero.verification.local_ranks import pickled, run_on_local_ranks
 from layerzero.verification.trials import (
@@ -105,9 +105,9 @@ def verify(
             inside ``no_sync``.
         tolerance: largest relative difference of a parameter's gradient, relative to its largest element, and of the
             trained parameter, relative to how far it moved; both relative to a hundredth of the model's largest where
-            that is more. None: by the coarsest dtype involved: half of its digits, the square root of its epsilon, for
-            fp32 (3.5e-4) and fp64; four times that for fp16 (0.125) and bf16 (0.35), whose roundings add up to more
-            than half of so few digits.
+            that is more. Trained values that are one ulp of their dtype apart are alike. None: by the coarsest dtype
+            involved: half of its digits, the square root of its epsilon, for fp32 (3.5e-4) and fp64; four times that
+            for fp16 (0.125) and bf16 (0.35), whose roundings add up to more than half of so few digits.
         seed: of everything random.
         timeout: seconds until an exchange between processes that are started here gives up.
         settings: of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both kinds of

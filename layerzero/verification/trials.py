@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.api import no_sync, shard_model
-from layerzero.optimizer import shard_optimizer
-from layerzero.topology import init_mesh
+from layerzero.comm.topology import init_mesh
+from layerzero.optimizers.sharded import shard_optimizer
+from layerzero.setup.shard import shard_model
 from layerzero.verification.differences import Snapshot
+from layerzero.views.loop import no_sync
 
 __all__ = ["PER_MODEL", "PlainRun", "Task", "loss_of_output", "preserved_rng", "train_plain", "train_sharded"]
 

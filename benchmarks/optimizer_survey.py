@@ -1,0 +1,297 @@
+"""Which optimizers of other packages work under layerzero: found out by long runs, and compared with what we say.
+
+    PYTHONPATH=DIR python -m benchmarks.optimizer_survey [--write docs/optimizers.md] [--only NAME ...]
+
+DIR holds those of pytorch_optimizer, lion-pytorch, schedulefree, bitsandbytes and torchao that are to be judged;
+install them there with ``--no-deps --target DIR``, so that torch stays as it is.
+
+The truth is decided without the trial of `layerzero.optimizers`: each optimizer is built anew for whole parameters and
+for the rows of three ranks (some of them none), takes 60 steps on larger tensors, from two seeds, on a quadratic loss
+with noise, and the parameters are compared. Nothing of this is needed to use or to test layerzero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from layerzero.optimizers.elementwise import require_elementwise
+
+PACKAGES = {
+    "torch.optim": "torch",
+    "pytorch_optimizer": "pytorch_optimizer",
+    "lion_pytorch": "lion-pytorch",
+    "schedulefree": "schedulefree",
+    "bitsandbytes.optim": "bitsandbytes",
+    "torchao.optim": "torchao",
+}
+# Shapes, and where three ranks cut them. The first is past 4096 elements, from where 8-bit optimizers quantise; so are
+# the rows of the second rank, and their blocks of 128 or 256 elements begin where none of the whole matrix does.
+CUTS = {
+    (128, 96): (0, 61, 125, 128),
+    (40, 33): (0, 1, 1, 40),
+    (257,): (0, 100, 101, 257),
+    (6, 5, 3, 3): (0, 4, 6, 6),
+    (11,): (0, 3, 7, 11),
+    (1, 50): (0, 0, 1, 1),
+}
+STEPS, SEEDS, SECONDS = 60, (0, 1), 150
+SETTINGS: dict[str, dict[str, Any]] = {"lr": {"lr": 1e-3}, "num_iterations": {"num_iterations": 100}}
+# What 60 steps with defaults do not show, by the definition of the optimizer.
+BY_DEFINITION = {
+    "AdamS": "scales its weight decay by a mean over all parameters",
+    "DAdaptAdaGrad": "estimates a distance from all parameters",
+    "EmoFact": "follows the loss of a closure",
+    "EmoLynx": "follows the loss of a closure",
+    "EmoNavi": "follows the loss of a closure",
+    "LAMB8bit": "scales by norms of whole parameters",
+    "LARS8bit": "scales by norms of whole parameters",
+    "ScalableShampoo": "preconditions matrices after more steps",
+    "SWATS": "changes its rule for all parameters at once",
+}
+MARKS = ("<!-- survey -->", "<!-- end of survey -->")
+Build = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Truth(NamedTuple):
+    works: bool | None  # None: not known
+    why: str
+
+
+class Row(NamedTuple):
+    package: str
+    name: str
+    truth: Truth
+    accepted: bool
+    said: str
+
+    @property
+    def verdict(self) -> str:
+        if self.truth.works is None:
+            return "not judged"
+        if self.accepted:
+            return "accepted" if self.truth.works else "WRONGLY ACCEPTED"
+        if "other way round" in self.said:
+            return "around others"
+        return "WRONGLY REFUSED" if self.truth.works else "refused"
+
+
+def classes() -> Iterator[tuple[str, str, type[Optimizer]]]:
+    for module in PACKAGES:
+        try:
+            found = vars(importlib.import_module(module))
+        except ImportError as error:
+            print(f"{module}: {error}", file=sys.stderr)
+            continue
+        for name, kind in sorted(found.items()):
+            if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer:
+                yield module, name, kind
+
+
+def builder(kind: type[Optimizer]) -> Build:
+    """With defaults, but for what has none."""
+    arguments = inspect.signature(kind.__init__).parameters
+    given: dict[str, Any] = {}
+    for name, value in SETTINGS.items():
+        if name in arguments and arguments[name].default is inspect.Parameter.empty:
+            given |= value
+    if "momentum" in arguments and kind.__module__.startswith("bitsandbytes"):
+        given["momentum"] = 0.9  # without it, those that have one refuse to be built or to step
+    if "params" not in arguments and "optimizer" in arguments:
+        return lambda parameters: kind(torch.optim.SGD(parameters, lr=1e-2), **given)
+    if "base_optimizer" in arguments:
+        return lambda parameters: kind(parameters, base_optimizer=torch.optim.SGD, lr=1e-2, **given)
+    if "Muon" in kind.__name__ or kind.__name__ in ("AdaGO",):
+        return lambda parameters: _muon(kind, parameters)
+    return lambda parameters: kind(parameters, **given)
+
+
+def _muon(kind: type[Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
+    matrices = [p for p in parameters if p.ndim == 2]
+    if kind.__module__.startswith("torch."):
+        return kind(matrices)
+    others = [p for p in parameters if p.ndim != 2]
+    return kind([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
+
+
+def truth_of(build: Build) -> Truth:
+    worst, quantised = 0.0, False
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        start = [0.5 * torch.randn(shape, generator=generator) for shape in CUTS]
+        target = [torch.randn(shape, generator=generator) for shape in CUTS]
+        noise = [[0.3 * torch.randn(shape, generator=generator) for shape in CUTS] for _ in range(STEPS)]
+        scales = [10 ** (2 * torch.rand((), generator=generator).item() - 1.5) for _ in range(STEPS)]
+
+        def rows(tensors: list[Tensor], rank: int) -> list[Tensor]:
+            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, CUTS.values(), strict=True)]
+
+        try:
+            whole, optimizer = _train(build, start, target, noise, scales, seed)
+        except _OutOfTimeError:
+            raise
+        except Exception as error:
+            return Truth(None, f"whole parameters: {_short(error)}")
+        try:
+            pieces = [
+                _train(build, *(rows(t, rank) for t in (start, target)), [rows(n, rank) for n in noise], scales, seed)[
+                    0
+                ]
+                for rank in range(3)
+            ]
+        except _OutOfTimeError:
+            raise
+        except Exception as error:
+            return Truth(False, f"rows on three ranks: {_short(error)}")
+        for index, first in enumerate(start):
+            moved = (whole[index] - first).double().norm().item()
+            together = torch.cat([piece[index] for piece in pieces])
+            off = (whole[index] - together).double().norm().item()
+            rounding = STEPS**0.5 * 2.0**-24 * first.double().norm().item()
+            if moved <= 3 * rounding:
+                continue
+            worst = max(worst, max(0.0, off - rounding) / moved)
+        if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
+            return Truth(None, "nothing moves with its defaults")
+        quantised |= _is_quantised(optimizer)
+    if worst < 1e-6:
+        return Truth(True, "same updates")
+    if quantised and worst < 0.5:
+        return Truth(True, f"quantises its state in blocks: {100 * worst:.1f} % of the way apart")
+    return Truth(False, f"{100 * worst:.2g} % of the way apart")
+
+
+def _train(
+    build: Build,
+    start: list[Tensor],
+    target: list[Tensor],
+    noise: list[list[Tensor]],
+    scales: list[float],
+    seed: int,
+) -> tuple[list[Tensor], Optimizer]:
+    torch.manual_seed(seed)
+    parameters = [nn.Parameter(each.clone()) for each in start]
+    optimizer = build(parameters)
+    if callable(begin := getattr(optimizer, "train", None)):
+        begin()
+    for step, scale in zip(noise, scales, strict=True):
+        for parameter, goal, each in zip(parameters, target, step, strict=True):
+            parameter.grad = (parameter.detach() - goal + each) * scale
+        optimizer.step()
+    if not all(parameter.isfinite().all() for parameter in parameters):
+        raise FloatingPointError("not finite")
+    return [parameter.detach() for parameter in parameters], optimizer
+
+
+def _is_quantised(optimizer: Optimizer) -> bool:
+    """Its state is in integers, or in tensors of a class that packs them, beside which scales of blocks are kept."""
+    for values in getattr(optimizer, "state", {}).values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and value.ndim and (value.dtype is torch.uint8 or type(value) is not Tensor):
+                return True
+    return False
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:110]
+
+
+class _OutOfTimeError(BaseException):
+    pass
+
+
+def _alarm(*_: Any) -> None:
+    raise _OutOfTimeError
+
+
+def survey(only: list[str]) -> list[Row]:
+    rows = []
+    signal.signal(signal.SIGALRM, _alarm)
+    for package, name, kind in classes():
+        if only and name not in only:
+            continue
+        build, said, accepted = builder(kind), "", False
+        signal.alarm(SECONDS)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                truth = truth_of(build)
+            if truth.works and name in BY_DEFINITION:
+                truth = Truth(False, BY_DEFINITION[name])
+        except _OutOfTimeError:
+            truth = Truth(None, f"not done within {SECONDS} s")
+        finally:
+            signal.alarm(0)
+        try:
+            optimizer = build([nn.Parameter(torch.zeros(shape)) for shape in CUTS])
+        except Exception as error:
+            truth = Truth(None, f"not built: {_short(error)}")
+        else:
+            try:
+                require_elementwise(optimizer, torch.device("cpu"))
+                accepted = True
+            except Exception as error:
+                said = str(error).split(". layerzero gives")[0]
+        rows.append(Row(package, name, truth, accepted, said))
+        print(f"{package}.{name}: {rows[-1].verdict}; {truth.why}; {said}", flush=True)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    verdicts = Counter(row.verdict for row in rows)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values()]
+    lines = [
+        MARKS[0],
+        f"Versions: {', '.join(versions)}. {len(rows)} classes: "
+        + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        + ".",
+        "",
+        "| package | accepted | refused | around others | not judged |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for package in PACKAGES:
+        cells = {"accepted": [], "refused": [], "around others": [], "not judged": []}  # type: dict[str, list[str]]
+        for row in rows:
+            if row.package == package:
+                mark = "\\*" if row.truth.works and "quantises" in row.truth.why else ""
+                cells.setdefault(row.verdict, []).append(row.name + mark)
+        wrong = {key: names for key, names in cells.items() if key.isupper() or key.startswith("WRONG")}
+        for key, names in wrong.items():
+            cells["accepted" if key.endswith("ACCEPTED") else "refused"] += [
+                f"**{name} ({key.lower()})**" for name in names
+            ]
+        columns = [", ".join(cells[key]) or "none" for key in ("accepted", "refused", "around others", "not judged")]
+        lines.append(f"| {package} | {' | '.join(columns)} |")
+    return "\n".join([*lines, MARKS[1]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="a markdown file whose part between the marks is replaced")
+    parser.add_argument("--only", nargs="*", default=[], help="names of classes")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    text = table(survey(given.only))
+    print(text)
+    if given.write:
+        before, _, rest = given.write.read_text().partition(MARKS[0])
+        given.write.write_text(before + text + rest.partition(MARKS[1])[2])
+
+
+if __name__ == "__main__":
+    main()

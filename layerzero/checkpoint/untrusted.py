@@ -1,0 +1,73 @@
+"""Files that anybody may have written: how much of them is read, and how what they say is shown.
+
+[Note: What JSON may cost]
+A parsed value takes up to a hundred bytes, however short its text: 60 MB of empty lists become gigabytes, and walking
+through them takes a minute. So JSON is refused by its size and by how many values it can hold, both known before it is
+parsed; and layerzero does not write what it would not read. A table of contents has more than four bytes for each
+value, whatever the shapes. Two million values more are for lists in ``extra``; what is longer belongs into a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CONTENTS_BYTES", "MANIFEST_BYTES", "CheckpointError", "check_json", "parse", "printable", "read_capped"]
+
+MANIFEST_BYTES = 64 << 20  # 400,000 files
+CONTENTS_BYTES = 512 << 20  # 100 units of a model with AdamW on 20,000 ranks
+_FREE_VALUES = 2_000_000
+_BYTES_A_VALUE = 4
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete or damaged, or could not be written; names the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for all that is not printed, such as what moves a terminal's cursor; line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def read_capped(path: Path, most: int) -> bytes:
+    """A file of `most` bytes or less.
+
+    Raises:
+        CheckpointError: it has more.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
+            return file.read(most)
+    raise CheckpointError(f"{path} has {size:,} bytes; layerzero reads at most {most:,} bytes of such a file")
+
+
+def check_json(path: Path, text: bytes) -> None:
+    """Raise CheckpointError if `text`, of the file at `path`, has more values than layerzero parses.
+
+    See [Note: What JSON may cost].
+    """
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    most = _FREE_VALUES + len(text) // _BYTES_A_VALUE
+    if values > most:
+        raise CheckpointError(
+            f"{path} has {values:,} values in {len(text):,} bytes, of which layerzero reads at most {most:,}; long "
+            "lists of numbers belong into tensors"
+        )
+
+
+def parse(path: Path, text: bytes) -> Any:
+    """The value of some JSON.
+
+    Raises:
+        CheckpointError: it has more values than layerzero parses.
+        ValueError, RecursionError: it is not JSON.
+    """
+    check_json(path, text)
+    return json.loads(text)

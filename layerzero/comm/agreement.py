@@ -1,0 +1,197 @@
+"""Agreement between ranks, through the store, before anything that could hang.
+
+Collectives abort or hang when ranks disagree about sizes and dtypes. The store has neither problem: every rank
+publishes what it is about to do, the first rank compares, and every rank reads the verdict.
+
+[Note: What is kept in the store]
+A text of one rank is read by the first only, before it publishes its verdict: whoever has read the verdict deletes its
+own. A verdict is read by all, at any time; that all have done so is known once all take part in the next agreement: the
+first rank then deletes the one before. What remains of an agreement that failed is the sentence that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from layerzero.comm.whereabouts import Word, leave_word, words_of
+
+__all__ = ["agree", "has_peers"]
+
+_AGREED = "agreed"
+_COMPARE = "compare"
+
+
+def has_peers(ranks: Sequence[int]) -> bool:
+    """Others take part, that this rank could disagree with.
+
+    On torch's fake process group one process plays one rank of many, and the others do not exist.
+    """
+    return len(ranks) > 1 and dist.get_backend() != "fake"
+
+
+def agree(
+    subject: str,
+    fields: Mapping[str, object],
+    *,
+    ranks: Sequence[int],
+    failure: Exception | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
+
+    Args:
+        subject: what is being agreed on; starts the error message.
+        fields: name -> JSON-serialisable value.
+        ranks: global ranks that call this together, in the same order everywhere; a rank's calls with the same
+            `ranks` must come in the same order on all of them.
+        failure: what this rank would have raised; re-raised here, and reported on the other ranks.
+        timeout: how long to wait for the others; the store's own timeout by default.
+
+    Raises:
+        ValueError: the ranks disagree; names each field, its values and the ranks that hold them.
+        RuntimeError: a rank never arrived, or failed while this one did not.
+    """
+    if not has_peers(ranks):
+        if failure is not None:
+            raise failure
+        return
+    try:
+        verdict = _exchange(subject, fields, ranks, failure, timeout)
+    except RuntimeError as error:
+        if failure is None:
+            raise
+        # Its own error first, whatever became of the others.
+        raise failure from failure.__cause__ or failure.__context__ or error
+    if failure is not None:
+        raise failure
+    if verdict != _AGREED:
+        raise (RuntimeError if verdict.startswith("layerzero:") else ValueError)(verdict)
+
+
+def _exchange(
+    subject: str,
+    fields: Mapping[str, object],
+    ranks: Sequence[int],
+    failure: Exception | None,
+    timeout: timedelta | None,
+) -> str:
+    """Publish what this rank means; the verdict on what all do. See [Note: What is kept in the store]."""
+    store = _get_default_store()
+    timeout = timeout or store.timeout  # type: ignore[attr-defined]
+    rank = dist.get_rank()
+    scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    try:
+        # The store itself counts this rank's calls, so that no counter lives in the process.
+        turn = store.add(f"{scope}/turn/{rank}", 1)
+        here = f"{scope}/{turn}"
+        leave_word(Word(subject, answer=f"{here}/first"))
+
+        error = None if failure is None else f"{type(failure).__name__}: {failure}"
+        mine = json.dumps({"error": error, "subject": subject, "fields": fields}, sort_keys=True)
+        # A digest first: the full text travels only when the digests differ.
+        store.set(f"{here}/digest/{rank}", "failed" if failure else hashlib.sha256(mine.encode()).hexdigest())
+        if rank == ranks[0]:
+            digests = _collect(store, f"{here}/digest", ranks, timeout, subject)
+            store.set(f"{here}/first", _first_verdict(digests))
+            if not isinstance(digests, str):
+                _forget(store, f"{scope}/{turn - 1}/first")
+        verdict = _read(store, f"{here}/first", timeout, subject, ranks[0])
+        _forget(store, f"{here}/digest/{rank}")
+        if verdict == _COMPARE:
+            store.set(f"{here}/full/{rank}", mine)
+            if rank == ranks[0]:
+                full = _collect(store, f"{here}/full", ranks, timeout, subject)
+                store.set(f"{here}/second", full if isinstance(full, str) else _describe_difference(subject, full))
+            verdict = _read(store, f"{here}/second", timeout, subject, ranks[0])
+            _forget(store, f"{here}/full/{rank}")
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"layerzero: {subject}: the store that the ranks meet in is gone: the process that served it has died or "
+            "ended. That is rank 0, unless a launcher serves it: see what it printed last"
+        ) from error
+    return verdict
+
+
+def _forget(store: Store, key: str) -> None:
+    """Delete what everyone has read."""
+    try:
+        store.delete_key(key)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # a store that keeps everything
+        pass
+
+
+def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
+    """The text of every rank, or one sentence that names the ranks which did not come."""
+    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
+    try:
+        store.wait(list(keys.values()), timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # DistStoreError, or what FileStore raises
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if missing:
+            return f"layerzero: {subject}: ranks {missing} did not take part within {_spell_wait(missing, timeout)}"
+    return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
+
+
+def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
+    """How long they were waited for, and where they last were, as far as is known."""
+    last = [f"rank {rank} last left word at: {word}" for rank, word in words_of(missing).items()]
+    return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
+
+
+def _first_verdict(digests: dict[int, str] | str) -> str:
+    if isinstance(digests, str):
+        return digests
+    values = set(digests.values())
+    return _AGREED if len(values) == 1 and "failed" not in values else _COMPARE
+
+
+def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
+    try:
+        # The first rank may itself wait a whole timeout for a rank that never comes.
+        store.wait([key], 2 * timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as error:
+        waited = _spell_wait([first], 2 * timeout)
+        raise RuntimeError(f"layerzero: {subject}: rank {first} did not take part within {waited}") from error
+    text: str = store.get(key).decode()
+    return text
+
+
+def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
+    entries = {rank: json.loads(text) for rank, text in texts.items()}
+    failed = {rank: entry["error"] for rank, entry in entries.items() if entry["error"]}
+    if failed:
+        return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
+    subjects = _by_value({rank: entry["subject"] for rank, entry in entries.items()})
+    if len(subjects) > 1:
+        return "ranks disagree on what they are doing: " + _spell(subjects)
+    lines = []
+    for name in sorted({name for entry in entries.values() for name in entry["fields"]}):
+        values = _by_value({rank: entry["fields"].get(name) for rank, entry in entries.items()})
+        if len(values) > 1:
+            lines.append(f"{name} is {_spell(values)}")
+    shown = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
+    return f"{subject}: ranks disagree: " + "; ".join(shown)
+
+
+def _by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks_of["absent" if value is None else json.dumps(value)].append(rank)
+    return dict(ranks_of)
+
+
+def _spell(ranks_of: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in ranks_of.items())

@@ -1,0 +1,309 @@
+"""The exchanges between ranks, by name, and the ledger that counts them.
+
+This is the only file of the package that calls a collective. Everyone else names an exchange
+(gather, hop 1, hop 2, refresh, ...) and a lane to run it on.
+
+[Note: Reductions add in fp32]
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the
+same bytes, adds in the accumulator's precision whatever dtype travelled, gives the same bits on every run, and is
+faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used.
+
+[Note: Gathers in place]
+gloo's all-gather is a ring that builds the result in a buffer of its own and copies it out, this rank's piece included.
+Between two ranks, one broadcast from each, straight into place, sends the same bytes with a third less work. Between
+more, the ring crosses from node to node less often than the trees of broadcasts do, so it is taken; unless this rank's
+piece is a master that the user may edit meanwhile, which must only be read.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler
+
+from layerzero.comm.recording import Flight, Observer
+from layerzero.comm.whereabouts import Word, explain_loss
+from layerzero.storage.buffers import BufferPool
+
+__all__ = [
+    "Exchange",
+    "Lane",
+    "Ledger",
+    "PendingSum",
+    "Works",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+]
+
+
+class Exchange(enum.Enum):
+    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
+
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    HOP1 = "hop1"  # gradients, inside the node
+    HOP2 = "hop2"  # gradients, across replicas
+    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
+    AGREE = "agree"  # which parameters were used, one byte each
+    ORDER = "order"  # which unit is gathered next, where that was not foreseen
+    NORM = "norm"  # gradient norms
+    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
+    BROADCAST = "broadcast"  # initial weights
+
+
+_SPELLED = {
+    Exchange.HOP1: "hop 1",
+    Exchange.HOP2: "hop 2",
+    Exchange.AGREE: "agreement on used parameters",
+    Exchange.ORDER: "comparison of orders before the gather",
+    Exchange.NORM: "norm of gradients",
+    Exchange.UNSHARD: "gather in full precision",
+    Exchange.BROADCAST: "broadcast of initial values",
+}
+_SHOWN = 6  # gathers before a failure that its error names
+
+
+@dataclass
+class Ledger:
+    """Calls and bytes that this rank sent, by exchange and by (exchange, axis)."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    observer: Observer = field(default_factory=Observer)
+    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
+    failure: str = ""  # of the first exchange that did
+
+    def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
+        self.calls[exchange.value] += 1
+        self.bytes[exchange.value, axis] += sent
+        if exchange is Exchange.GATHER:
+            self.gathered.append(name)
+
+    def gathers_up_to(self, name: str, *, launched: bool) -> tuple[str, ...]:
+        """The last units that were gathered, each once in a row, up to `name`: the last of them, or the next."""
+        names = list(self.gathered)
+        if launched and name in names:
+            while names[-1] != name:  # others have been launched ahead
+                names.pop()
+        return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One communicator along one axis of the mesh.
+
+    Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
+    """
+
+    name: str  # for people
+    axis: str  # "zero3", "replica" or "control"
+    group: dist.ProcessGroup
+    ledger: Ledger
+    size: int
+    rank: int
+    is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
+
+    @classmethod
+    def over(cls, name: str, axis: str, group: dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
+        return cls(
+            name=name,
+            axis=axis,
+            group=group,
+            ledger=ledger,
+            size=dist.get_world_size(group),
+            rank=dist.get_rank(group),
+            is_gloo=backend_of(group, device_type) == "gloo",
+        )
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that carries tensors of a device: a group may have one for each, as in "cpu:gloo,cuda:nccl"."""
+    config: str = dist.get_backend_config(group)
+    return dict(entry.split(":") for entry in config.split(","))[device_type]
+
+
+@dataclass(frozen=True)
+class Issued:
+    """An exchange that has been counted and launched."""
+
+    lane: Lane
+    exchange: Exchange
+    name: str  # whose it is: a unit's, for instance
+    flight: Flight | None  # for who watches
+
+    def carried_by(self, *each: dist.Work) -> Works:
+        if self.flight is not None:
+            self.flight.follow(each)
+        return Works(each, self)
+
+    @property
+    def word(self) -> Word:
+        """What this rank leaves word of where it waits for it in vain."""
+        doing = _SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
+        if self.exchange not in (Exchange.GATHER, Exchange.ORDER):
+            return Word(doing)
+        gathers = self.lane.ledger.gathers_up_to(self.name, launched=self.exchange is Exchange.GATHER)
+        return Word(doing, gathers=gathers)
+
+    def failed(self, error: Exception) -> RuntimeError:
+        """What to raise where waiting for it has raised `error`: which ranks did not come to it, as far as is known."""
+        ledger, word = self.lane.ledger, self.word
+        if ledger.failure:  # the others may be anywhere by now
+            return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
+        ranks = dist.get_process_group_ranks(self.lane.group)
+        lost = explain_loss(word, error, ranks=ranks, timeout=_timeout_of(self.lane.group))
+        ledger.failure = str(lost)
+        return lost
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds; as long as torch waits by default if the backend does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            seconds: float = options._timeout.total_seconds()
+            return seconds
+    return dist.constants.default_pg_timeout.total_seconds()
+
+
+@dataclass(frozen=True)
+class Works:
+    """Several transfers in flight that are waited for together, as one exchange."""
+
+    each: tuple[dist.Work, ...]
+    issued: Issued
+
+    @property
+    def flight(self) -> Flight | None:
+        return self.issued.flight
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.each)
+
+    def wait(self) -> None:
+        """Raises LostExchange where a rank did not come to it, or is gone."""
+        try:
+            with nullcontext() if self.flight is None else self.flight.waiting():
+                for work in self.each:
+                    work.wait()
+        except RuntimeError as error:
+            raise self.issued.failed(error) from error
+
+
+@dataclass
+class PendingSum:
+    """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
+
+    work: Works
+    sent: Tensor  # 1-D [size * n]; must not be written before `wait` returns
+    parts: tuple[Tensor, ...]  # each 1-D [n]; their sum is the result
+    give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
+
+    def done(self) -> bool:
+        return self.work.done()
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
+        """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
+        with nullcontext() if self.work.flight is None else self.work.flight.adding():
+            first, *rest = self.parts
+            if overwrite:
+                target.copy_(first)
+                if scale != 1.0:
+                    target.mul_(scale)
+            else:
+                target.add_(first, alpha=scale)
+            for part in rest:
+                target.add_(part, alpha=scale)
+        self.give_back()
+
+
+# torch 2.13 deprecates the `_into_tensor` and `_tensor` names; torch 2.11 has no others.
+_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Issued]:
+    """Count an exchange that is launched, show it to who watches, and name it where it fails."""
+    lane.ledger.record(exchange, lane.axis, sent, name)
+    observer, flight = lane.ledger.observer, None
+    if observer.recorder is not None or profiler._is_profiler_enabled:
+        flight = observer.flight(
+            exchange=exchange.value, lane=lane.name, axis=lane.axis, ranks=lane.size, name=name, sent=sent
+        )
+    try:
+        with nullcontext() if flight is None else flight.launching():
+            yield Issued(lane, exchange, name, flight)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
+            f"(global rank {dist.get_rank()}): {error}"
+        ) from error
+
+
+def all_gather(
+    lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "", only_reads_shard: bool = False
+) -> Works:
+    """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
+
+    `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
+    says, here and below, whose exchange it is.
+    """
+    sent = (lane.size - 1) * shard.numel() * shard.element_size()
+    with _issued(lane, exchange, name, sent) as issued:
+        if not lane.is_gloo or (lane.size > 2 and not only_reads_shard):  # see [Note: Gathers in place]
+            return issued.carried_by(_all_gather_flat(out, shard, group=lane.group, async_op=True))
+        pieces = out.chunk(lane.size)
+        if pieces[lane.rank].data_ptr() != shard.data_ptr():
+            pieces[lane.rank].copy_(shard)
+        each = [
+            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True) for rank, piece in enumerate(pieces)
+        ]
+        return issued.carried_by(*each)
+
+
+def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, name: str = "") -> PendingSum:
+    """Start summing `flat` [size * n] over the lane, piece i to rank i; `pool` lends what is received into."""
+    sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
+    with _issued(lane, exchange, name, sent) as issued:
+        received = pool.take(flat.numel() if lane.is_gloo else flat.numel() // lane.size, flat.dtype)
+        if lane.is_gloo:
+            work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
+            parts = received.chunk(lane.size)
+        else:
+            work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
+            parts = (received,)
+        return PendingSum(issued.carried_by(work), flat, tuple(parts), partial(pool.give, received))
+
+
+def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Works:
+    """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
+    sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
+    with _issued(lane, exchange, "", sent) as issued:
+        return issued.carried_by(dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
+
+
+def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
+    """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
+    sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
+    with _issued(lane, exchange, "", sent) as issued:
+        work = dist.broadcast(tensor, group_src=from_rank, group=lane.group, async_op=True)
+        works = issued.carried_by(work)
+    works.wait()

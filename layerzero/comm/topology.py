@@ -1,0 +1,250 @@
+"""Where this rank stands among the data-parallel ranks, and the lanes it talks on.
+
+Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
+the shard lies inside ZeRO-3 shard s and every exchange runs along one axis.
+
+[Note: Groups of their members alone]
+Groups are made by their members only: a model may live on some of the ranks, and the others need not know of it. After
+``init_process_group(device_id=...)`` torch would split the world's communicator for each new group instead of making
+one, which takes all ranks of the world, and hang where some are not asked. So while a group is made here, the world is
+not bound to a device; the group then connects at its first exchange, as it does without `device_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.collectives import Lane, Ledger, backend_of
+from layerzero.layout.grid import Grid
+from layerzero.storage.device import compute_device, default_device_type
+
+__all__ = ["AXES", "Topology", "check_mesh", "groups_so_far", "init_mesh", "mesh_from_groups", "new_group_like"]
+
+AXES = ("replica", "zero3")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
+
+    mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
+    flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
+    ranks: tuple[int, ...]  # global ranks, by r * S + s
+    grid: Grid  # where this rank stands among them
+    device: torch.device
+    ledger: Ledger
+    # Gathers and reductions have a communicator each: their interleaving may differ between ranks, the order of
+    # either alone may not.
+    gather: Lane
+    reduce: Lane
+    replica: Lane
+    # gloo, for a few bytes that the CPU must read: over all ranks, and over the node's.
+    control: Lane
+    node_control: Lane
+
+    @property
+    def zero3_size(self) -> int:
+        return self.grid.zero3_size
+
+    @property
+    def replicas(self) -> int:
+        return self.grid.replicas
+
+    @property
+    def data_parallel(self) -> int:
+        return self.grid.data_parallel
+
+    @property
+    def shard_index(self) -> int:
+        """k, the place of this rank's ZeRO-1 shard in the flat order."""
+        return self.grid.shard_index
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
+        check_mesh(mesh)
+        ledger = Ledger()
+        zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
+        ranks = mesh.mesh.flatten().tolist()
+        kind = mesh.device_type
+        node = dist.get_process_group_ranks(zero3)
+        reduce = new_group_like(node, like=zero3, device_type=kind)
+        control_backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
+        control = new_group_like(ranks, like=zero3, device_type=kind, backend=control_backend)
+        node_control = new_group_like(node, like=zero3, device_type=kind, backend=control_backend)
+        return cls(
+            mesh=mesh,
+            flat_mesh=_transposed(mesh, zero3, replica),
+            ranks=tuple(ranks),
+            grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
+            device=compute_device(mesh.device_type),
+            ledger=ledger,
+            gather=Lane.over("zero3 gather", "zero3", zero3, ledger, kind),
+            reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            replica=Lane.over("replica", "replica", replica, ledger, kind),
+            control=Lane.over("control", "control", control, ledger, "cpu"),
+            node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
+        )
+
+
+def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
+    """A mesh of all ranks with axes ``("replica", "zero3")``.
+
+    Args:
+        zero3_size: S, the number of consecutive ranks that share the low-precision weights, usually the ranks of
+            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: `zero3_size` does not divide the world, or ranks ask for different values.
+        RuntimeError: torch.distributed is not initialised.
+
+    Example::
+
+        torch.distributed.init_process_group()
+        mesh = layerzero.init_mesh(zero3_size=8)
+        model = layerzero.shard_model(model, mesh=mesh, units={Block})
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    world = dist.get_world_size()
+    device_type = device_type or default_device_type()
+    failure: Exception | None = None
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        failure = TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    elif zero3_size < 1 or world % zero3_size:
+        failure = ValueError(_indivisible(zero3_size, world))
+    fields = {"zero3_size": repr(zero3_size), "device_type": device_type, **groups_so_far()}
+    agree("init_mesh", fields, ranks=range(world), failure=failure)
+    table = torch.arange(world).view(world // zero3_size, zero3_size)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    row = table[dist.get_rank() // zero3_size].tolist()
+    return _mesh_over(table, new_group_like(row, like=everyone, device_type=device_type), device_type)
+
+
+def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of two process groups that a framework has already made.
+
+    Args:
+        zero1_group: all data-parallel ranks of this rank.
+        zero3_group: the consecutive members of `zero1_group`, this rank among them, that share the low-precision
+            weights.
+
+    Every member of `zero1_group` must call this. One process group per replica axis is created.
+
+    Raises:
+        ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of
+            different ranks differ in size.
+    """
+    ranks = sorted(dist.get_process_group_ranks(zero1_group))
+    block = sorted(dist.get_process_group_ranks(zero3_group))
+    size, world = len(block), len(ranks)
+    failure: Exception | None = None
+    if world % size:
+        failure = ValueError(
+            f"zero3_group {block} has {size} ranks, which do not divide the {world} of zero1_group {ranks}"
+        )
+    elif not set(block) <= set(ranks):
+        failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
+    elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
+        starts = [ranks[i : i + size] for i in range(0, world, size)]
+        failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
+    fields = {"zero1_group": ranks, "size of zero3_group": size, **groups_so_far()}
+    agree("mesh_from_groups", fields, ranks=ranks, failure=failure)
+
+    table = torch.tensor(ranks).view(world // size, size)
+    device_type = default_device_type()
+    if f"{device_type}:" not in dist.get_backend_config(zero3_group):
+        device_type = "cpu"
+    return _mesh_over(table, zero3_group, device_type)
+
+
+def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
+    column = table[:, dist.get_rank(zero3_group)].tolist()
+    replica_group = new_group_like(column, like=zero3_group, device_type=device_type)
+    return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
+
+
+def new_control_group(topology: Topology) -> dist.ProcessGroup:
+    """Another gloo group of all ranks, for a thread of its own. Every rank must call this."""
+    like = topology.control.group
+    return new_group_like(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` is a DeviceMesh with the two axes."""
+    way_out = "make it with layerzero.init_mesh or layerzero.mesh_from_groups"
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
+    if tuple(mesh.mesh_dim_names or ()) != AXES:
+        raise ValueError(f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; {way_out}")
+
+
+def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
+    table = mesh.mesh.t()
+    table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
+    return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
+
+
+def groups_so_far() -> dict[str, object]:
+    """What ranks that are going to make groups must agree on, for :func:`layerzero.agreement.agree`.
+
+    torch names a group that only its members make by how many groups each of them is in: members that are in different
+    numbers of groups would wait for each other for ever.
+    """
+    return {"number of process groups made so far": len(dist.distributed_c10d._world.pg_names)}
+
+
+def new_group_like(
+    ranks: list[int], *, like: dist.ProcessGroup, device_type: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group with the backend and the timeout of another; torch's own default would be half an hour.
+
+    Only the members call this, each in the same order as its peers. See [Note: Groups of their members alone].
+    """
+    with _nothing_to_split():
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            backend=backend or dist.get_backend_config(like),
+            timeout=_timeout_of(like, device_type),
+            use_local_synchronization=True,
+        )
+    return group
+
+
+@contextmanager
+def _nothing_to_split() -> Iterator[None]:
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """Of its exchanges; None where its backend does not tell, for torch's default."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):  # the base class of backends raises where there are no options
+        return None
+    return timeout
+
+
+def _indivisible(size: int, world: int) -> str:
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {divisors}"

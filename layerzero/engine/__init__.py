@@ -1,0 +1,1 @@
+"""The weights and gradients of a sharded model while it trains: handles, units, passes, hooks."""

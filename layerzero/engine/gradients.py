@@ -1,0 +1,299 @@
+"""The gradients of one handle: its sums on the ladder, and the way from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.collectives import Exchange, PendingSum, reduce_scatter
+from layerzero.comm.topology import Topology
+from layerzero.engine.route import Leg, Route
+from layerzero.engine.sums import Sum
+from layerzero.engine.usage import Usage
+from layerzero.layout.flat import FlatLayout
+from layerzero.layout.grid import Extent
+from layerzero.storage.buffers import BufferPool
+from layerzero.storage.places import InsidePlace, KeptPlace, Lease, Place, ScratchPlace
+
+__all__ = ["Carry", "Gradients", "Inspect", "Round"]
+
+Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
+
+
+class Gradients:
+    """Sums and usage of one trainable handle.
+
+    A backward calls :meth:`arrive` per parameter. When all have arrived, or the pass ends, :meth:`carry` takes the
+    result down the ladder, as far as the pass requires.
+
+    Args:
+        label: for traces: the unit's name.
+        make_place: gives the memory for what waits between backwards, ``(numel, dtype) -> Place``.
+        pool: lends scratch.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        route: Route,
+        *,
+        label: str,
+        master: torch.dtype,
+        topology: Topology,
+        pool: BufferPool,
+        make_place: Callable[[int, torch.dtype], Place],
+    ) -> None:
+        self.route = route
+        self._accumulating = route.between(route.lands, route.waits)
+        self._rest = route.between(route.waits, Extent.RANK)
+        self.label = label
+        self.topology = topology
+        self.pool = pool
+        self._layout = layout
+        self.sums: dict[Extent, Sum] = {}
+        for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
+            dtype = route.landing_dtype if extent is route.lands else master
+            place = self._place(extent, dtype, make_place)
+            self.sums[extent] = Sum(layout, topology.grid, extent, place)
+        self.landing = self.sums[route.lands]
+        self.waiting = self.sums[route.waits]
+        self.final = self.sums[Extent.RANK]
+        self.round = Round(len(layout.slots))
+        self.usage = bytearray(len(layout.slots))  # a Usage for each slot
+        self.carried: Carry | None = None  # on their way down the ladder
+        self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
+
+    def _place(self, extent: Extent, dtype: torch.dtype, make_place: Callable[[int, torch.dtype], Place]) -> Place:
+        """Where the sum of an extent has its memory: decided here alone."""
+        numel = self.topology.grid.numel(self._layout, extent)
+        if extent is Extent.RANK:
+            node = self.sums.get(Extent.NODE)
+            if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
+                part = self.topology.grid.place(self._layout, Extent.RANK, Extent.NODE)
+                return InsidePlace(node.place, part, self.pool)
+            return KeptPlace(numel, dtype, self.pool.device)
+        if extent is self.route.waits:
+            return make_place(numel, dtype)
+        return ScratchPlace(numel, dtype, self.pool)
+
+    # What it holds
+
+    @property
+    def unreduced(self) -> bool:
+        """Contributions wait for an exchange before the final gradient is complete."""
+        return self.waiting is not self.final and not self.waiting.empty
+
+    @property
+    def holds_of_peers(self) -> bool:
+        """What other ranks of the node have contributed, of which they have not told yet."""
+        return self.route.shares_early and not (self.waiting.empty and self.final.empty)
+
+    @property
+    def used(self) -> bool:
+        """Some parameter has been contributed to on this rank, or is known to have been on another."""
+        return bool(self.usage) and max(self.usage) >= Usage.SEEN
+
+    def is_used(self, slot: int) -> bool:
+        return self.usage[slot] >= Usage.SEEN
+
+    def learn(self, anywhere: bytes) -> None:
+        """Take the Usage of each slot that the ranks have agreed on; a final gradient is going to be shown."""
+        for slot, use in enumerate(anywhere):
+            if use >= Usage.SEEN:
+                self.usage[slot] = Usage.SEEN
+
+    @property
+    def blocked(self) -> bool:
+        """What waits cannot be used before an exchange in flight has ended."""
+        return self.carried is not None or (not self.waiting.place.lasting and self.waiting.place.blocked)
+
+    @property
+    def landing_blocked(self) -> bool:
+        """No gradient can be taken before an exchange in flight has ended."""
+        return self.landing is self.waiting and self.blocked
+
+    @property
+    def no_sync_saves(self) -> bool:
+        """A backward that reduces sends more than one that only accumulates."""
+        return len(self.route.legs) > len(self._accumulating)
+
+    # One backward pass
+
+    def arrive(self, slot: int, gradient: Tensor) -> bool:
+        """Take one parameter's whole gradient, any floating dtype, of the parameter's shape; True if it is the last."""
+        self.round.arrive(slot)
+        self.usage[slot] = Usage.NEW
+        complete = self.round.complete
+        self.landing.add(slot, gradient, self.route.landing_scale)
+        return complete
+
+    def take(self, slot: int) -> bool:
+        """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
+        self.landing.take(slot)
+        self.round.arrive(slot)
+        self.usage[slot] = Usage.NEW
+        return self.round.complete
+
+    @property
+    def offers_main_grad(self) -> bool:
+        return self.landing is self.waiting and self.route.landing_scale == 1.0
+
+    def prefetch(self) -> None:
+        """Gradients will arrive soon."""
+        if self.landing is self.waiting:
+            self.landing.place.prefetch(keep=not self.landing.untouched)
+
+    def carry(self, *, across_replicas: bool) -> Carry | None:
+        """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round."""
+        self.round.end()
+        return self._carry(self.route.legs if across_replicas else self._accumulating)
+
+    def carry_rest(self) -> Carry | None:
+        """Take to the final gradient what backwards inside no_sync have left behind."""
+        return self._carry(self._rest)
+
+    def _carry(self, legs: Sequence[Leg]) -> Carry | None:
+        if legs:
+            if self.inspect is not None and legs[0].start is self.route.lands:
+                self.inspect(self.landing.filled_parts())
+            self.carried = Carry(self, legs)
+        else:
+            self.landing.rest()
+        return self.carried
+
+    def abort(self) -> None:
+        """Forget the round under way, after a backward that failed."""
+        self.round.end()
+        self.landing.withdraw(range(len(self.usage)))  # a kernel may have written there
+        if self.landing is not self.waiting:
+            self.landing.discard()
+
+    # What the user contributes and takes back
+
+    def add_rows(self, slot: int, rows: Tensor) -> None:
+        """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
+        self.final.add(slot, rows)
+        self.usage[slot] = Usage.NEW
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget every contribution to some parameters: they have no gradient."""
+        for slot in slots:
+            self.usage[slot] = Usage.NONE
+        slots = slots if any(self.usage) else range(len(self.usage))
+        for each in self.sums.values():
+            each.forget(slots)
+        if not any(self.usage):
+            self.final.settle()
+
+    def zero(self, slot: int) -> None:
+        """Forget every contribution to one parameter, but let it have a gradient of zero."""
+        self.drop([slot])
+        self.final.zero(slot)
+        self.usage[slot] = Usage.SEEN
+
+
+class Round:
+    """The gradients that make a handle complete, once in each backward, and those that have come. Sets of slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._trained = (1 << slots) - 1
+        self._missing = self._trained  # expected in this round, and not arrived
+        self._arrived = 0
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    @property
+    def begun(self) -> bool:
+        return self._arrived != 0
+
+    def arrive(self, slot: int) -> None:
+        self._arrived |= 1 << slot
+        self._missing &= ~self._arrived
+
+    def expect(self, coming: Sequence[bool]) -> None:
+        """Of the gradients that are trained, only those that are `coming` in this pass make the round complete."""
+        self._missing = self._trained & _set(coming) & ~self._arrived
+
+    def end(self) -> None:
+        """The pass needs no more of this handle: the next arrival starts a new round."""
+        self._arrived = 0
+        self._missing = self._trained
+
+    def train(self, trained: Sequence[bool]) -> None:
+        """From the next round on, expect gradients of these slots."""
+        self._trained = _set(trained)
+        self.end()
+
+
+def _set(members: Iterable[bool]) -> int:
+    return sum(1 << index for index, member in enumerate(members) if member)
+
+
+class Carry:
+    """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
+
+    Attributes:
+        launched: exchanges so far.
+        last: exchanges in all.
+    """
+
+    def __init__(self, gradients: Gradients, legs: Sequence[Leg]) -> None:
+        self.launched = 0
+        self.last = len(legs)
+        self._gradients = gradients
+        self._legs = legs
+        self._pending: PendingSum | None = None
+        self._leases: tuple[Lease, ...] = ()  # of the exchange in flight
+
+    @property
+    def done(self) -> bool:
+        """The exchange in flight has ended."""
+        return self._pending is None or self._pending.done()
+
+    def step(self) -> bool:
+        """Add up what the exchange in flight has brought, and launch the next one; False where there is none."""
+        gradients = self._gradients
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._land(self._legs[self.launched - 1], pending)
+        if self.launched >= len(self._legs):
+            gradients.carried = None
+            return False
+        leg = self._legs[self.launched]
+        source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
+        if leg.start is Extent.NODE:
+            gradients.final.vacate()
+        source.hand_over()
+        # A second exchange is waited for later: others may need the slab until then.
+        sent = source.place.lend(leg.wire, gradients.pool, copies=self.launched > 0 and not source.place.lasting)
+        if target.place.lasting:
+            self._leases = (sent,)
+        else:
+            target.place.prefetch(keep=not target.untouched)
+            self._leases = (sent, target.place.lease())
+        lane = gradients.topology.reduce if leg.exchange is Exchange.HOP1 else gradients.topology.replica
+        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, gradients.pool, name=gradients.label)
+        self.launched += 1
+        return True
+
+    def _land(self, leg: Leg, pending: PendingSum) -> None:
+        target, final = self._gradients.sums[leg.stop], self._gradients.final
+        try:
+            pending.wait()
+            if target is final:
+                final.settle()
+            elif leg.stop is Extent.NODE:
+                final.vacate()
+            target.add_exchange(pending, scale=leg.scale)
+            if self.launched == len(self._legs):
+                target.rest()
+        except BaseException:
+            self._gradients.carried = None
+            raise
+        finally:
+            for lease in self._leases:
+                lease.end()

@@ -1,0 +1,317 @@
+"""The flat storage of one unit's parameters of one kind, and its transitions.
+
+[Note: One storage for equal shards]
+The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3
+shard and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed.
+
+[Note: Version counters]
+`full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
+views. gloo bumps the counter of its output from another thread, which autograd would take for an edit; the alias
+keeps that away. All leaves share the counter of `compute` (those with strides of their own have one each). So one
+comparison tells whether a forward has edited weights that will be thrown away, and one increment makes autograd refuse
+a graph that outlived an optimizer step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from layerzero.comm.collectives import Exchange, Works, all_gather
+from layerzero.comm.topology import Topology
+from layerzero.config import Precision
+from layerzero.engine.gradients import Gradients, Inspect
+from layerzero.engine.member import Member
+from layerzero.engine.route import Route
+from layerzero.engine.shown_gradients import ShownGradients
+from layerzero.layout.flat import FlatLayout, Slot
+from layerzero.layout.grid import Extent, overlap
+from layerzero.storage.slabs import Buffers
+from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.rows import RowSpan, Watch
+from layerzero.tensors.sharded import RowShardedTensor, carry_over, sharded
+from layerzero.tensors.strided import StridedCopy, keeps_order
+
+__all__ = ["Handle", "ShardState"]
+
+
+class ShardState(enum.Enum):
+    """Life of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+_NEXT = {
+    ShardState.SHARDED: ShardState.GATHERING,
+    ShardState.GATHERING: ShardState.GATHERED,
+    ShardState.GATHERED: ShardState.SHARDED,
+}
+
+
+class Handle:
+    """ZeRO-1 shard, ZeRO-3 shard and full buffer of some parameters, and the moves between them.
+
+    Args:
+        name: for messages: the unit's name and the kind.
+        label: for traces: the unit's name. Handles of one unit share a slab; see storage/slabs.py.
+        layout: flat places of the parameters.
+        originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
+        *,
+        label: str,
+        precision: Precision,
+        accumulation: str,
+        divide_factor: float,
+        topology: Topology,
+        buffers: Buffers,
+    ) -> None:
+        self.name = name
+        self.label = label
+        self.layout = layout
+        self.precision = precision
+        self.topology = topology
+        self._storages = buffers.full
+        self.state = ShardState.SHARDED
+        self.watch = Watch()
+        self._gathering: Works | None = None
+        self._refreshing: Works | None = None
+        self.outdated = False  # a step has changed the masters, and left their refresh to be launched
+
+        grid, device = topology.grid, topology.device
+        self.zero3 = torch.zeros(grid.numel(layout, Extent.NODE), dtype=precision.compute, device=device)  # [G / S]
+        self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
+        length = layout.shard_numel
+        self.master = (  # [L]; see [Note: One storage for equal shards]
+            self._zero3_own.data if self.shares_master else torch.zeros(length, dtype=precision.master, device=device)
+        )
+        self.full = (  # [G]
+            torch.empty(layout.numel, dtype=precision.compute, device=device) if self.gathers else self.zero3
+        )
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        self.compute = self.full.data  # see [Note: Version counters]
+        self._route = Route.plan(grid, precision, accumulation=accumulation, divide_factor=divide_factor)
+        self._take_values([parameter for parameter, _ in originals])
+        self._strided: list[StridedCopy] = []
+        self.members = tuple(
+            self._make_member(slot, original, owners)
+            for slot, (original, owners) in zip(layout.slots, originals, strict=True)
+        )
+        self._buffers = buffers
+        self._inspect: Inspect | None = None
+        self.gradients: Gradients | None = None  # frozen from birth: none
+        self.shown: ShownGradients | None = None  # there with `gradients`
+        if self.trainable:
+            self._start_gradients()
+        self._version = self._leaves_version
+        self._free_full()
+
+    @cached_property
+    def shares_master(self) -> bool:
+        """See [Note: One storage for equal shards]."""
+        return self.precision.master == self.precision.compute
+
+    @cached_property
+    def gathers(self) -> bool:
+        """The full buffer is more than the ZeRO-3 shard."""
+        return not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
+
+    @property
+    def trainable(self) -> bool:
+        """Some parameter of it required a gradient at the last forward."""
+        return any(member.leaf.requires_grad for member in self.members)
+
+    @property
+    def may_be_updated(self) -> bool:
+        """An optimizer step or the user may have changed the masters; the same on all ranks."""
+        # What has been frozen since the backward still has a gradient, and is stepped.
+        graded = any(member.parameter.grad is not None for member in self.members)
+        return self.trainable or self.watch.edited or graded
+
+    # Birth
+
+    @torch.no_grad()
+    def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
+        grid, layout = self.topology.grid, self.layout
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            values = parameter.detach().contiguous().view(-1)
+            for extent, target in ((Extent.NODE, self.zero3), (Extent.RANK, self.master)):
+                common = overlap(slot, grid.range_of(layout, extent))
+                target[common.of_range] = values[common.of_slot]
+
+    def _make_member(self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...]) -> Member:
+        layout, topology = self.layout, self.topology
+        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
+        bounds = (*(rows.start for rows in rows_of), slot.rows)
+        span = RowSpan(slot.name, slot.shape, bounds, topology)
+        local = topology.grid.part(layout, slot, Extent.RANK)
+        master = self.master[local].view(len(span.rows), *slot.shape[1:])
+        whole = self.compute[slot.offset : slot.end].view(slot.shape)
+        if not keeps_order(original):
+            self._strided.append(StridedCopy(whole, like=original))
+            whole = self._strided[-1].tensor
+        leaf = (nn.Parameter if self._route.shares_early else GatheredParameter)(whole)
+        accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
+        leaf.requires_grad_(original.requires_grad)
+        parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=original.requires_grad)
+        assert isinstance(parameter, RowShardedTensor)
+        parameter.gathered = leaf
+        carry_over(original, gathered=leaf, sharded=parameter)
+        return Member(slot.name, owners, leaf, parameter, master, span, local, accumulates)
+
+    # Gather and reshard
+
+    def gather(self) -> None:
+        """Launch the gather, unless the full buffer is there or on its way."""
+        if self.state is not ShardState.SHARDED:
+            return
+        self.finish_refresh()
+        if self.gathers:
+            self._storages.lend(self.full.untyped_storage(), self._full_bytes)
+            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
+        self._move_to(ShardState.GATHERING)
+
+    def wait(self) -> None:
+        """Finish the gather: from here on the leaves hold the parameters."""
+        if self.state is not ShardState.GATHERING:
+            return
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
+            gathering.wait()
+        for strided in self._strided:
+            strided.fill(self._storages)
+        self._move_to(ShardState.GATHERED)
+
+    def reshard(self) -> None:
+        """Free the full buffer; storage that autograd saved views of is filled again by the next gather."""
+        self.wait()
+        if self.state is ShardState.SHARDED:
+            return
+        edited = self._leaves_version != self._version
+        self._version = self._leaves_version
+        self._free_full()
+        self._move_to(ShardState.SHARDED)
+        if edited:
+            raise RuntimeError(
+                f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
+                "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
+            )
+
+    def _free_full(self) -> None:
+        for strided in self._strided:
+            strided.free(self._storages)
+        if self.gathers:
+            self._storages.reclaim(self.full.untyped_storage())
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that are there while the unit computes."""
+        return (self._full_bytes if self.gathers else 0) + sum(strided.gathered_bytes for strided in self._strided)
+
+    @property
+    def full_bytes(self) -> int:
+        """Of them, those that are there now."""
+        full = self.full.untyped_storage().nbytes() if self.gathers else 0
+        return full + sum(strided.nbytes for strided in self._strided)
+
+    @property
+    def _leaves_version(self) -> int:
+        """Grows with every edit of a gathered parameter."""
+        return self.compute._version + sum(strided.tensor._version for strided in self._strided)
+
+    def _move_to(self, state: ShardState) -> None:
+        assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
+        self.state = state
+
+    # Refresh
+
+    @torch.no_grad()
+    def launch_refresh(self) -> None:
+        """Start carrying the masters of all replicas into the ZeRO-3 shard."""
+        assert self.state is ShardState.SHARDED
+        self.finish_refresh()
+        if not self.shares_master:
+            self._zero3_own.copy_(self.master)
+        replica = self.topology.replica
+        if replica.size > 1:
+            self._refreshing = all_gather(
+                replica,
+                Exchange.REFRESH,
+                self.zero3,
+                self._zero3_own,
+                name=self.label,
+                only_reads_shard=self.shares_master,
+            )
+        self.watch.edited = False
+        self.watch.loaded.clear()
+        self.outdated = False
+        self._refuse_old_graphs()
+
+    def outdate(self) -> None:
+        """A step has changed the masters: a refresh is due, and a backward through a graph from before it raises."""
+        self.outdated = True
+        self._refuse_old_graphs()
+
+    def _refuse_old_graphs(self) -> None:
+        torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
+        self._version = self._leaves_version
+
+    def finish_refresh(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+
+    # Gradients
+
+    def _start_gradients(self) -> None:
+        buffers = self._buffers
+        self.gradients = Gradients(
+            self.layout,
+            self._route,
+            label=self.label,
+            master=self.precision.master,
+            topology=self.topology,
+            pool=buffers.scratch,
+            make_place=partial(buffers.accumulators.make, self.label),
+        )
+        self.gradients.inspect = self._inspect
+        self.shown = ShownGradients(self.members, self.gradients)
+
+    @property
+    def inspect(self) -> Inspect | None:
+        """What sees this rank's own gradients by slot, before they are sent."""
+        return self._inspect
+
+    @inspect.setter
+    def inspect(self, inspect: Inspect | None) -> None:
+        self._inspect = inspect
+        if self.gradients is not None:
+            self.gradients.inspect = inspect
+
+    def heed_requires_grad(self) -> None:
+        """Follow what the user has frozen and unfrozen since the last forward."""
+        for member in self.members:
+            wanted = member.parameter.requires_grad
+            if wanted and self.gradients is None and self.precision.master.itemsize < 4:
+                raise ValueError(
+                    f"parameter {member.name!r} was frozen when it was sharded, and its master is "
+                    f"{self.precision.master}, too coarse to train; unfreeze it before shard_model, or convert it to "
+                    "float32 before"
+                )
+            member.leaf.requires_grad_(wanted)
+        if self.trainable and self.gradients is None:
+            self._start_gradients()
+        if self.gradients is not None:
+            self.gradients.round.train([member.leaf.requires_grad for member in self.members])

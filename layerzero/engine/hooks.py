@@ -1,0 +1,147 @@
+"""The hooks through which a model drives its runtime, and through which the runtime is found again.
+
+Nothing else is attached to the user's modules.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from layerzero.engine.handle import Handle
+from layerzero.engine.outside import explain_dtypes
+from layerzero.engine.runtime import Runtime
+from layerzero.engine.unit import Unit
+from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.sharded import RowShardedTensor
+
+__all__ = ["attach", "runtime_of"]
+
+
+def attach(runtime: Runtime) -> None:
+    """Let the modules and parameters of a model drive its runtime."""
+    runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
+    for unit in runtime.units:
+        # First before, last after: the user's own hooks see gathered parameters.
+        unit.module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
+        for handle in unit.handles:
+            for slot, member in enumerate(handle.members):
+                hook = _gradient_hook(runtime, handle, slot)
+                requires_grad = member.leaf.requires_grad
+                member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
+                member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                member.leaf.requires_grad_(requires_grad)
+                if isinstance(member.leaf, GatheredParameter):
+                    member.leaf.offer(_main_grad(runtime, handle, slot))
+
+
+def _prepare_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Before torch copies the entries of a state dict into the parameters, which take their rows of whole tensors."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, RowShardedTensor):
+            names.setdefault(id(parameter), []).append(prefix + name)
+    for tied in names.values():
+        found = [name for name in tied if name in state_dict]
+        if found and local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would take {found[0]!r}, which is sharded, out of the model; leave "
+                "assign False, or use layerzero.load_full_state_dict(model, state_dict)"
+            )
+        for name in tied if found else ():  # one name of a tied parameter is enough
+            state_dict.setdefault(name, state_dict[found[-1]])
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _BeforeForward):
+            if hook.runtime.model is not model:
+                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
+            return hook.runtime
+    raise ValueError("the model is not sharded; call layerzero.shard_model first")
+
+
+def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Tensor], None]:
+    # Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
+    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
+
+    def hook(leaf: Tensor) -> None:
+        runtime, handle = weak_runtime(), weak_handle()
+        if runtime is not None and handle is not None:
+            runtime.on_gradient(handle, slot, leaf)
+
+    return hook
+
+
+def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
+    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
+
+    def open_main_grad() -> Tensor | None:
+        runtime, handle = weak_runtime(), weak_handle()
+        return None if runtime is None or handle is None else runtime.main_grad(handle, slot)
+
+    return open_main_grad
+
+
+class _Hook:
+    """A module hook that holds the runtime. A copy of it would drive the original's storage."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self.runtime = runtime
+        self.unit = unit
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
+            "or load layerzero.full_state_dict(model) into a new one; layerzero.EMA(model) averages its weights"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(  # torch.jit.script asks for it, to compile the hook
+            "a hook of layerzero has no name. If torch.jit.script asked: it cannot compile a sharded model; load "
+            "layerzero.full_state_dict(model) into an unsharded one and script that"
+        )
+
+
+# torch.compile compiles a unit's forward and must not trace into the schedule, which has collectives and state.
+
+
+class _BeforeForward(_Hook):
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        super().__init__(runtime, unit)
+        self._run = torch.compiler.disable(runtime.before_forward)  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed: tuple[Any, Any] = self._run(self.unit, args, kwargs)
+        return changed
+
+
+class _AfterForward(_Hook):
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        super().__init__(runtime, unit)
+        self._run = torch.compiler.disable(runtime.after_forward)  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if output is None:
+            param_dtype = self.runtime.config.mp_policy.param_dtype
+            explain_dtypes(sys.exc_info()[1], self.unit.label, module, param_dtype)
+        return self._run(self.unit, output)

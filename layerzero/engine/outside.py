@@ -1,0 +1,66 @@
+"""What a unit's forward cannot run under, and what is added to errors of torch that a setting would have prevented."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["explain_dtypes", "refuse_transforms"]
+
+_SHOWN = 4  # buffers in a message
+
+
+def refuse_transforms(label: str) -> None:
+    """Raise where a forward would be traced or transformed instead of computed: weights are gathered for real only.
+
+    Raises:
+        RuntimeError: names what is being done; raised before anything is exchanged.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
+        raise RuntimeError(
+            f"torch.func ({kind}) of {label} of a model sharded by layerzero is not supported: weights are gathered "
+            "and gradients reduced by hooks that a transform does not see. Use loss.backward() for gradients and a "
+            "batch dimension for vmap, or transform an unsharded copy (layerzero.full_state_dict)"
+        )
+    if torch._C._get_tracing_state() is not None:
+        _refuse_capture("torch.jit.trace", label)
+    if torch.compiler.is_exporting() or _is_proxied():
+        _refuse_capture("torch.export or make_fx", label)
+
+
+def _is_proxied() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _refuse_capture(what: str, label: str) -> None:
+    raise RuntimeError(
+        f"{what} of {label} of a model sharded by layerzero is not supported: it would record exchanges between ranks. "
+        "Load layerzero.full_state_dict(model) into an unsharded model and capture that; torch.compile works on units"
+    )
+
+
+def explain_dtypes(error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Add the way out to torch's error on mixed dtypes, where buffers are of another dtype than parameters."""
+    if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
+        return
+    text = str(error.args[0])
+    if "buffer_dtype" in text or not re.search(r"dtype|scalar type", text):
+        return
+    others = [
+        name for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.dtype != param_dtype
+    ]
+    if others:
+        error.args = (f"{text}\n{_mixed(label, others, param_dtype)}", *error.args[1:])
+
+
+def _mixed(label: str, others: Sequence[str], param_dtype: torch.dtype) -> str:
+    shown = ", ".join(repr(name) for name in others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+    return (
+        f"(layerzero: {label} computes in {param_dtype}, as mp_policy.param_dtype says, but its buffers {shown} are of "
+        f"another dtype. If the module cannot mix them, as batch-norm cannot on every device, pass "
+        f"shard_model(..., buffer_dtype={param_dtype}))"
+    )

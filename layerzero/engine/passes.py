@@ -1,0 +1,120 @@
+"""Forwards and backwards that are under way. Each is an object that lives as long as its pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from layerzero.comm.recording import Observer
+from layerzero.engine.handle import Handle
+from layerzero.engine.unit import Unit
+
+__all__ = ["BackwardPass", "Call", "ForwardPass", "inside_backward", "is_calling_itself"]
+
+
+class Call:
+    """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
+
+    __slots__ = ("_order", "_position", "around", "is_watched", "unit")
+
+    def __init__(self, unit: Unit, around: tuple[Call, ...]) -> None:
+        self.unit = unit
+        self.around = around  # the calls that make this one, outermost first
+        self.is_watched = False  # the gradients of its inputs will end its backward
+        self._order: list[Call] = []  # all calls of the forward, by return
+        self._position = 0
+
+    def join(self, order: list[Call]) -> None:
+        """Take the next place in the order of a forward."""
+        self._order, self._position = order, len(order)
+        order.append(self)
+
+    @property
+    def follower(self) -> Call | None:
+        """The call that returned next, whose backward comes before this one's."""
+        return self._order[self._position + 1] if self._position + 1 < len(self._order) else None
+
+    def ended_handles(self) -> Iterator[Handle]:
+        """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's."""
+        follower = self.follower
+        if follower is not None:
+            for ended in (follower, *follower.around):
+                if ended is not self and ended not in self.around:
+                    yield from ended.unit.handles
+
+    def before(self, count: int) -> Sequence[Call]:
+        """The `count` calls that returned before this one, nearest first."""
+        return self._order[max(0, self._position - count) : self._position][::-1]
+
+
+class ForwardPass:
+    """A forward of the root, or of a unit called by itself.
+
+    Args:
+        expected: the calls of the last forward through the same entry.
+    """
+
+    def __init__(self, entry: Unit, expected: list[Unit]) -> None:
+        self.entry = entry
+        self.called: list[Unit] = []
+        self.returned: list[Call] = []
+        self.prefetched: set[Unit] = set()
+        self._expected = expected
+
+    def upcoming(self, count: int) -> list[Unit]:
+        """The units that follow if this forward goes on like the last one; none once it has left that path."""
+        here = len(self.called)
+        if here > len(self._expected) or self._expected[here - 1] is not self.called[-1]:
+            self._expected = []
+        return self._expected[here : here + count]
+
+
+class BackwardPass:
+    """A backward.
+
+    Attributes:
+        reduces: it runs outside no_sync.
+        task: autograd's number for it.
+        observer: whom it is told to; None: nobody listens.
+        nested: by task: calls whose backward runs in a backward inside this one, of a reentrant checkpoint.
+        arrived: handles whose gradients are complete, in order.
+        begun: calls that have been gathered for.
+        open: calls whose backward has begun and not ended.
+    """
+
+    def __init__(self, *, reduces: bool, task: int, observer: Observer | None) -> None:
+        self.reduces = reduces
+        self.task = task
+        self.observer = observer
+        self.nested: dict[int, list[Call]] = {}
+        self.arrived: dict[Handle, None] = {}
+        self.begun: set[Call] = set()
+        self.open: dict[Call, None] = {}
+
+    def involves(self, unit: Unit) -> bool:
+        """Some call of the unit is in its backward."""
+        return any(call.unit is unit for call in self.open)
+
+    def comes_first(self, call: Call) -> bool:
+        """The follower's backward ends where the one of `call` begins, but the hook that ends it comes second.
+
+        Until then it holds its full buffer.
+        """
+        follower = call.follower
+        return follower is not None and follower.is_watched and follower not in call.around and follower in self.open
+
+
+def is_calling_itself(module: nn.Module) -> bool:
+    """An outer call of the module, beside the one that asks, is on the stack: it calls itself."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

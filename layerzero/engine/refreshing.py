@@ -1,0 +1,67 @@
+"""When masters are carried to the compute weights of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.topology import Topology
+from layerzero.engine.handle import Handle
+
+__all__ = ["Refreshes"]
+
+
+class Refreshes:
+    """Launches the refresh of handles; it is awaited where each is next gathered.
+
+    Attributes:
+        deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
+    """
+
+    def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
+        self.deferred = False
+        self._handles = handles
+        self._topology = topology
+
+    def launch(self, handles: Sequence[Handle] | None = None) -> None:
+        """The refresh of `handles`; None: of all. Every rank must call this."""
+        for handle in self._handles if handles is None else handles:
+            handle.reshard()
+            handle.launch_refresh()
+
+    def after_step(self) -> None:
+        """The refresh of what an optimizer may have updated."""
+        updated = [handle for handle in self._handles if handle.may_be_updated]
+        if not self.deferred:
+            self.launch(updated)
+            return
+        for handle in updated:
+            handle.outdate()
+
+    def launch_due(self) -> None:
+        """The refresh that a step has left."""
+        self.launch([handle for handle in self._handles if handle.outdated])
+
+    def launch_edited(self) -> None:
+        """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
+        edited = [handle for handle in self._handles if handle.watch.edited]
+        if edited:
+            names = [handle.name for handle in edited]
+            subject = (
+                "refresh of parameters that were changed outside optimizer.step(); change them on every rank, to the "
+                "same values (layerzero.load_full_state_dict takes the first rank's), or call layerzero.refresh(model) "
+                "on every rank afterwards"
+            )
+            loaded = {
+                f"digest of the whole tensor for {name!r}": digest
+                for handle in edited
+                for name, digest in handle.watch.loaded.items()
+            }
+            agree(subject, {"changed": names, **loaded}, ranks=self._topology.ranks)
+            self.launch(edited)
+
+    def before_forward(self) -> None:
+        """What is left, at the latest."""
+        if self.deferred:
+            self.launch_due()
+        self.launch_edited()

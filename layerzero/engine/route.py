@@ -1,0 +1,86 @@
+"""The way of a handle's gradients down the ladder: where they land, where they wait, and the exchanges in between.
+
+Pure: no tensors, no processes. See [Note: The ladder] in layout/grid.py.
+
+[Note: Six routes]
+    case                     lands   waits   legs
+    D = 1                    RANK    RANK    none
+    S = 1, R > 1             WHOLE   WHOLE   hop 2
+    full,    S > 1, R = 1    WHOLE   WHOLE   hop 1
+    full,    S > 1, R > 1    WHOLE   WHOLE   hop 1, hop 2
+    sharded, S > 1, R = 1    WHOLE   RANK    hop 1
+    sharded, S > 1, R > 1    WHOLE   NODE    hop 1, hop 2
+
+A backward inside no_sync carries what has landed to where it waits; one that reduces, to the final gradient (RANK); a
+step after no_sync carries what waits to the final gradient.
+
+[Note: Where the mean is taken]
+Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Only where
+fp16 travels, which would overflow, and where nothing travels, they are divided when they land.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.comm.collectives import Exchange
+from layerzero.config import Precision
+from layerzero.layout.grid import Extent, Grid
+
+__all__ = ["Leg", "Route"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One exchange: the sum over the ranks of an axis, of which this rank gets its part."""
+
+    start: Extent
+    stop: Extent
+    exchange: Exchange  # HOP1 runs on the zero3 axis, HOP2 on the replica axis
+    wire: torch.dtype
+    scale: float  # by which the sum is multiplied when it arrives
+
+
+@dataclass(frozen=True)
+class Route:
+    """How gradients of one handle become the final gradient; see [Note: Six routes]."""
+
+    lands: Extent
+    waits: Extent
+    legs: tuple[Leg, ...]
+    landing_dtype: torch.dtype
+    landing_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
+
+    @classmethod
+    def plan(cls, grid: Grid, precision: Precision, *, accumulation: str, divide_factor: float) -> Route:
+        """The route of a handle.
+
+        Args:
+            accumulation: ``"sharded"`` or ``"full"``.
+            divide_factor: what the sum over all ranks is divided by.
+        """
+        if grid.data_parallel == 1:
+            return cls(Extent.RANK, Extent.RANK, (), precision.master, 1.0 / divide_factor)
+        half = torch.float16 in (precision.reduce, precision.replica_reduce)
+        first, last = (1.0 / divide_factor, 1.0) if half else (1.0, 1.0 / divide_factor)
+        hop1, hop2 = (Exchange.HOP1, precision.reduce), (Exchange.HOP2, precision.replica_reduce)
+        if grid.zero3_size == 1:
+            legs: tuple[Leg, ...] = (Leg(Extent.WHOLE, Extent.RANK, *hop2, last),)
+        elif grid.replicas == 1:
+            legs = (Leg(Extent.WHOLE, Extent.RANK, *hop1, last),)
+        else:
+            legs = (Leg(Extent.WHOLE, Extent.NODE, *hop1, 1.0), Leg(Extent.NODE, Extent.RANK, *hop2, last))
+        if accumulation == "full" or grid.zero3_size == 1:
+            return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, first)
+        return cls(Extent.WHOLE, legs[0].stop, legs, precision.reduce, first)
+
+    def between(self, start: Extent, stop: Extent) -> tuple[Leg, ...]:
+        """The legs that lead from one extent down to another."""
+        return tuple(leg for leg in self.legs if leg.start <= start and leg.stop >= stop)
+
+    @property
+    def shares_early(self) -> bool:
+        """What waits holds contributions of other ranks of the node already."""
+        return self.waits is not self.lands

@@ -1,0 +1,395 @@
+"""The schedule: when units are gathered, freed and reduced. Driven by module, tensor and parameter hooks.
+
+[Note: Who frees the full buffer]
+A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it) or
+`reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a call's inputs
+are known: autograd runs later nodes first, so all of the call's nodes have run by then. Leaves come before later nodes,
+though, and of inputs without gradients nothing is heard: such a call ends with the backward that holds it, which in a
+reentrant checkpoint is one inside another. The gradients of the unit's parameters tell nothing: others, of nested units
+or tied weights, may still be reached through its weights.
+
+[Note: Forward order]
+A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
+prefetches along the record of its own forward, which its hooks hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layerzero.comm.order import GatherOrder
+from layerzero.comm.topology import Topology
+from layerzero.comm.whereabouts import LostExchange
+from layerzero.config import LayerZeroConfig
+from layerzero.engine.handle import Handle, ShardState
+from layerzero.engine.member import Member
+from layerzero.engine.micro_batches import MicroBatches
+from layerzero.engine.outside import refuse_transforms
+from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_backward, is_calling_itself
+from layerzero.engine.refreshing import Refreshes
+from layerzero.engine.structure import Structure
+from layerzero.engine.sync import GradientSync
+from layerzero.engine.unit import Unit
+from layerzero.storage.device import HomeStream
+from layerzero.storage.slabs import Buffers
+from layerzero.tensors.main_grad import FLAG, take_flag
+from layerzero.tensors.structures import cast_floating, tensors_in
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Runs one sharded model. The hooks on its modules keep it; see :mod:`layerzero.engine.hooks`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        config: LayerZeroConfig,
+        topology: Topology,
+        buffers: Buffers,
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
+        self.model = model
+        self.units = tuple(units)
+        self.handles = tuple(handle for unit in units for handle in unit.handles)
+        self.config = config
+        self.topology = topology
+        self.buffers = buffers
+        buffers.full.limit = self._most_gathered()
+        self.observer = topology.ledger.observer
+        self._home = HomeStream(topology.device)
+        self.reduces = True  # False inside no_sync
+        self.shows_full = False  # inside layerzero.unsharded
+        self.shows_averages = False  # inside EMA.swapped
+        self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
+        self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
+        self.members = {member.name: member for handle in self.handles for member in handle.members}
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
+        self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})
+        self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
+        self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
+        self._running: list[Call] = []  # calls of units under way, outermost first
+        self._forward: ForwardPass | None = None
+        self._backward: BackwardPass | None = None
+        self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
+        self.gradients = GradientSync(self.handles, topology)
+        self.refreshes = Refreshes(self.handles, topology)
+        self._structure = Structure(model, self.members.values())
+        self.micro_batches = MicroBatches(
+            would_save=any(handle.gradients is not None and handle.gradients.no_sync_saves for handle in self.handles)
+        )
+        self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
+
+    def _most_gathered(self) -> int:
+        """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
+        root = sum(handle.gathered_bytes for unit in self.units if unit.module is self.model for handle in unit.handles)
+        others = [unit for unit in self.units if unit.module is not self.model]
+        sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
+        return root + sum(sizes[-1 - self.config.prefetch :] if self.config.reshard_after_forward else sizes)
+
+    # Parameters
+
+    def remember_origins(self, origins: Sequence[tuple[nn.Parameter, str]]) -> None:
+        """Know the parameters that the model had before sharding: an optimizer may hold them."""
+        for parameter, name in origins:
+            self._origins[parameter] = self.members[name]
+
+    def member_of(self, parameter: Tensor) -> Member | None:
+        """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
+        member: Member | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
+        if member is None:
+            member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
+        return member
+
+    def is_ignored(self, parameter: Tensor) -> bool:
+        """The model had it when it was sharded, and shard_model was told to leave it alone."""
+        return parameter in self._ignored
+
+    # Forward
+
+    def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        interrupted = self._is_running(unit) and self._forward is not None and not is_calling_itself(unit.module)
+        if self._forward is None or interrupted:
+            self.notice_interrupt()
+        call = Call(unit, around=tuple(self._running))
+        self._running.append(call)  # now: after_forward runs even where this raises
+        if self.shows_full:
+            raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
+        refuse_transforms(unit.label)
+        if self._forward is None and not inside_backward():
+            self._begin_forward(unit)
+        self._home.check()
+        self._gather(unit)
+        if self._forward is not None:
+            self._forward.called.append(unit)
+            for upcoming in self._forward.upcoming(self.config.prefetch):
+                self._forward.prefetched.add(upcoming)
+                self._gather(upcoming)
+        self._wait(unit)
+        unit.show_leaves()
+        policy = self.config.mp_policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        if torch.is_grad_enabled():
+            self._watch_inputs(call, args, kwargs)
+        self.observer.begin("forward", unit.label, call)
+        return args, kwargs
+
+    def after_forward(self, unit: Unit, output: Any) -> Any:
+        """`output` is None where the forward raised."""
+        call = next((call for call in reversed(self._running) if call.unit is unit), None)
+        if call is None:  # before_forward has raised at once
+            return output
+        self.observer.end(call)
+        self._running.remove(call)
+        if self.shows_full:  # before_forward has refused
+            return output
+        if self._is_idle(unit):
+            unit.show_sharded()
+        if self.config.mp_policy.output_dtype is not None:
+            output = cast_floating(output, self.config.mp_policy.output_dtype)
+        comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
+        if self._forward is not None and comes_back:
+            call.join(self._forward.returned)
+        stays = comes_back and not self.config.reshard_after_forward
+        if not stays and not inside_backward() and self._is_idle(unit):
+            unit.reshard()
+        if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):
+            self._end_forward(self._forward, comes_back=comes_back)
+        return output
+
+    def _is_running(self, unit: Unit) -> bool:
+        """A forward of the unit is under way; several, if it calls itself."""
+        return any(call.unit is unit for call in self._running)
+
+    def _is_idle(self, unit: Unit) -> bool:
+        """No forward and no backward of the unit is under way."""
+        return not self._is_running(unit) and not (self._backward is not None and self._backward.involves(unit))
+
+    def _begin_forward(self, entry: Unit) -> None:
+        if self.before_first_forward is not None:
+            self.before_first_forward()
+            self.before_first_forward = None
+        self._structure.heed()
+        self.gradients.heed_requires_grad()
+        self.refreshes.before_forward()
+        self._forward = ForwardPass(entry, expected=self._last_calls.get(entry, []))
+
+    def _end_forward(self, forward: ForwardPass, *, comes_back: bool) -> None:
+        self._forward = None
+        self._last_calls[forward.entry] = forward.called
+        # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
+        for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
+            if self._is_idle(unit):
+                unit.reshard()
+
+    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
+        # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        call.is_watched = len(inputs) == 1  # with several, it is not known where the backward ends
+        if len(inputs) == 1:
+            inputs[0].register_hook(functools.partial(self._after_backward, call))  # type: ignore[no-untyped-call]
+        elif inputs:
+            register_multi_grad_hook(inputs, functools.partial(self._after_backward, call))
+
+    def _watch_outputs(self, call: Call, output: Any) -> bool:
+        """Gather again when the backward reaches this call; False where it never will."""
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(functools.partial(self._before_backward, call))  # type: ignore[no-untyped-call]
+        return bool(outputs)
+
+    # Gather
+
+    def _gather(self, unit: Unit) -> None:
+        absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
+        if any(handle.gathers for handle in absent):
+            self._order.check(self._index[unit])
+        if absent:
+            unit.gather()
+
+    def _wait(self, unit: Unit) -> None:
+        try:
+            for handle in unit.handles:
+                if handle.state is ShardState.GATHERING:
+                    handle.wait()
+        except LostExchange as error:
+            raise self._order.explain(error) from error.__cause__
+
+    # Backward
+
+    def _before_backward(self, call: Call, gradient: Tensor) -> None:
+        unit = call.unit
+        self._home.check()
+        backward = self._enter_backward(f"unit {unit.name!r}")
+        if backward.observer is not None:
+            backward.observer.reach(call, call.around)
+        backward.open[call] = None
+        self._end_with_nested_backward(backward, call)
+        # Outermost first, whichever output the backward reaches first: that may differ between ranks.
+        for around in call.around:
+            if around not in backward.begun:
+                backward.begun.add(around)
+                self._gather(around.unit)
+        backward.begun.add(call)
+        self._gather(unit)
+        if self.config.offload_grads:
+            unit.prefetch_accumulators()
+        self._expect_no_more(backward, call)
+        if not backward.comes_first(call):
+            self._prefetch_before(call)
+        self._wait(unit)
+        unit.show_leaves()
+        self.gradients.queue.start_ready(across_replicas=backward.reduces)
+        if backward.observer is not None:
+            backward.observer.begin("backward", unit.label, call)
+
+    def _expect_no_more(self, backward: BackwardPass, call: Call) -> None:
+        """What the calls before this one in the backward have not delivered by now will not come.
+
+        Another rank may have used other parameters, complete a handle and wait for its reduction. So this rank starts
+        it in the same place of the program, before it waits itself for a gather that the other has not come to.
+        """
+        for handle in call.ended_handles():
+            gradients = handle.gradients
+            if gradients is not None and not gradients.round.complete and handle.trainable:
+                gradients.round.expect([member.is_coming() for member in handle.members])
+                if gradients.round.complete:
+                    backward.arrived[handle] = None
+
+    def _prefetch_before(self, call: Call) -> None:
+        for distance, earlier in enumerate(call.before(self.config.prefetch)):
+            self._gather(earlier.unit)
+            if distance == 0 and self.config.offload_grads:  # there are two slabs
+                earlier.unit.prefetch_accumulators()
+
+    def _after_backward(self, call: Call, gradients: object) -> None:
+        backward = self._backward
+        if backward is not None:
+            backward.open.pop(call, None)
+            if backward.observer is not None:
+                backward.observer.end(call)
+        if self._is_idle(call.unit):
+            call.unit.release()
+        for previous in call.before(1):
+            if backward is not None and previous in backward.open:
+                self._prefetch_before(previous)
+
+    def _end_with_nested_backward(self, backward: BackwardPass, call: Call) -> None:
+        """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed call's nodes."""
+        task = torch._C._current_graph_task_id()
+        if task == backward.task:
+            return
+        if task not in backward.nested:
+            backward.nested[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_nested, task))
+        backward.nested[task].append(call)
+
+    def _end_nested(self, task: int) -> None:
+        assert self._backward is not None
+        for call in self._backward.nested.pop(task):
+            self._after_backward(call, None)
+
+    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
+        """The gradient of one whole parameter has arrived in ``leaf.grad``."""
+        backward = self._enter_backward(handle.members[slot].name)
+        gradient, leaf.grad = leaf.grad, None
+        gradients = handle.gradients
+        written = getattr(leaf, FLAG, False) and take_flag(leaf)
+        if gradient is None:  # frozen since its forward: torch drops the gradient, too
+            if written and gradients is not None:
+                gradients.landing.withdraw([slot])
+            return
+        assert gradients is not None
+        if gradient.layout is not torch.strided:
+            name = handle.members[slot].name
+            raise RuntimeError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False")
+        if gradients.landing_blocked:
+            self.gradients.queue.make_way_for(gradients)
+        complete = written and gradients.take(slot)
+        if not written or getattr(leaf, "zero_out_wgrad", False):
+            complete = gradients.arrive(slot, gradient)
+        if complete:
+            backward.arrived[handle] = None
+            self.gradients.queue.start_ready(across_replicas=backward.reduces)
+
+    def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
+        """What a gathered parameter offers as ``main_grad``."""
+        in_backward = inside_backward() and not self._running  # a forward that is computed again is no backward
+        return self.gradients.main_grad(handle, slot, in_backward=in_backward)
+
+    def _enter_backward(self, name: str) -> BackwardPass:
+        if torch.is_grad_enabled():  # the engine's own mode inside a backward
+            raise RuntimeError(
+                f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients of "
+                "gradients would need weights that are freed by then. Compute such a penalty on an unsharded model, or "
+                "by finite differences"
+            )
+        if self._backward is None:
+            if edited := [handle.name for handle in self.handles if handle.watch.edited]:
+                raise RuntimeError(
+                    f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
+                    "them as they were; change them after the backward"
+                )
+            self.gradients.begin()
+            if self.micro_batches.listens:
+                self.micro_batches.note_backward(reduces=self.reduces, is_first=self.gradients.empty)
+            self._backward = BackwardPass(
+                reduces=self.reduces,
+                task=torch._C._current_graph_task_id(),
+                observer=self.observer if self.observer.listens else None,
+            )
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        assert backward is not None
+        self.observer.end_backward()
+        backward.open.clear()
+        for unit in self.units:
+            gathered = any(handle.state is not ShardState.SHARDED for handle in unit.handles)
+            if gathered and not self._is_running(unit):
+                unit.release()
+        self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
+        self._backward = None
+        if backward.reduces:
+            self.gradients.run_hooks()
+
+    def notice_failure(self) -> None:
+        """Outside a backward, one that has begun and not ended has raised."""
+        if self._backward is None or inside_backward():
+            return
+        self._backward = None
+        self.gradients.abandon()
+        self._release_all()
+
+    def notice_interrupt(self) -> None:
+        """Between passes, a forward that has begun and not ended was interrupted: torch runs no hook then."""
+        self.notice_failure()
+        if self._running and not inside_backward():
+            self._forward = None
+            self._release_all()
+
+    def _release_all(self) -> None:
+        self.observer.end_all()
+        self._running.clear()
+        for unit in self.units:
+            unit.release()
+
+    def complete_gradients(self) -> None:
+        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
+        self._home.check()
+        self.notice_interrupt()
+        if self.gradients.complete():
+            self.gradients.run_hooks()

@@ -1,0 +1,242 @@
+"""The gradients of a whole model: their reduction, what the user sees of them, and what the user does to them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.collectives import Exchange, Works, all_reduce, broadcast
+from layerzero.comm.topology import Topology
+from layerzero.engine.handle import Handle
+from layerzero.engine.member import Member
+from layerzero.engine.reduction import ReductionQueue
+from layerzero.engine.shown_gradients import ShownGradients
+from layerzero.engine.usage import Usage
+from layerzero.tensors.main_grad import take_flag
+
+__all__ = ["GradientSync"]
+
+
+class Debt(enum.Enum):
+    """What the passes so far have left to be done before a step. A failure outweighs the rest."""
+
+    NONE = "none"
+    REDUCTION = "reduction"  # the last backward ran inside no_sync
+    ZERO_GRAD = "zero_grad"  # a backward failed after it had begun to add gradients
+
+
+class GradientSync:
+    """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
+
+    A backward calls :meth:`begin`, starts the reductions of `queue` as handles are complete, and calls :meth:`finish`
+    at its end, or :meth:`abandon` where it has raised.
+    """
+
+    def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
+        self._debt = Debt.NONE
+        self._handles = tuple(handles)
+        self._topology = topology
+        self._order_agreed = False
+        self.queue = ReductionQueue([])
+        self._order: list[Handle] = []  # as the queue's
+        self._requeue()
+        self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
+        self._members = tuple(member for handle in handles for member in handle.members)
+
+    def _requeue(self) -> None:
+        """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
+        # Inside no_sync only this rank knows what it has used.
+        left = self._debt is not Debt.NONE
+        self._follow(
+            [
+                handle
+                for handle in reversed(self._handles)
+                if handle.gradients is not None and (handle.trainable or left or handle.gradients.used)
+            ]
+        )
+
+    def _follow(self, order: list[Handle]) -> None:
+        self._order = order
+        self.queue = ReductionQueue([gradients for handle in order if (gradients := handle.gradients) is not None])
+
+    @property
+    def failed(self) -> bool:
+        """A backward has failed, and what it left is still there."""
+        return self._debt is Debt.ZERO_GRAD
+
+    @property
+    def empty(self) -> bool:
+        """No gradient is there, nor anything that would become one."""
+        return not any(shown.gradients.used for shown in self._shown)
+
+    @property
+    def _shown(self) -> list[ShownGradients]:
+        return [handle.shown for handle in self._handles if handle.shown is not None]
+
+    # One backward, in which autograd is off already
+
+    def begin(self) -> None:
+        """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
+        self.heed_user()
+        with _plain_access():
+            for shown in self._shown:
+                shown.withhold()
+
+    def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
+        """Where a kernel may add the gradient of one whole parameter; None if it may not."""
+        gradients = handle.gradients
+        if gradients is None or not gradients.offers_main_grad:
+            return None
+        if not in_backward:
+            if not gradients.landing.place.lasting:
+                raise RuntimeError(
+                    f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
+                    "offload_grads=True it may be elsewhere by then; take it in the backward, or do not offload"
+                )
+            if self._debt is Debt.ZERO_GRAD:
+                self.heed_user()
+            if handle.shown is not None:
+                handle.shown.heed_user()
+        self.queue.make_way_for(gradients)
+        with torch.no_grad():
+            return gradients.landing.offer(slot)
+
+    @torch.no_grad()
+    def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
+        """End a backward: reduce what is left of it, and show the result."""
+        with _plain_access():
+            for shown in self._shown:
+                shown.take_rows()
+        used = self._agree_on_use() if reduces else None
+        self.queue.finish(across_replicas=reduces)
+        with _plain_access():
+            self._publish(used)
+        self._debt = Debt.NONE if reduces else Debt.REDUCTION
+        if reduces and not self._order_agreed:
+            self._agree_on_order(arrived)
+
+    def abandon(self) -> None:
+        """A backward has raised. What it added cannot be told from what was there before."""
+        self._debt = Debt.ZERO_GRAD
+        self.queue.abandon()
+        for shown in self._shown:
+            shown.gradients.abort()
+            with _plain_access():
+                shown.give_back()
+            for member in shown.members:
+                member.leaf.grad = None
+                take_flag(member.leaf)
+
+    # Between backwards
+
+    def complete(self) -> bool:
+        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
+        self.heed_user()
+        owed = self._debt is Debt.REDUCTION  # even if nothing is left here: another node may hold something
+        if owed:
+            with torch.no_grad():
+                used = self._agree_on_use()
+                self.queue.finish_rest()
+                self._publish(used)
+        self._debt = Debt.NONE
+        return owed
+
+    def drop(self) -> None:
+        """Forget every contribution, and a failed backward."""
+        for shown in self._shown:
+            shown.gradients.drop(range(len(shown.members)))
+            for member in shown.members:
+                member.parameter.grad = None
+        self._debt = Debt.NONE
+
+    def heed_user(self) -> None:
+        """Follow what the user has done to ``.grad``."""
+        with _plain_access():
+            for shown in self._shown:
+                shown.heed_user()
+        if self._debt is Debt.ZERO_GRAD:
+            if left := [member.name for member in self._members if member.parameter.grad is not None]:
+                raise RuntimeError(
+                    "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
+                    f"optimizers, or model.zero_grad() (parameters with a gradient: {', '.join(left[:3])}, ...)"
+                )
+            self.drop()
+
+    def heed_requires_grad(self) -> None:
+        """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
+        with _plain_access():
+            changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
+        if not changed:
+            return
+        subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
+        agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._topology.ranks)
+        for shown in self._shown:
+            shown.heed_user()  # what zero_grad has dropped need not be reduced
+        for handle in self._handles:
+            handle.heed_requires_grad()
+        self._requeue()
+        self._order_agreed = False
+
+    def run_hooks(self) -> None:
+        """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
+        updated, self._updated = self._updated, []
+        for member in updated:
+            hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
+            if hooks and member.parameter.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(member.parameter)
+
+    # Agreement
+
+    def _agree_on_use(self) -> tuple[Tensor, Works | None]:
+        """Start finding out which parameters any rank has used, and when."""
+        local = bytearray().join(gradients.usage for gradients in self.queue.order)
+        usage = torch.frombuffer(local, dtype=torch.uint8) if local else torch.empty(0, dtype=torch.uint8)
+        control = self._topology.control
+        work = None
+        if control.size > 1 and local:
+            work = all_reduce(control, Exchange.AGREE, usage, dist.ReduceOp.MAX)
+        return usage, work
+
+    def _publish(self, agreement: tuple[Tensor, Works | None] | None) -> None:
+        if agreement is not None:
+            self._take_agreed(*agreement)
+        agreed = agreement is not None or self._topology.data_parallel == 1
+        for handle in self._order:
+            assert handle.shown is not None
+            handle.shown.publish(agreed=agreed)
+
+    def _take_agreed(self, usage: Tensor, work: Works | None) -> None:
+        if work is not None:
+            work.wait()
+        anywhere = bytes(usage.tolist())
+        start = 0
+        for handle, gradients in zip(self._order, self.queue.order, strict=True):
+            stop = start + len(handle.members)
+            here = anywhere[start:stop]
+            if Usage.NEW in here:
+                self._updated += [member for member, use in zip(handle.members, here, strict=True) if use == Usage.NEW]
+            gradients.learn(here)
+            start = stop
+
+    def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
+        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
+        order = self._order
+        seen = [*arrived, *(handle for handle in order if handle not in arrived)]
+        places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
+        if self._topology.control.size > 1 and order:
+            broadcast(self._topology.control, Exchange.AGREE, places)
+        self._follow([order[place] for place in places.tolist()])
+        self._order_agreed = True
+
+
+def _plain_access() -> AbstractContextManager[None]:
+    """Attributes of sharded parameters without the detour through Python that tensor subclasses take."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard

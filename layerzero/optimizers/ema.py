@@ -1,0 +1,174 @@
+"""An exponential moving average of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.member import Member
+from layerzero.tensors.rows import Watch
+from layerzero.tensors.sharded import LocalRows, plain, sharded
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """An exponential moving average of a model's trainable parameters, each rank averaging its rows of the masters.
+
+    The first :meth:`update` copies the parameters, every further one computes
+    ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
+    ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). It
+    holds N/D elements of the masters' dtype (fp32) and exchanges nothing. Buffers, frozen and ignored parameters are
+    not averaged: evaluation sees them as they are. A parameter that is unfrozen later joins at the next update.
+
+    Call :meth:`update` after ``optimizer.step()``. A ``GradScaler`` may have skipped the step: whether an unchanged
+    parameter then counts once more is the caller's decision. To leave such steps out, compare ``scaler.get_scale()``
+    before and after ``scaler.update()``; it has fallen where the step was skipped, on all ranks alike.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+        decay: weight of the old average, from 0 to 1.
+
+    Attributes:
+        n_averaged: updates so far; 0-dim int64 tensor on the CPU.
+
+    Raises:
+        TypeError, ValueError: `model` is not a sharded model or has nothing to train, or `decay` is not in [0, 1].
+
+    Example::
+
+        ema = layerzero.EMA(model, decay=0.999)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update()
+        with ema.swapped(), torch.no_grad():
+            evaluate(model)
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay={decay} is not in the range [0, 1]")
+        self.decay = decay
+        self.n_averaged = torch.zeros((), dtype=torch.int64)
+        self._runtime = runtime_of(model)
+        self._handles: list[Handle] = []
+        self._averages: list[Tensor] = []  # 1-D [L] each, master dtype
+        self._rows: dict[str, tuple[Member, Tensor]] = {}  # by name: this rank's rows, views of the above
+        self._follow()
+        if not self._handles:
+            raise ValueError("the model has no trainable sharded parameters to average")
+
+    def _follow(self) -> None:
+        """Take in what is trainable and has no average yet, with the value that it has now."""
+        for handle in self._runtime.handles:
+            if handle.trainable and handle not in self._handles:
+                average = handle.master.clone()
+                self._handles.append(handle)
+                self._averages.append(average)
+                for member in handle.members:
+                    self._rows[member.name] = (member, average[member.local].view(member.master.shape))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the parameters as they are now into the average. No communication.
+
+        Raises:
+            RuntimeError: inside :meth:`swapped`.
+        """
+        if self._runtime.shows_averages:
+            raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
+        self._follow()
+        masters = [handle.master for handle in self._handles]
+        if self.n_averaged == 0:
+            torch._foreach_copy_(self._averages, masters)
+        else:
+            torch._foreach_lerp_(self._averages, masters, 1 - self.decay)
+        self.n_averaged += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the model the averaged weights inside the context; afterwards its own, bit for bit.
+
+        All ranks must enter and leave together: both refresh the compute weights of all replicas. Takes N/D elements
+        more inside. Enter it between a backward and the next forward: a graph from before can no longer be used.
+        Changes that are made to parameters inside are undone.
+
+        Raises:
+            RuntimeError: inside another `swapped` or :func:`layerzero.unsharded` of the model. Inside the context
+                ``optimizer.step()`` raises too: its update would be lost.
+
+        Example::
+
+            with ema.swapped():
+                torch.save(layerzero.full_state_dict(model), "averaged.pt")
+        """
+        runtime = self._runtime
+        if runtime.shows_full:
+            raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
+        if runtime.shows_averages:
+            raise RuntimeError("the model already holds averages; leave the other swapped() first")
+        masters = [handle.master.clone() for handle in self._handles]
+        runtime.shows_averages = True
+        try:
+            self._write_masters(self._averages)
+            yield
+        finally:
+            runtime.shows_averages = False
+            self._write_masters(masters)
+
+    @torch.no_grad()
+    def _write_masters(self, values: list[Tensor]) -> None:
+        for handle, value in zip(self._handles, values, strict=True):
+            handle.finish_refresh()  # it reads what is written here
+            handle.master.copy_(value)
+        self._runtime.refreshes.launch(self._handles)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter name.
+
+        Returns:
+            ``{"averages": {name: tensor}, "n_averaged": tensor}``. Averages are sharded tensors of the parameters'
+            shapes in the masters' dtype that share memory with the EMA, so that ``torch.distributed.checkpoint`` saves
+            them, and loads them in place into any sharding.
+        """
+        averages = {name: sharded(rows, member.span, Watch()) for name, (member, rows) in self._rows.items()}
+        return {"averages": averages, "n_averaged": self.n_averaged}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+
+        Raises:
+            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded in another way;
+                nothing is changed then.
+        """
+        loaded = state_dict["averages"]
+        if loaded.keys() != self._rows.keys():
+            missing, unexpected = sorted(self._rows.keys() - loaded.keys()), sorted(loaded.keys() - self._rows.keys())
+            raise ValueError(f"averages do not fit the model: missing {missing}, unexpected {unexpected}")
+        cut = {name: _rows_of(member, loaded[name]) for name, (member, _) in self._rows.items()}
+        for name, (_, rows) in self._rows.items():
+            rows.copy_(cut[name])
+        self.n_averaged.fill_(int(state_dict["n_averaged"]))
+
+
+def _rows_of(member: Member, value: Tensor) -> Tensor:
+    """This rank's rows of a whole tensor, or of one that is sharded like the parameter."""
+    if tuple(value.shape) != member.span.shape:
+        shapes = f"{list(value.shape)}, the parameter {list(member.span.shape)}"
+        raise ValueError(f"the average of {member.name!r} has shape {shapes}")
+    if not isinstance(value, DTensor):
+        return value[member.span.rows.start : member.span.rows.stop]
+    local = value._local_tensor
+    if not isinstance(local, LocalRows) or not local.span.cut_like(member.span):
+        raise ValueError(f"the average of {member.name!r} is sharded in another way; load it through a checkpoint")
+    return plain(value)

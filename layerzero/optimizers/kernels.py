@@ -1,0 +1,259 @@
+"""AdamW and SGD in the fastest kernel that there is for the parameters at hand.
+
+[Note: Empty parameters and Apex]
+A rank may hold no row of a parameter. Apex packs tensors into launches, and starts a launch when it comes to the end of
+the last tensor's elements, of which an empty one has none. Empty gradients are therefore kept from Apex.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.storage.device import default_device_type
+
+__all__ = ["Params", "adamw", "implementation", "sgd"]
+
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+_log = logging.getLogger("layerzero")
+
+
+def adamw(
+    params: Params,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
+
+    Taken is the first that can serve all parameters: NVIDIA Apex's ``FusedAdam`` (16 or 32 bits, on CUDA, without
+    `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. One line on the logger ``"layerzero"``
+    says which; :func:`implementation` tells it at any time.
+
+    Apex counts steps for a group, torch for a parameter: a parameter whose first gradient comes later than its group's
+    gets another bias correction from Apex, and the two do not read each other's ``state_dict()``.
+
+    Args:
+        params: parameters, ``named_parameters()`` or groups, from before or after :func:`layerzero.shard_model`. Those
+            on ``meta`` count as on the accelerator. Apex is only found from parameters that are on CUDA already.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, with its defaults. Groups may set their own.
+
+    Returns:
+        An optimizer to pass to :func:`layerzero.shard_optimizer`. Its state has the dtype of the masters, fp32.
+
+    Raises:
+        TypeError, ValueError: what torch's own constructor raises.
+
+    Example::
+
+        optimizer = layerzero.optimizers.adamw(model.parameters(), lr=3e-4, weight_decay=0.1)
+        optimizer = layerzero.shard_optimizer(optimizer, model)
+    """
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    rare = {"amsgrad": amsgrad, "maximize": maximize}
+    return _build(
+        _listed(params),
+        name="AdamW",
+        torch_class=torch.optim.AdamW,
+        apex_name="FusedAdam",
+        apex_settings={**settings, "adam_w_mode": True, "bias_correction": True},
+        moments=("exp_avg", "exp_avg_sq"),
+        settings=settings,
+        rare=rare,
+    )
+
+
+def sgd(
+    params: Params,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0,
+    dampening: float = 0,
+    weight_decay: float = 0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """SGD with momentum (Sutskever et al. 2013) as ``torch.optim.SGD`` computes it.
+
+    The choice is that of :func:`adamw`, with Apex's ``FusedSGD`` (without `dampening` and `maximize`).
+
+    Args:
+        params: as for :func:`adamw`.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, with its defaults. Groups may set their
+            own.
+
+    Returns:
+        An optimizer to pass to :func:`layerzero.shard_optimizer`.
+
+    Raises:
+        TypeError, ValueError: what torch's own constructor raises.
+
+    Example::
+
+        optimizer = layerzero.optimizers.sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    """
+    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+    return _build(
+        _listed(params),
+        name="SGD",
+        torch_class=SGD,
+        apex_name="FusedSGD",
+        apex_settings=settings,
+        moments=("momentum_buffer",) if momentum else (),
+        settings=settings,
+        rare={"dampening": dampening, "maximize": maximize},
+    )
+
+
+def implementation(optimizer: Optimizer) -> str:
+    """What an optimizer runs on: ``"apex"``, ``"fused"``, ``"foreach"``, or ``"torch's choice"``.
+
+    Args:
+        optimizer: from this module, or any other; before or after :func:`layerzero.shard_optimizer`.
+
+    Returns:
+        ``"torch's choice"`` where neither `fused` nor `foreach` was asked for, so that torch decides in each step.
+
+    Raises:
+        TypeError: `optimizer` is no ``torch.optim.Optimizer``.
+
+    Example::
+
+        >>> layerzero.optimizers.implementation(layerzero.optimizers.adamw(model.parameters()))  # doctest: +SKIP
+        'fused'
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    if any(base.__module__.partition(".")[0] == "apex" for base in type(inner).__mro__):
+        return "apex"
+    for kind in ("fused", "foreach"):
+        if inner.defaults.get(kind):
+            return kind
+    return "torch's choice"
+
+
+def _build(
+    params: list[Any],
+    *,
+    name: str,
+    torch_class: Callable[..., Optimizer],
+    apex_name: str,
+    apex_settings: Mapping[str, Any],
+    moments: tuple[str, ...],
+    settings: Mapping[str, Any],
+    rare: Mapping[str, Any],
+) -> Optimizer:
+    """`rare`: settings that Apex lacks."""
+    tensors = _tensors(params)
+    devices = sorted({_device_type(tensor) for tensor in tensors})
+    place = " and ".join(devices)
+    apex_class, reason = _find_apex(apex_name, params, tensors, rare)
+    optimizer: Optimizer
+    if apex_class is not None:
+        kind = type(apex_name, (_WithoutEmpty, apex_class), {"moments": moments})
+        optimizer = kind(params, **apex_settings)
+        _log.info("%s on %s: NVIDIA Apex's %s", name, place, apex_name)
+        return optimizer
+    fused = all(device in _get_fused_kernels_supported_devices() for device in devices)
+    fused = fused and all(tensor.is_floating_point() for tensor in tensors)
+    optimizer = torch_class(params, **settings, **rare, fused=fused, foreach=not fused)
+    _log.info("%s on %s: torch's %s kernels, %s", name, place, "fused" if fused else "foreach", reason)
+    return optimizer
+
+
+def _find_apex(
+    name: str, params: Sequence[Any], tensors: Sequence[Tensor], rare: Mapping[str, Any]
+) -> tuple[type[Optimizer] | None, str]:
+    """The class, or None and why not."""
+    if not all(tensor.device.type == "cuda" for tensor in tensors):
+        return None, "as NVIDIA Apex needs all parameters on CUDA"
+    if not all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors):
+        return None, "as NVIDIA Apex knows fp32, bf16 and fp16 only"
+    groups = [rare, *(group for group in params if isinstance(group, Mapping))]
+    if asked := sorted({key for group in groups for key in rare if group.get(key)}):
+        return None, f"as NVIDIA Apex has no {', '.join(asked)}"
+    try:
+        # Its extension first: the project that is called apex on PyPI is another one, and is not even imported.
+        importlib.import_module("amp_C")
+        found = getattr(importlib.import_module("apex.optimizers"), name)
+    except (ImportError, AttributeError, OSError) as error:
+        return None, f"as NVIDIA Apex was not found ({error})"
+    return found, ""
+
+
+class SGD(torch.optim.SGD):  # of the same name, which checkpoints hold
+    """Lets a parameter get its first gradient later than others; torch's fused kernels want all momenta or none."""
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
+    ) -> bool:
+        sparse: bool = super()._init_group(group, params, grads, momenta)  # type: ignore[no-untyped-call]
+        if group["fused"] and any(momentum is not None for momentum in momenta):
+            for index, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
+                if momenta[index] is None:
+                    momenta[index] = _before_first(group, parameter, gradient)
+        return sparse
+
+
+def _before_first(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The momentum that the step turns into what torch starts with, the gradient itself without dampening."""
+    if not group["dampening"]:
+        return torch.zeros_like(parameter)
+    start = (-gradient if group["maximize"] else gradient).add(parameter, alpha=group["weight_decay"])
+    return start.mul_(group["dampening"] / group["momentum"])
+
+
+class _WithoutEmpty(Optimizer):
+    """Keeps empty gradients from the next class; see [Note: Empty parameters and Apex]."""
+
+    moments: tuple[str, ...] = ()  # the state that the next class would have made for them
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        empty = [(p, p.grad) for p in parameters if p.grad is not None and p.numel() == 0]
+        for parameter, _ in empty:
+            parameter.grad = None
+            if not self.state[parameter]:
+                self.state[parameter] = {key: torch.zeros_like(parameter) for key in self.moments}
+        try:
+            return super().step(closure)  # type: ignore[safe-super]
+        finally:
+            for parameter, gradient in empty:
+                parameter.grad = gradient
+
+
+def _listed(params: Params) -> list[Any]:
+    """Parameters, (name, parameter) pairs or groups, that can be walked more than once."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of parameters or groups, got a tensor")
+    listed: list[Any] = []
+    for entry in params:
+        if isinstance(entry, dict):
+            members = entry["params"]
+            listed.append({**entry, "params": [members] if isinstance(members, Tensor) else list(members)})
+        else:
+            listed.append(entry)
+    return listed
+
+
+def _tensors(params: Sequence[Any]) -> list[Tensor]:
+    entries = [inner for entry in params for inner in (entry["params"] if isinstance(entry, dict) else [entry])]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def _device_type(tensor: Tensor) -> str:
+    return default_device_type() if tensor.is_meta else tensor.device.type

@@ -1,0 +1,367 @@
+"""The optimizer around an optimizer: reduce, update, refresh.
+
+[Note: Two faces of a parameter group]
+The wrapped optimizer and the wrapper share their group dictionaries, so that a scheduler may hold either. Groups list
+sharded parameters, which schedulers, clipping and people expect. Only while the wrapped optimizer steps do they list
+the masters, plain tensors, on which fused and foreach kernels run at full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.member import Member
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.elementwise import require_elementwise
+from layerzero.optimizers.inner import (
+    AroundAnother,
+    MasterState,
+    Writes,
+    final_rows,
+    note_edits,
+    require_one_kind,
+    require_unedited,
+    step_once,
+)
+from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
+from layerzero.optimizers.state import HOW, cut_state, differ, few, kept, on, show
+from layerzero.tensors.sharded import plain
+
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+
+def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool | None = None) -> ShardedOptimizer:
+    """Make an optimizer update the masters of a sharded model.
+
+    The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
+    hyperparameters survive, and state that it has gathered before is cut like its parameters. Step through what this
+    returns; stepping the old object raises.
+
+    Args:
+        optimizer: any element-wise torch optimizer, fused and foreach variants included.
+        model: from :func:`shard_model`.
+        elementwise: the optimizer updates each element by itself. None: found out, by name or by trying a copy on small
+            parameters; True: your word is taken. See ``docs/optimizers.md``.
+
+    Raises:
+        ValueError: the optimizer is not element-wise or could not be tried out, or holds parameters that the model does
+            not own.
+        NotImplementedError: `elementwise` is False.
+
+    Example::
+
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("the optimizer has been through shard_optimizer already")
+    runtime = runtime_of(model)
+    require_elementwise(optimizer, runtime.topology.device, elementwise)
+    return ShardedOptimizer(optimizer, runtime)
+
+
+class ShardedOptimizer(AroundAnother):
+    """Made by :func:`shard_optimizer`. A torch ``Optimizer`` over sharded parameters.
+
+    Other public attributes are those of the wrapped optimizer. Its methods (``train`` and ``eval`` of schedule-free
+    ones) work on the masters; what they change is refreshed before the next forward, so that all ranks must call them.
+
+    Attributes:
+        inner: the wrapped optimizer; its state is keyed by plain tensors, this rank's rows.
+        state: the same state, keyed by sharded parameter.
+    """
+
+    def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
+        self.inner = inner
+        self._runtime = runtime
+        self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
+        self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
+        self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
+        self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        old_groups, old_state = inner.param_groups, inner.state
+        inner.param_groups, inner.state = [], MasterState(old_state)
+        old_parameters = [list(group["params"]) for group in old_groups]
+        try:
+            super().__init__(old_groups, inner.defaults)
+        except Exception:
+            inner.param_groups, inner.state = old_groups, old_state
+            raise
+        self.param_groups = inner.param_groups
+        self.state = _StateView(self)  # type: ignore[assignment]
+        for old, masters in zip(old_parameters, self._masters, strict=True):
+            for parameter, master in zip(old, masters, strict=True):
+                if parameter in old_state:
+                    member = runtime.member_of(parameter)
+                    inner.state[master] = cut_state(old_state[parameter], member)
+        runtime.optimizers.add(self)
+
+    # One step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Reduce what is unreduced, update the masters, launch the refresh.
+
+        Args:
+            closure: evaluates the loss and its gradients once, before the update.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update.
+        """
+        if self._runtime.shows_averages:
+            raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
+        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._runtime.complete_gradients()
+        self._runtime.micro_batches.note_step()
+        with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
+            step_once(self.inner)
+        self._runtime.refreshes.after_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
+        self._runtime.notice_interrupt()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if set_to_none or self._runtime.gradients.failed:
+                    parameter.grad = None
+        if set_to_none:
+            return
+        self._runtime.complete_gradients()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
+
+    @contextmanager
+    def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
+        # See [Note: Two faces of a parameter group].
+        shown = [group["params"] for group in self.param_groups]
+        try:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                for parameter, master in zip(parameters, masters, strict=True):
+                    if master is not parameter:
+                        master.grad = None if parameter.grad is None else rows_of(parameter.grad)
+                group["params"] = masters
+            yield
+        finally:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                group["params"] = parameters
+                for parameter, master in zip(parameters, masters, strict=True):
+                    if master is not parameter:
+                        master.grad = None
+
+    def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
+        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
+        writes = Writes(chain.from_iterable(self._masters), refusal if self._runtime.shows_averages else None)
+        try:
+            with self._groups_of_masters(final_rows), writes:
+                return method(*args, **kwargs)
+        finally:
+            if writes.seen:
+                note_edits(member.parameter for member in self._member_at.values())
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of sharded parameters (or of the model's parameters from before sharding)."""
+        require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        require_one_kind(self.inner, param_group, [p for p in parameters if self._runtime.is_ignored(p)], parameters)
+        shown: list[Tensor] = []
+        masters: list[Tensor] = []
+        for parameter in parameters:
+            member = self._runtime.member_of(parameter)
+            if member is None and not self._runtime.is_ignored(parameter):
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
+                    "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
+                    "modules before shard_model"
+                )
+            shown.append(parameter if member is None else member.parameter)
+            masters.append(self._master_for(parameter, member))
+        self.inner.add_param_group({**param_group, "params": masters})
+        group = self.inner.param_groups[-1]
+        self._masters.append(group["params"])
+        self._shown.append(list(shown))
+        group["params"] = shown
+
+    def _master_for(self, parameter: Tensor, member: Member | None) -> Tensor:
+        if member is None:  # ignored by shard_model: stepped as it is
+            self._master_of[id(parameter)] = parameter
+            return parameter
+        key = id(member.parameter)
+        if key in self._master_of:
+            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer")
+        master = nn.Parameter(member.master, requires_grad=member.parameter.requires_grad)
+        self._master_of[key] = master
+        self._member_at[key] = member
+        return master
+
+    # State by name
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by parameter name.
+
+        Returns:
+            ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
+            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state. To
+            ``torch.distributed.checkpoint.state_dict``, by number: see [Note: torch's get_state_dict].
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        by_number, state = asked_by_torch(), {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.state or (by_number and parameter.requires_grad):
+                    member = self._member_at.get(id(parameter))
+                    values = {key: show(value, member) for key, value in self.state[parameter].items()}
+                    if values or not by_number:
+                        state[self._name(parameter)] = values
+        groups = [
+            {**group, "params": [self._name(parameter) for parameter in group["params"]]} for group in self.param_groups
+        ]
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        result = numbered(result) if by_number else result
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+
+        Any name of a tied parameter will do, and so will the numbers of an optimizer that is not sharded. Groups are
+        matched by the names of their parameters: each takes the hyperparameters of the saved groups that held them.
+        `foreach`, `fused` and `capturable`, which say how and not what is computed, stay as they are.
+
+        Raises:
+            ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
+                different hyperparameters; nothing is changed then.
+        """
+        self._load(state_dict, copy=True)
+
+    @torch.no_grad()
+    def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """:meth:`load_state_dict` that may keep the given tensors instead of copies of them."""
+        self._load(state_dict, copy=False)
+
+    def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, loaded)
+            loaded = loaded if changed is None else changed
+        loaded = by_own_names(loaded, self, self._runtime.model)
+        groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
+        holder = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(holder)):
+            raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
+        new_state = {}
+        for name, values in loaded["state"].items():
+            parameter, group = holder[name]
+            member = self._member_at.get(id(parameter))
+            cut = cut_state(values, member, copy=copy)
+            if member is None:
+                cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
+            if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
+                cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
+            new_state[self._master_of[id(parameter)]] = cut
+        self.inner.state.clear()
+        self.inner.state.update(new_state)
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: kept(group.get(key), value) for key, value in saved.items()})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The hyperparameters that some saved groups give to the parameters of `group`.
+
+        Raises:
+            ValueError: no saved group has one of the parameters, or two that have them differ.
+        """
+        missing = {self._name(parameter) for parameter in group["params"]}
+        names, found = set(missing), None
+        for saved in saved_groups:
+            if not names & set(saved["params"]):
+                continue
+            missing -= set(saved["params"])
+            settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
+            if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
+                raise ValueError(
+                    f"the parameters of one group, {few(names)}, were saved in groups with different {', '.join(odd)}"
+                )
+            found = settings
+        if missing:
+            raise ValueError(f"no saved parameter group holds {few(missing)}")
+        return found or {}
+
+    def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
+        """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
+        return [self._name(parameter) for parameter in group["params"]]
+
+    def _name(self, parameter: Tensor) -> str:
+        member = self._member_at.get(id(parameter))
+        if member is not None:
+            return member.name
+        return next(name for name, own in self._runtime.model.named_parameters() if own is parameter)
+
+
+class _StateView(MutableMapping[Tensor, dict[str, Any]]):
+    """The inner optimizer's state, keyed by the parameters that the groups show."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        return self._optimizer._master_of[id(parameter)]
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        inner, master = self._optimizer.inner, self._master(parameter)
+        if master not in inner.state and asked_by_torch():  # see [Note: torch's get_state_dict]
+            group = next(g for g in inner.param_groups if any(parameter is other for other in g["params"]))
+            return first_state(inner, group, master)
+        values: dict[str, Any] = inner.state[master]
+        return values
+
+    def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        self._optimizer.inner.state[self._master(parameter)] = values
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._optimizer.inner.state[self._master(parameter)]
+
+    def __contains__(self, parameter: object) -> bool:
+        master = self._optimizer._master_of.get(id(parameter))
+        return master is not None and master in self._optimizer.inner.state
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for group in self._optimizer.param_groups for p in group["params"] if p in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return (
+            len(self) > 0 or asked_by_torch()
+        )  # which would otherwise take a step; see [Note: torch's get_state_dict]

@@ -1,0 +1,65 @@
+"""The state and settings of an optimizer, cut to rows and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.engine.member import Member
+from layerzero.tensors.rows import Watch
+from layerzero.tensors.sharded import LocalRows, plain, sharded
+from layerzero.tensors.whole import rows_of
+
+__all__ = ["HOW", "cut_state", "differ", "few", "kept", "on", "show"]
+
+
+def show(value: Any, member: Member | None) -> Any:
+    if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
+        return sharded(value, member.span, Watch())
+    return value
+
+
+HOW = ("foreach", "fused", "capturable")  # settings of a group that say how, not what
+
+
+def few(names: Iterable[str]) -> str:
+    some = sorted(names)
+    return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
+
+
+def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    return (key in one) != (key in other) or bool(one[key] != other[key])
+
+
+def kept(current: Any, saved: Any) -> Any:
+    """A loaded hyperparameter; a tensor of one number keeps its identity, which compiled steps and graphs hold."""
+    if isinstance(current, Tensor) and current.ndim == 0:
+        return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
+    return saved.clone() if isinstance(saved, Tensor) else saved
+
+
+def on(value: Any, master: Tensor) -> Any:
+    return value.to(master.device) if isinstance(value, Tensor) else value
+
+
+def cut_state(values: Mapping[str, Any], member: Member | None, *, copy: bool = True) -> dict[str, Any]:
+    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows."""
+    return {key: value if member is None else _cut(key, value, member, copy=copy) for key, value in values.items()}
+
+
+def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value.clone() if isinstance(value, Tensor) and copy else value
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+        if not value._local_tensor.span.cut_like(member.span):
+            raise ValueError(
+                f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
+            )
+        return plain(value).to(member.master.device, copy=copy)
+    try:
+        return rows_of(value, member.span).to(member.master.device).clone()
+    except ValueError as error:
+        raise ValueError(f"state {key!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""From a model to a sharded model: settings, units, initial values, guards."""

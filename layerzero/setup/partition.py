@@ -1,0 +1,248 @@
+"""Which module is a unit, and which unit owns which parameter. Reads the model, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from layerzero.config import Units
+from layerzero.setup.foreign import refuse_wrapped_parts
+from layerzero.tensors.sharded import RowShardedTensor
+
+__all__ = ["Found", "UnitPlan", "is_plain_storage", "kind_of", "partition"]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One parameter of the model, under its first name."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A unit, and the parameters that are gathered with it."""
+
+    name: str  # "" for the root
+    module: nn.Module
+    parameters: list[Found] = field(default_factory=list)
+    modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
+
+
+def partition(
+    model: nn.Module,
+    units: Units,
+    *,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+) -> list[UnitPlan]:
+    """The units of a model in module order, the root first.
+
+    A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
+    their common ancestor.
+
+    Raises:
+        TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
+    """
+    _refuse_sharded_twice(model)
+    plans = {"": UnitPlan("", model)}
+    for name, module in _chosen_units(model, units):
+        if name:
+            plans[name] = UnitPlan(name, module)
+    ignored = _ignored(model, ignored_params or (), ignored_modules or ())
+    refuse_wrapped_parts(model, ignored)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    by_module = {id(plan.module): plan for plan in plans.values()}
+    for name, module in model.named_modules():
+        owner = next(id(modules[around]) for around in _ancestors(name) if id(modules[around]) in by_module)
+        by_module[owner].modules[module] = name
+    for holders, found in _parameters(model, ignored):
+        _refuse_unsupported(found)
+        around = [[id(modules[name]) for name in _ancestors(holder)] for holder in holders]
+        owner = next(key for key in around[0] if key in by_module and all(key in chain for chain in around))
+        by_module[owner].parameters.append(found)
+    return list(plans.values())
+
+
+def _ignored(
+    model: nn.Module, ignored_params: Iterable[nn.Parameter], ignored_modules: Iterable[nn.Module | str]
+) -> set[int]:
+    """The ids of all parameters that are to be left alone."""
+    owned = {id(parameter) for parameter in model.parameters()}
+    ignored = set()
+    for position, parameter in enumerate(ignored_params):
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"ignored_params holds {parameter!r}; give parameters of the model, not their names")
+        if id(parameter) not in owned:
+            raise ValueError(
+                f"ignored_params[{position}], of shape {list(parameter.shape)}, is no parameter of this model: take it "
+                "from model.parameters() after the last change of the model (a move or a copy may replace parameters)"
+            )
+        ignored.add(id(parameter))
+    modules = {id(module) for module in model.modules()}
+    for entry in ignored_modules:
+        if not isinstance(entry, (str, nn.Module)):
+            raise TypeError(f"ignored_modules holds {entry!r}; give modules, or names of modules or of their classes")
+        if not isinstance(entry, str) and id(entry) not in modules:
+            raise ValueError(
+                f"ignored_modules holds a {type(entry).__name__} that is no module of this model: take it from the "
+                "model that is sharded, or give its name"
+            )
+        named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
+        ignored |= {id(p) for _, module in named for p in module.parameters()}
+    return ignored
+
+
+def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], Found]]:
+    """Every parameter once, with the names of all modules that hold it."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            full_name = f"{module_name}.{attribute}" if module_name else attribute
+            first.setdefault(id(parameter), (full_name, parameter))
+            owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+    result = []
+    for key, (full_name, parameter) in first.items():
+        places = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
+        module_names = tuple(module_name for module_name, _, _ in owners[key])
+        result.append((module_names, Found(full_name, parameter, tuple(places.values()))))
+    return result
+
+
+def _ancestors(name: str) -> list[str]:
+    """The module's own name and those of all modules around it, "" last."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+
+
+def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    if units is None:
+        return []
+    wanted: list[type[nn.Module] | str] = []
+    if not isinstance(units, (str, type)) and callable(units):
+        chosen = [(name, module) for name, module in model.named_modules() if name and units(name, module)]
+        missing: list[str] = []
+    else:
+        accepted = "use module classes, names of modules or classes, or one callable(name, module) -> bool"
+        if not isinstance(units, (str, type, Iterable)):
+            raise TypeError(f"units={units!r}; {accepted}")
+        wanted = [units] if isinstance(units, (str, type)) else list(units)
+        for entry in wanted:
+            if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+                raise TypeError(f"units holds {entry!r}; {accepted}")
+        classes = tuple(entry for entry in wanted if isinstance(entry, type))
+        names = {entry for entry in wanted if isinstance(entry, str)}
+        by_name = {name for name, _ in _named(model, "units", names)}
+        chosen = [(n, m) for n, m in model.named_modules() if n in by_name or (n and isinstance(m, classes))]
+        missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
+    if missing:
+        raise _not_there(model, "units", missing)
+    for name, module in chosen:
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"unit {name!r} ({type(module).__name__}) has no parameters; leave it out of units")
+        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"unit {name!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
+                "name its members instead"
+            )
+    return chosen
+
+
+def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
+    """The modules that `names` name, by their own names or by those of their classes, with or without a path."""
+    missing, chosen = set(names), []
+    for name, module in model.named_modules():
+        paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        classes = {*paths, *(path.rpartition(".")[2] for path in paths)}
+        mine = {name, *classes} & names
+        if name and mine:
+            chosen.append((name, module))
+            missing -= mine
+        elif setting == "units":  # the root is a unit anyway
+            missing -= classes
+    if missing:
+        raise _not_there(model, setting, sorted(missing))
+    return chosen
+
+
+def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
+    known = [name for name, _ in model.named_modules() if name]
+    shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+    classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
+    return ValueError(
+        f"{setting} names {missing}, which the model does not have; its modules are {shown or 'none'}, of the classes "
+        f"{classes}"
+    )
+
+
+def _refuse_sharded_twice(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RowShardedTensor):
+            raise ValueError(f"parameter {name!r} is sharded already; call shard_model once, on the whole model")
+
+
+def _refuse_unsupported(found: Found) -> None:
+    parameter, name = found.parameter, found.name
+    way_out = "convert it, or pass it in ignored_params"
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet: run a forward, which initialises it, before shard_model"
+        )
+    if isinstance(parameter, DTensor):
+        raise ValueError(f"parameter {name!r} is a DTensor of another framework; {way_out}")
+    if not _is_plain(parameter):
+        raise ValueError(
+            f"parameter {name!r} is a {type(parameter).__name__}, a tensor of a class of its own, whose meaning would "
+            f"be lost where its rows are cut; {way_out}"
+        )
+    if not parameter.dtype.is_floating_point:
+        kind = "complex" if parameter.dtype.is_complex else "integer"
+        raise ValueError(
+            f"parameter {name!r} is {kind} ({parameter.dtype}); only floating point can be sharded: {way_out}"
+        )
+    if parameter.dtype.itemsize < 2:
+        raise ValueError(f"parameter {name!r} is {parameter.dtype}, an 8-bit format; {way_out}")
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"parameter {name!r} is 0-dim and has no rows to shard; make it a tensor of one element "
+            "(shape [1]), or pass it in ignored_params"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded: {way_out}"
+        )
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Its data are all there is to it; a class may have attributes, but nothing that torch would ask."""
+    kind = type(parameter)
+    asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
+    return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def is_plain_storage(tensor: torch.Tensor) -> bool:
+    """Its bytes lie in memory in the usual way, and collectives can send them."""
+    if is_lazy(tensor):
+        return False
+    return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """For messages about a tensor that is not plain."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return f"{'quantised' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

@@ -1,0 +1,174 @@
+"""Shards a model: :func:`shard_model`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_mesh
+from layerzero.config import Accumulation, LayerZeroConfig, Units
+from layerzero.engine.hooks import attach
+from layerzero.engine.runtime import Runtime
+from layerzero.setup.build import build_unit, check_buffers, check_meta, describe
+from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
+from layerzero.setup.guard import guard_optimizers
+from layerzero.setup.methods import bind_methods
+from layerzero.setup.partition import partition
+from layerzero.setup.unwritten import Unwritten, refusal_of
+from layerzero.storage.buffers import BufferPool, StoragePool
+from layerzero.storage.device import Transfers
+from layerzero.storage.slabs import Accumulators, Buffers
+from layerzero.tensors.sharded import RowShardedTensor
+
+__all__ = ["shard_model"]
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    zero3_size: int | None = None,
+    units: Units = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    replica_reduce_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    gradient_divide_factor: float | None = None,
+    accumulation: Accumulation = "sharded",
+    offload_grads: bool = False,
+    reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+    sync_module_states: bool = True,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Shard a model in place, and return the same object.
+
+    fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020), compute weights over
+    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the true
+    shapes whose local tensors are this rank's rows of the masters; ``.grad`` is their gradient, averaged over all
+    ranks. All ranks must call this with the same model and settings.
+
+    Args:
+        model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
+        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
+        zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
+        units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
+            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``. Parameters outside all units
+            belong to the root. None: root only.
+        mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
+            (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
+            for every unit.
+        replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
+        buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
+            do.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None: D, which gives their mean.
+            With 1.0 they are summed: for a loss that is already divided by the tokens of all ranks.
+        accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
+            node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
+            ``callable(name, module)`` that chooses for each unit.
+        offload_grads: between the backwards of a step, accumulators stay in pinned host memory; on the device they
+            take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
+            one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
+            the CPU the setting warns, and changes nothing else.
+        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
+        prefetch: units gathered ahead of the one that computes.
+        ignored_params: left as they are: whole on every rank, gradients not averaged.
+        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
+        sync_module_states: start from rank 0's parameters and buffers on all ranks.
+        param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
+            the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
+            one unit after the other, so that no more than one is ever whole. What it leaves unwritten must be loaded or
+            assigned before the first forward, which raises otherwise.
+
+    Raises:
+        TypeError, ValueError: a bad setting, an unsupported parameter, a model that is sharded already, or ranks
+            that disagree; checked before the first collective, and never a hang.
+        RuntimeError: torch.distributed is not initialised, or another rank failed here.
+
+    Example::
+
+        model = layerzero.shard_model(
+            model, zero3_size=8, units={Block}, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    if (mesh is None) == (zero3_size is None):
+        raise ValueError("give either mesh or zero3_size")
+    if mesh is None:
+        assert zero3_size is not None
+        mesh = init_mesh(zero3_size)
+    check_mesh(mesh)
+
+    ranks = mesh.mesh.flatten().tolist()
+    fields: dict[str, object] = {}
+    failure: Exception | None = None
+    try:
+        config = LayerZeroConfig(
+            zero3_size=mesh.size(1),
+            units=units,
+            mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
+            replica_reduce_dtype=replica_reduce_dtype,
+            buffer_dtype=buffer_dtype,
+            gradient_divide_factor=gradient_divide_factor,
+            accumulation=accumulation,
+            offload_grads=offload_grads,
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            ignored_modules=ignored_modules,
+            sync_module_states=sync_module_states,
+        )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        plans = partition(model, units, ignored_params=ignored_params, ignored_modules=ignored_modules)
+        check_meta(plans, param_init_fn)
+        if sync_module_states:
+            check_buffers(plans)
+        fields = describe(model, plans, config) | groups_so_far()
+    except Exception as error:  # reported to the other ranks, then raised here
+        failure = error
+    agree("shard_model", fields, ranks=ranks, failure=failure)
+
+    topology = Topology.from_mesh(mesh)
+    device = topology.device
+    transfers = _transfers(device) if offload_grads else None
+    buffers = Buffers(BufferPool(device), StoragePool(device), Accumulators(device, transfers))
+    origins: list[tuple[nn.Parameter, str]] = []
+    units_built = []
+    unwritten: list[Unwritten] = []
+    was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for plan in plans:
+        origins += [(found.parameter, found.name) for found in plan.parameters]
+        unit, left = build_unit(plan, config, topology, buffers, param_init_fn)
+        units_built.append(unit)
+        unwritten += left
+    ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
+    runtime = Runtime(model, units_built, config, topology, buffers, ignored)
+    runtime.remember_origins(origins)
+    # Each rank's own initialisation may have left something else: then all of them look.
+    if unwritten or (was_on_meta and not sync_module_states):
+        runtime.before_first_forward = refusal_of(unwritten, runtime.members, topology.ranks)
+    attach(runtime)
+    guard_optimizers(runtime)
+    guard_wrappers()
+    refuse_fully_shard(module for plan in plans for module in plan.modules)
+    bind_methods(model)
+    return model
+
+
+def _transfers(device: torch.device) -> Transfers:
+    transfers = Transfers(device)
+    if not transfers.pins:
+        warnings.warn(
+            f"offload_grads=True on {device}: there is no device to free memory of; results are the same", stacklevel=3
+        )
+    return transfers

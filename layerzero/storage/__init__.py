@@ -1,0 +1,1 @@
+"""Bytes without meaning: devices, memory that is reused, places where sums wait."""

@@ -1,0 +1,91 @@
+"""Memory that is taken, given back and taken again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, UntypedStorage
+
+__all__ = ["BufferPool", "StoragePool"]
+
+
+class BufferPool:
+    """Reuses flat buffers of equal size and dtype, so that a steady state allocates nothing.
+
+    A buffer handed to an exchange is given back only after the exchange was waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self.allocated_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D buffer ``[numel]`` with unspecified contents."""
+        idle = self._idle[numel, dtype]
+        if idle:
+            return idle.pop()
+        buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        self.allocated_bytes += buffer.untyped_storage().nbytes()
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class StoragePool:
+    """Lends memory to the storages of full buffers, of which few are filled at once.
+
+    Autograd saves views of a full buffer, so its storage must stay the same object while its memory comes and goes.
+    Memory given back is parked and lent again to a storage of the same size: no allocation, and none of the page faults
+    that memory fresh from the system costs. No more is parked than what is lent leaves of the limit. torch 2.11 cannot
+    move memory between storages; there, every loan is an allocation.
+    """
+
+    can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
+
+    def __init__(self, device: torch.device) -> None:
+        self.limit = 0  # bytes that may be lent and parked; to be set
+        self.parked_bytes = 0
+        self.allocations = 0  # so far
+        self._lent_bytes = 0
+        self._device = device
+        self._parked: dict[int, list[UntypedStorage]] = defaultdict(list)  # by bytes
+        self._empty: list[UntypedStorage] = []
+
+    def lend(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""
+        if storage.nbytes():
+            self.reclaim(storage)
+        parked = self._parked[nbytes]
+        if parked:
+            source = parked.pop()
+            storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
+            self._empty.append(source)
+            self.parked_bytes -= nbytes
+        else:
+            self._keep_parked(self.limit - self._lent_bytes - nbytes)
+            storage.resize_(nbytes)
+            self.allocations += 1
+        self._lent_bytes += nbytes
+
+    def reclaim(self, storage: UntypedStorage) -> None:
+        """Take a storage's memory; it has 0 bytes then."""
+        nbytes = storage.nbytes()
+        self._lent_bytes = max(0, self._lent_bytes - nbytes)  # what a storage was born with was not lent
+        if self.can_park and 0 < nbytes <= self.limit - self.parked_bytes - self._lent_bytes:
+            target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
+            target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+            self._parked[nbytes].append(target)
+            self.parked_bytes += nbytes
+        else:
+            storage.resize_(0)
+
+    def _keep_parked(self, most: int) -> None:
+        """Free parked memory, of whatever size, until no more than `most` bytes are parked."""
+        for nbytes, parked in self._parked.items():
+            while parked and self.parked_bytes > max(most, 0):
+                self._empty.append(parked.pop())
+                self._empty[-1].resize_(0)
+                self.parked_bytes -= nbytes

@@ -1,0 +1,42 @@
+"""Why an operation on a sharded tensor is refused, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.tensors.rows import RowSpan
+
+__all__ = ["EXPLAINED", "moves_rows"]
+
+
+def moves_rows(what: str, span: RowSpan) -> str:
+    """Why an operation that would move rows between ranks is refused."""
+    return (
+        f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
+        "misplace them; use p.full_tensor(), layerzero.full_state_dict(model) or torch.distributed.checkpoint, and to "
+        "change it as a whole layerzero.unsharded(model, writeback=True)"
+    )
+
+
+def _not_gathered(func: Any, span: RowSpan) -> str:
+    return (
+        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
+        f"{len(span.rows)} of {span.shape[0]} rows. A parameter is whole only while the forward of its unit runs: call "
+        "the model as a whole, model(x) and not model.forward(x), and leave a module out of units if another one reads "
+        "its parameters. To look at it whole, use layerzero.unsharded or p.full_tensor()"
+    )
+
+
+def _cut_elsewhere(func: Any, span: RowSpan) -> str:
+    return (
+        f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
+        f"layerzero has put {len(span.rows)} of {span.shape[0]} on this rank. weight_norm, spectral_norm, "
+        "parametrizations, pruning and other wrappers (FSDP) belong before shard_model, or instead of it. "
+        "To look at it whole, use layerzero.unsharded or p.full_tensor()"
+    )
+
+
+EXPLAINED = {  # by a part of torch's own error
+    "mixed torch.Tensor and DTensor": _not_gathered,
+    "is invalid for input of size": _cut_elsewhere,
+}

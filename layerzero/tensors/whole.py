@@ -1,0 +1,134 @@
+"""What sharded tensors do with whole ones: take their rows, become whole, say how they are cut.
+
+[Note: Whole values and ranks]
+``p.copy_(whole)``, and so ``load_state_dict`` of plain tensors, takes this rank's rows of what this rank was given;
+nothing is exchanged. Each row of a parameter lies in one ZeRO-1 shard, and the refresh carries it to all replicas, so
+replicas agree whatever was given. But where ranks are given different values, the parameter becomes a mixture that
+nobody meant. So the digest of what was given is kept, and the agreement that precedes the refresh compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from layerzero.tensors.digest import digest
+from layerzero.tensors.refusals import moves_rows
+from layerzero.tensors.rows import RowSpan
+
+if TYPE_CHECKING:
+    from layerzero.tensors.sharded import LocalRows
+
+__all__ = ["Sharded", "UnevenShard", "rows_of"]
+
+
+class UnevenShard(Shard):
+    """``Shard(0)``, equal to torch's, that says where its pieces begin when torch asks for the place of one.
+
+    ``torch.distributed.checkpoint.state_dict`` cuts what it broadcasts by it.
+    """
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        super().__init__(0)
+        self.starts = tuple(starts)  # of the pieces along one axis of the mesh, and the end of the last one
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
+
+
+def rows_of(value: Tensor, span: RowSpan) -> Tensor:
+    """This rank's rows of a whole tensor; of a DTensor that torch has cut, every rank must call this.
+
+    Raises:
+        ValueError: `value` has another shape than the whole parameter.
+    """
+    if tuple(value.shape) != span.shape:
+        raise ValueError(f"{span.name!r} has shape {list(span.shape)}, got a tensor of shape {list(value.shape)}")
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole[span.rows.start : span.rows.stop]
+
+
+class Sharded(DTensor):
+    """The part of a sharded tensor that has to do with whole ones; see `layerzero.tensors.sharded`."""
+
+    _local_tensor: LocalRows
+
+    def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        """As ``torch.Tensor.copy_``; of a whole tensor, this rank's rows are taken.
+
+        All ranks must do the same with the same values. See [Note: Whole values and ranks].
+        """
+        local = self._local_tensor
+        if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
+            if not other._local_tensor.span.cut_like(local.span):
+                raise ValueError(
+                    f"{local.span.name!r} cannot take the rows of {other._local_tensor.span.name!r}, which is sharded "
+                    "in another way: load through layerzero.checkpoint or torch.distributed.checkpoint"
+                )
+            return super().copy_(other, non_blocking)
+        if not isinstance(other, Tensor) or tuple(other.shape) != local.span.shape:
+            return super().copy_(other, non_blocking)
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"parameter {local.span.name!r} requires grad and is changed in place; do it under torch.no_grad()"
+            )
+        rows = rows_of(other.detach(), local.span)
+        if local.watch is not None and local.span.topology.data_parallel > 1 and not isinstance(other, DTensor):
+            local.watch.loaded[local.span.name] = digest(other)
+        with torch.no_grad():
+            local.copy_(rows, non_blocking)
+        return self
+
+    @property
+    def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """``(Shard(0), Shard(0))``, which know that the pieces are uneven."""
+        bounds, topology = self._local_tensor.span.bounds, self._local_tensor.span.topology
+        replicas = topology.replica.size
+        first = topology.gather.rank * replicas
+        inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
+        return UnevenShard(bounds[::replicas]), UnevenShard(inside)
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
+    ) -> DTensor:
+        """The whole tensor on every rank, where that is what `placements` say. Every rank must call this.
+
+        Raises:
+            NotImplementedError: any other placement.
+        """
+        mesh = self.device_mesh
+        wanted = [] if placements is None else list(placements)
+        whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
+        if not whole or (device_mesh is not None and device_mesh != mesh):
+            raise NotImplementedError(moves_rows("redistribute", self._local_tensor.span))
+        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+
+    # What would take a part for the whole
+
+    def untyped_storage(self) -> NoReturn:
+        raise TypeError(
+            f"{_not_here(self)} to save it whole. torch.export or make_fx of the root or of a unit is refused as well; "
+            "give it an unsharded copy"
+        )
+
+    def storage(self) -> NoReturn:
+        self.untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise TypeError(f"{_not_here(self)} to look at it whole")
+
+    def tolist(self) -> NoReturn:
+        raise TypeError(f"{_not_here(self)} to look at it whole")
+
+
+def _not_here(tensor: Sharded) -> str:
+    span = tensor._local_tensor.span
+    return (
+        f"this rank has {len(span.rows)} of {span.shape[0]} rows of {span.name!r}: use p.to_local() for these rows "
+        "(p.to_local().numpy() is a read-only array of them); layerzero.full_state_dict(model) or "
+        "p.detach().full_tensor(), on every rank,"
+    )

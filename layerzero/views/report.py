@@ -1,0 +1,142 @@
+"""What a sharded model holds and sends: :func:`memory` and :func:`traffic`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+
+__all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank, by kind.
+
+    Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
+    ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
+    most the root's, one unit's and those of the units gathered ahead of it; measured only),
+    ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
+    the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
+    zero_grad sets aside; measured only), ``optimizer`` (measured only).
+
+    Attributes:
+        predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
+        measured: of the storages that exist now.
+    """
+
+    predicted: dict[str, int]
+    measured: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Measured bytes of all kinds on the device."""
+        return sum(self.measured.values()) - self.measured["host_accumulator"]
+
+
+@dataclass(frozen=True)
+class TrafficReport:
+    """What this rank has sent since the last reset.
+
+    Attributes:
+        calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
+            (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``.
+        bytes: by exchange.
+        bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
+            ``agree`` and ``order``, on the CPU).
+    """
+
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    bytes_by_axis: dict[str, int]
+
+
+def memory(model: nn.Module) -> MemoryReport:
+    """Predicted and measured bytes of a sharded model on this rank, by kind.
+
+    Example::
+
+        report = layerzero.memory(model)
+        print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
+    """
+    runtime = runtime_of(model)
+    predicted: Counter[str] = Counter()
+    for handle in runtime.handles:
+        predicted.update(_predict(handle))
+    predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
+    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime))
+
+
+def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
+    """Calls and bytes that this rank has sent, by exchange and axis; `reset` starts the next count at zero.
+
+    A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
+    hop 2 (n-1)/n of the buffer.
+    """
+    ledger = runtime_of(model).topology.ledger
+    by_exchange: Counter[str] = Counter()
+    by_axis: Counter[str] = Counter()
+    for (exchange, axis), sent in ledger.bytes.items():
+        by_exchange[exchange] += sent
+        by_axis[axis] += sent
+    report = TrafficReport(dict(ledger.calls), dict(by_exchange), dict(by_axis))
+    if reset:
+        ledger.reset()
+    return report
+
+
+def _predict(handle: Handle) -> dict[str, int]:
+    layout, precision, topology = handle.layout, handle.precision, handle.topology
+    master, compute = precision.master.itemsize, precision.compute.itemsize
+    final = None if handle.gradients is None else handle.gradients.final.place
+    return {
+        "zero1_shard": 0 if handle.shares_master else layout.shard_numel * master,
+        "zero3_shard": layout.numel // topology.zero3_size * compute,
+        "full_buffer": 0,
+        "gradient_shard": 0 if final is None else final.own_numel * master,
+    }
+
+
+def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
+    """Bytes on the device and in host memory."""
+    sizes = [
+        [
+            waiting.place.own_numel * handle.precision.master.itemsize
+            for handle in unit.handles
+            if handle.gradients is not None and (waiting := handle.gradients.waiting) is not handle.gradients.final
+        ]
+        for unit in runtime.units
+    ]
+    return runtime.buffers.accumulators.predicted_bytes(sizes)
+
+
+def _measure(runtime: Runtime) -> dict[str, int]:
+    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard"), 0))
+    buffers = runtime.buffers
+    for handle in runtime.handles:
+        measured["zero3_shard"] += _bytes(handle.zero3)
+        measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
+        measured["full_buffer"] += handle.full_bytes
+        measured["gradient_shard"] += 0 if handle.gradients is None else handle.gradients.final.place.nbytes
+    measured["idle_buffer"] = buffers.full.parked_bytes
+    measured["accumulator"] = buffers.accumulators.device_bytes
+    measured["host_accumulator"] = buffers.accumulators.host_bytes
+    measured["reduce_buffer"] = buffers.scratch.allocated_bytes
+    tensors = [
+        value
+        for optimizer in runtime.optimizers
+        for state in optimizer.inner.state.values()  # type: ignore[attr-defined]
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    measured["optimizer"] = sum(_bytes(tensor) for tensor in tensors)
+    return dict(measured)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

@@ -1,0 +1,74 @@
+"""A small trained model with all that a checkpoint holds, and how to look at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import layerzero
+from tests.support.models import (
+    IntegerNet,
+    TiedTransformer,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_net,
+)
+from tests.support.ranks import mesh_of
+
+GLOBAL_BATCHES = 4  # of every step, whatever the number of ranks
+
+
+def sharded_net(
+    zero3_size: int, *, units: Any = IntegerNet.UNITS, seed: int = 0, adam: bool = False, **settings: Any
+) -> tuple[nn.Module, Optimizer]:
+    model = layerzero.shard_model(integer_net(seed), mesh=mesh_of(zero3_size), units=units, **settings)
+    inner = torch.optim.AdamW(model.parameters(), lr=2**-4) if adam else exact_sgd(model.parameters())
+    return model, layerzero.shard_optimizer(inner, model)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """On the same global batches for any number of ranks; every gradient is exact."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        for batch in range(rank, GLOBAL_BATCHES, world):
+            inputs, targets = integer_batch(step=step, rank=batch)
+            (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state, whole."""
+    found = {f"model.{name}": value for name, value in full_parameters(model).items()}
+    found |= {f"buffer.{name}": value.clone() for name, value in model.named_buffers()}
+    for name, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+            found[f"optimizer.{name}.{key}"] = whole.clone()
+    return found
+
+
+class WithBuffers(TiedTransformer):
+    """Tied, with buffers, one of them not persistent, and a module with a state of its own."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.counting = self.Counting()
+        self.register_buffer("seen", torch.full((3,), seed))
+        self.register_buffer("scratch", torch.full((2,), seed), persistent=False)

@@ -1,0 +1,48 @@
+"""Checkpoints that are whole, and how to forge parts of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerzero import checkpoint
+from layerzero.checkpoint import files
+from tests.support.checkpointing import sharded_net, train
+
+DATA = "rank-00000.safetensors"
+
+
+def save_intact(rank: int, path: str) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    train(model, optimizer, range(1))
+    extra = {
+        "step": 1,
+        "tensor": torch.arange(6.0).view(2, 3),
+        "numpy": np.arange(3),
+        "own": checkpoint.per_rank({"rng": torch.get_rng_state(), "rank": (rank,)}),
+        "weight": dict(model.named_parameters())["head.weight"],
+        "others": [{1: b"x", 2.5: float("inf")}, torch.float32, None, ("a", {"b": [True]})],
+    }
+    checkpoint.save(path, model, optimizer, extra)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def sign(path: Path, listed: dict[str, str] | None = None, sequence: Any = 0, **more: Any) -> None:
+    """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
+    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != files.MANIFEST}
+    table = {}
+    for name, file in listed.items():
+        content = (path / file).read_bytes()
+        table[name] = [len(content), files.hashlib.sha256(content).hexdigest()]
+    known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table, **more}
+    (path / files.MANIFEST).unlink()
+    (path / files.MANIFEST).write_bytes(files._manifest_text(known))

@@ -1,0 +1,162 @@
+"""Models of float64 layers, schedules of a step, and their comparison with one process; shared by several files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import layerzero
+from tests.support.models import full_gradients
+from tests.support.ranks import mesh_of
+
+__all__ = [
+    "IN_FLIGHT",
+    "MODES",
+    "SIZE",
+    "WIDTH",
+    "WORLD",
+    "Block",
+    "Case",
+    "Chain",
+    "assert_same_gradients",
+    "batch",
+    "blocks",
+    "compare",
+    "freeze",
+    "join",
+    "loss_of",
+    "one_pass",
+    "run_script",
+    "sgd",
+    "shard",
+]
+
+WORLD, SIZE, WIDTH = 4, 2, 6
+
+
+def batch(rank: int, step: int, micro_batch: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output * output).mean() + output.sum()
+
+
+class Block(nn.Module):
+    """A layer, which is recomputed in the backward pass if `reentrant` is given."""
+
+    UNIT = True
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(call(self.linear, x, self.reentrant))
+
+
+def call(module: nn.Module, x: Tensor, reentrant: bool | None) -> Tensor:
+    return module(x) if reentrant is None else checkpoint(module, x, use_reentrant=reentrant)
+
+
+class Chain(nn.Module):
+    """Calls its units one after the other, in `order` if given. Serves as root and as nested unit."""
+
+    UNIT = True
+
+    def __init__(self, *units: nn.Module, order: Any = None, own: bool = True, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.order = range(len(units)) if order is None else order
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=torch.float64)) if own else None
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in self.order:
+            x = call(self.units[place], x, self.reentrant)
+        return x if self.scale is None else x * self.scale
+
+
+def join(model: nn.Module, output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else sum(model.unwrap(output))
+
+
+def run_script(model: nn.Module, rank: int, step: int, *, script: str) -> None:
+    """F0: the forward of micro-batch 0; B0: its backward; R0: the same, but the graph is kept; B01: of both losses."""
+    losses = {}
+    for action, *micro_batches in script.split():
+        if action == "F":
+            x = batch(rank, step, int(micro_batches[0])).requires_grad_()
+            losses[micro_batches[0]] = loss_of(join(model, model(x)))
+        else:
+            sum(losses[m] for m in micro_batches).backward(retain_graph=action == "R")
+
+
+one_pass = partial(run_script, script="F0 B0")
+IN_FLIGHT = partial(run_script, script="F0 F1 B0 F2 B1 B2")
+
+
+def blocks(count: int = 3, **settings: Any) -> Chain:
+    return Chain(*(Block() for _ in range(count)), **settings)
+
+
+def freeze(model: nn.Module, *prefixes: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    return model
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    step: Callable[[nn.Module, int, int], None] = one_pass
+    settings: dict[str, Any] | None = None
+
+
+def shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
+    """Shard with every Block, Chain and module of a class with ``UNIT = True`` as unit."""
+    inside = {type(module) for child in model.children() for module in child.modules()}
+    present = {kind for kind in inside if getattr(kind, "UNIT", False)}
+    return layerzero.shard_model(model, mesh=mesh_of(size), **({"units": present} | settings))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def assert_same_gradients(model: nn.Module, alone: nn.Module, case: object) -> None:
+    """`alone` has added up the gradients of all ranks. In fp64, with its fp64 masters, rounding hides nothing."""
+    theirs = {name: p.grad.div_(WORLD) for name, p in alone.named_parameters() if p.grad is not None}
+    exact = all(p.dtype == torch.float64 for p in alone.parameters())
+    close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(full_gradients(model), theirs, msg=lambda text: f"{case}: {text}", **close)
+
+
+def compare(rank: int, name: str, case: Case, **settings: Any) -> None:
+    torch.manual_seed(0)
+    alone = case.make()
+    model = shard(copy.deepcopy(alone), **((case.settings or {}) | settings))
+    optimizer, optimizer_alone = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+    for step in range(2):
+        case.step(model, rank, step)
+        for r in range(WORLD):
+            case.step(alone, r, step)
+        assert_same_gradients(model, alone, (name, settings, step))
+        assert layerzero.memory(model).measured["full_buffer"] == 0, (name, settings, step)
+        for each in (optimizer, optimizer_alone):
+            each.step()
+            each.zero_grad()
+
+
+MODES = (
+    {"accumulation": "sharded"},
+    {"accumulation": "full", "prefetch": 0},
+    {"accumulation": "sharded", "prefetch": 3, "reshard_after_forward": False},
+)

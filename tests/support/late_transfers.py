@@ -1,0 +1,72 @@
+"""Transfers between host and device that arrive late, on the CPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from layerzero.storage.device import Transfers
+
+
+class _Copy(NamedTuple):
+    target: Tensor
+    source: Tensor
+    seen: Tensor | None  # the source when the copy was asked for; None while an earlier copy has yet to fill it
+
+
+class LateTransfers(Transfers):
+    """Copies as late as a device may make them: when the computation waits for them.
+
+    Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
+    source must be what it was when the copy was asked for.
+    """
+
+    made: list[LateTransfers] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pins = True
+        self.stores = self.fetches = 0
+        self._queue: deque[_Copy] = deque()
+        self._done = 0
+        self._host: set[int] = set()
+        LateTransfers.made.append(self)
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = torch.full((numel,), torch.nan, dtype=dtype)
+        self._host.add(buffer.data_ptr())
+        return buffer
+
+    def copy(self, target: Tensor, source: Tensor) -> int:
+        filled_late = any(_overlap(source, pending.target) for pending in self._queue)
+        self.stores += target.data_ptr() in self._host
+        self.fetches += source.data_ptr() in self._host
+        self._queue.append(_Copy(target, source, None if filled_late else source.clone()))
+        if not any(_overlap(target, pending.source) for pending in self._queue):
+            target.fill_(torch.nan)
+        return self._done + len(self._queue)
+
+    def wait(self, mark: int) -> None:
+        while self._done < mark:
+            made = self._queue.popleft()
+            self._done += 1
+            if made.seen is not None and not torch.equal(made.source.view(torch.uint8), made.seen.view(torch.uint8)):
+                raise AssertionError("written before a copy from it was done")
+            made.target.copy_(made.source)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    begins = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [begin + t.numel() * t.element_size() for begin, t in zip(begins, (a, b), strict=True)]
+    return max(begins) < min(ends)
+
+
+def late() -> Any:
+    LateTransfers.made.clear()
+    return mock.patch("layerzero.setup.shard.Transfers", LateTransfers)

@@ -1,0 +1,94 @@
+"""Lets megatron-core run without a GPU: where it asks CUDA for a device, memory or random states, it gets the CPU.
+
+For tests and the example only; the package has nothing of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = ["cpu_instead_of_cuda"]
+
+
+@contextlib.contextmanager
+def cpu_instead_of_cuda() -> Iterator[None]:
+    """Inside, what Megatron wants of CUDA is done on the CPU; afterwards torch is as it was."""
+    with contextlib.ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any, **how: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, value, **how))
+
+        for name in ("zeros", "ones", "tensor", "empty", "full"):
+            put(torch, name, _on_cpu(getattr(torch, name)))
+        put(torch.Tensor, "cuda", lambda self, *_, **__: self)
+        put(torch.Tensor, "type", _cuda_type(torch.Tensor.type))
+        put(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        put(torch.cuda, "synchronize", lambda *_: None)
+        stream = _Stream()
+        put(torch.cuda, "Stream", lambda *_, **__: stream)
+        put(torch.cuda, "current_stream", lambda *_: stream)
+        put(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        put(torch.cuda.nvtx, "range_push", lambda *_: None)
+        put(torch.cuda.nvtx, "range_pop", lambda *_: None)
+        stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"))
+        stack.enter_context(warnings.catch_warnings())
+        random, moe_utils = _import_megatron()
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # small functions, each seconds of a compiler
+        # It has no dropout to keep in step; weights are drawn on the CPU.
+        put(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        put(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(1, dtype=torch.uint8))
+        put(random, "_set_cuda_rng_state", lambda *_, **__: None)
+        # Megatron looks at it without Transformer Engine, too, but then does not define it.
+        put(moe_utils, "te_general_gemm", None, create=True)
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        yield
+
+
+def _import_megatron() -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is not installed beside Megatron, and what torch deprecates
+        import megatron.core.optimizer  # noqa: PLC0415, F401
+        from megatron.core.tensor_parallel import random  # noqa: PLC0415
+        from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415
+    return random, moe_utils
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+class _Stream:
+    """The one on which everything runs in order; also its own event."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _cuda_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain_type)
+    def named(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = plain_type(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    return named

@@ -1,0 +1,263 @@
+"""Runs a function on real gloo ranks.
+
+The ranks are processes that live as long as the test session, so that a test costs milliseconds instead of the seconds
+that importing torch takes. Each call gets a process group of its own, met through a store of its own. A call that fails
+or hangs takes the processes with it; the next call starts new ones, as forks of processes that have imported torch and
+the test modules that were run so far.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+import layerzero
+
+__all__ = ["mesh_of", "run_ranks"]
+
+_HOST = "127.0.0.1"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 4,
+    timeout: float = 120.0,
+    pg_timeout: float = 60.0,
+    store_file: Path | None = None,
+):
+    """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
+
+    Args:
+        fn: a function at the top of a test module; the default process group is initialised when it is called.
+        timeout: seconds until the ranks are killed and the call fails.
+        pg_timeout: seconds until a collective or the store gives up.
+        store_file: where the ranks meet; by default a server of this process.
+
+    Raises:
+        AssertionError: a rank raised (holds every traceback), or did not return in time.
+    """
+    return _pool.run(fn, args, world_size, timeout, pg_timeout, store_file)
+
+
+class _Rank:
+    """A process that imports, and forks the one that runs the tests, which can be killed.
+
+    Each rank is forked from a process of its own, so that ranks differ in what is random: the order of sets.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._parent = context.Process(target=_fork_on_order, args=(theirs,), daemon=True)
+        self._parent.start()
+        theirs.close()
+        self._pipe: Connection | None = None  # to the child; it ends when the child does
+
+    def start(self, module: str) -> None:
+        """Have a process that runs functions; a new one is born with `module` imported."""
+        if self._pipe is None:
+            self._pipe, theirs = multiprocessing.Pipe()
+            self._orders.send(("fork", module))
+            reduction.send_handle(self._orders, theirs.fileno(), self._parent.pid)
+            theirs.close()
+
+    @property
+    def pipe(self) -> Connection:
+        assert self._pipe is not None
+        return self._pipe
+
+    def kill(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._orders.send(("kill", ""))
+            self._orders.recv()
+
+    def end(self) -> None:
+        with contextlib.suppress(EOFError, OSError):  # Ctrl-C while it imported torch
+            self.kill()
+        self._orders.close()
+        self._parent.join()
+
+
+def _fork_on_order(orders: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the caller hears too, and ends this process and its child
+    child = 0
+    while True:
+        try:
+            order, module = orders.recv()
+        except EOFError:
+            return
+        if order == "fork":
+            with contextlib.suppress(Exception):  # which the child meets, too, and tells
+                importlib.import_module(module)
+            handle = reduction.recv_handle(orders)
+            child = os.fork()
+            if not child:
+                orders.close()
+                try:
+                    _work(Connection(handle))
+                finally:
+                    os._exit(0)
+            os.close(handle)
+        else:
+            os.kill(child, signal.SIGKILL)  # not waited for until now: nobody else can have its number
+            os.waitpid(child, 0)
+            orders.send("killed")
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        world_size: int,
+        timeout: float,
+        pg_timeout: float,
+        store_file: Path | None,
+    ):
+        while len(self._ranks) < world_size:
+            self._ranks.append(_Rank())
+        # Served from here, where it outlives every rank. A file would be polled by each rank that waits.
+        server = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if store_file is None else None
+        store = str(store_file) if server is None else server.port
+        for rank, process in enumerate(self._ranks[:world_size]):
+            process.start(fn.__module__)
+            process.pipe.send((fn, args, rank, world_size, store, pg_timeout))
+        results = self._collect(world_size, timeout)
+        failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
+        missing = [rank for rank in range(world_size) if rank not in results]
+        if failures or missing:
+            for process in self._ranks:
+                process.kill()
+            if missing:
+                failures.append(f"ranks {missing} had not returned when they were killed")
+            raise AssertionError("\n".join(failures))
+        for rank, process in enumerate(self._ranks[:world_size]):
+            if results[rank][0] == "worn":
+                process.kill()
+        return [results[rank][1] for rank in range(world_size)]
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
+        pending = {self._ranks[rank].pipe: rank for rank in range(world_size)}
+        results: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pending), left):
+                rank = pending.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    results[rank] = ("error", "the process died")
+                if results[rank][0] == "error":
+                    # The others may wait for this rank: give them a moment to say what they were doing.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        return results
+
+    def stop(self) -> None:
+        for process in self._ranks:
+            process.end()
+        self._ranks.clear()
+
+
+def _work(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
+    while True:
+        try:
+            fn, args, rank, world_size, store, pg_timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            value = _call(fn, args, rank, world_size, store, pg_timeout)
+            result: tuple[str, Any] = ("worn" if _keeps_groups() else "ok", value)
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        pipe.send(result)
+
+
+_meshes: dict[int, DeviceMesh] = {}  # by zero3_size, of the call that runs
+
+
+def mesh_of(zero3_size: int) -> DeviceMesh:
+    """The mesh of all ranks; made once for each call of :func:`run_ranks`, as process groups take long to make."""
+    if zero3_size not in _meshes:
+        _meshes[zero3_size] = layerzero.init_mesh(zero3_size)
+    return _meshes[zero3_size]
+
+
+def _call(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, pg_timeout: float
+):
+    timeout = timedelta(seconds=pg_timeout)
+    if isinstance(store_at, int):
+        store = dist.TCPStore(_HOST, store_at, timeout=timeout)
+    else:
+        store = dist.FileStore(store_at, world_size)
+        store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        return fn(rank, *args)
+    finally:
+        _meshes.clear()
+        _clear_caches()
+        gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
+        _destroy_groups()
+
+
+def _clear_caches() -> None:
+    """torch's results that name the meshes and groups of this call; older versions have fewer of them.
+
+    A group that is kept alive has a thread that wakes up 100 times a second, on every rank.
+    """
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for cached in (_redistribute._gen_transform_infos, getattr(MeshTopoInfo, "build_from_mesh", None)):
+        getattr(cached, "cache_clear", lambda: None)()
+
+
+def _keeps_groups() -> bool:
+    """Something of this call lives on in this process: a model that a test module refers to, for instance."""
+    threads = Path("/proc/self/task")
+    return threads.exists() and len(list(threads.iterdir())) > 16  # of three for a group
+
+
+def _destroy_groups() -> None:
+    """gloo takes 10 ms to close one connection after the other: all groups at once, each in a thread."""
+    last_references = [[group] for group in dist.distributed_c10d._world.pg_map]
+    dist.destroy_process_group()
+    threads = [threading.Thread(target=references.clear) for references in last_references]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+_pool = _Pool()
+atexit.register(_pool.stop)

@@ -1,0 +1,279 @@
+"""Two jobs that save to one path, or into one folder, at the same time: what is reported as saved can be loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint import files
+from layerzero.checkpoint import folder as checkpoint_folder
+from tests.support.checkpointing import everything, sharded_net
+from tests.support.crashing import CALLS, RAISED, SURVIVED, TIMEOUT, die_at, exit_codes, forks
+from tests.support.damaging import sign
+from tests.support.models import IntegerNet, different, exact_sgd, integer_net, train
+from tests.support.ranks import run_ranks
+
+TAKEN = 9
+
+
+def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
+    """Two ranks are one job, the other two another one."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return rank // 2, groups[rank // 2]
+
+
+def _built(group: dist.ProcessGroup, seed: int) -> tuple[Any, Any]:
+    mesh = layerzero.mesh_from_groups(group, group)
+    model = layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS)
+    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+
+@contextmanager
+def _slow_disk(generator: random.Random) -> Iterator[None]:
+    """Every call that changes what is on the disk takes its time."""
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(generator.uniform(0, 0.004))
+            return real(*args, **kwargs)
+
+        return call
+
+    reals = {name: getattr(os, name) for name in CALLS}
+    for name, real in reals.items():
+        setattr(os, name, late(real))
+    try:
+        yield
+    finally:
+        for name, real in reals.items():
+            setattr(os, name, real)
+
+
+def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, keep_last: int | None = None) -> bool:
+    try:
+        if later:
+            checkpoint.save_async(path, model, optimizer, extra, keep_last=keep_last).wait()
+        else:
+            checkpoint.save(path, model, optimizer, extra, keep_last=keep_last)
+    except FileExistsError as error:
+        assert "exists already" in str(error)
+        return False
+    return True
+
+
+def race(rank: int, folder: Path, rounds: int, seed: int) -> list[bool]:
+    """In which rounds this rank's job got the name that both wanted; it has then loaded what it has saved."""
+    job, group = _job_of(rank)
+    (model, optimizer), (again, its_optimizer) = _built(group, job), _built(group, 2)
+    generator = random.Random(100 * seed + rank)
+    alike = random.Random(100 * seed + 50 + job)  # on both ranks of a job
+    won = []
+    for turn in range(rounds):
+        train(model, optimizer, rank, [turn])
+        state, later = everything(model, optimizer), alike.random() < 0.5
+        dist.barrier()
+        time.sleep(alike.uniform(0, 0.05))
+        with _slow_disk(generator):
+            won.append(_saved(folder / str(turn), model, optimizer, {"job": job, "turn": turn}, later=later))
+        if won[-1]:
+            assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
+            wrong = different(everything(again, its_optimizer), state)
+            assert not wrong, f"job {job} saved in round {turn}, and loads other {wrong}"
+        dist.barrier()
+        if won[-1]:  # also when the other has ended
+            assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted(map(str, range(rounds))), f"nothing is left of who came too late: {left}"
+    return won
+
+
+def test_of_two_jobs_that_save_to_one_path_one_gets_it_and_can_load_it(tmp_path: Path) -> None:
+    first, first_peer, second, second_peer = run_ranks(race, tmp_path, 10, 1)
+    assert first == first_peer and second == second_peer
+    for turn, winners in enumerate(zip(first, second, strict=True)):
+        assert sum(winners) == 1, f"round {turn}: {winners}"
+    assert any(first) and any(second), "the race is one"
+
+
+def _side_by_side(rank: int, folder: Path, rounds: int, keep_last: int) -> None:
+    job, group = _job_of(rank)
+    (model, optimizer), (again, its_optimizer) = _built(group, job), _built(group, 2)
+    generator, alike = random.Random(rank), random.Random(10 + job)
+    for turn in range(rounds):
+        train(model, optimizer, rank, [turn])
+        path, state = folder / f"{'ab'[job]}-{turn}", everything(model, optimizer)
+        dist.barrier()
+        time.sleep(alike.uniform(0, 0.03))
+        with _slow_disk(generator):
+            assert _saved(path, model, optimizer, turn, later=bool(turn % 2), keep_last=keep_last)
+        dist.barrier()
+        assert checkpoint.load(path, again, its_optimizer) == turn, "the last saves of both jobs are among the last"
+        assert not different(everything(again, its_optimizer), state)
+        latest = checkpoint.latest(folder)
+        assert latest is not None and latest.name in (f"a-{turn}", f"b-{turn}")
+        kept = [shown for shown in folder.iterdir() if not shown.name.startswith(".")]
+        assert len(kept) <= keep_last + 1, kept
+        dist.barrier()
+
+
+def test_two_jobs_in_one_folder_keep_the_last_of_both(tmp_path: Path) -> None:
+    run_ranks(_side_by_side, tmp_path, 6, 3)
+
+
+def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}.{job}.store", 2)
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    model, optimizer = sharded_net(2, seed=job)
+    dist.barrier()
+    (folder / f"ready-{job}-{rank}").touch()
+    while len(list(folder.glob("ready-*"))) < 4:
+        time.sleep(0.001)
+    if victim == (job, rank):
+        die_at(turn, half=bool(turn % 2))
+    generator = random.Random(turn + job)
+    time.sleep(generator.uniform(0, 0.02))
+    with _slow_disk(generator):
+        try:
+            won = _saved(folder / "one", model, optimizer, {"job": job}, later=bool(turn % 3))
+        except checkpoint.CheckpointError:
+            os._exit(RAISED)
+    os._exit(SURVIVED if won else TAKEN)
+
+
+def _states(rank: int) -> list[dict[str, Tensor]]:
+    return [everything(*sharded_net(1, seed=job)) for job in (0, 1)]
+
+
+def _loads(rank: int, winners: dict[Path, int], states: list[dict[str, Tensor]]) -> None:
+    model, optimizer = sharded_net(1, seed=2)
+    for folder, job in winners.items():
+        assert checkpoint.load(folder / "one", model, optimizer) == {"job": job}, folder
+        assert not different(everything(model, optimizer), states[job]), folder
+
+
+def kill_one_of_two(folder: Path, turns: range) -> int:
+    """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
+    states = run_ranks(_states, world_size=1)[0]
+    launched, winners = {}, {}
+    for turn in turns:
+        place = folder / str(turn)
+        place.mkdir()
+        victim = (turn % 2, turn // 2 % 2)
+        ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
+        launched[place] = [forks.Process(target=_rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
+        for process in launched[place]:
+            process.start()
+    for place, processes in launched.items():
+        exits = exit_codes(processes)
+        assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
+        returned = {index // 2 for index, code in enumerate(exits) if code == SURVIVED}
+        assert len(returned) <= 1, f"{place}: both say that they have saved: {exits}"
+        if returned:
+            winners[place] = returned.pop()
+        else:
+            assert TAKEN not in exits or (place / "one").exists(), f"{place}: nobody has the name: {exits}"
+    run_ranks(_loads, winners, states, world_size=1)
+    return len(winners)
+
+
+def test_a_job_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
+    assert kill_one_of_two(tmp_path, range(4, 16, 4)) >= 2
+
+
+def _copy(intact: Path, path: Path, sequence: int, token: str) -> None:
+    shutil.copytree(intact, path)
+    sign(path, sequence=sequence, token=token)
+
+
+def _one(rank: int, path: str) -> None:
+    checkpoint.save(path, *sharded_net(1))
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "intact"
+    run_ranks(_one, str(path), world_size=1)
+    return path
+
+
+def test_what_is_as_new_or_newer_is_not_rotated_away(intact: Path, tmp_path: Path) -> None:
+    for name, sequence in {"old": 1, "a": 2, "mine": 2, "z": 2, "newer": 5}.items():
+        _copy(intact, tmp_path / name, sequence, name)
+    checkpoint_folder.rotate(tmp_path / "mine", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "mine", "z", "newer"}
+    checkpoint_folder.rotate(tmp_path / "gone", 1)
+    checkpoint_folder.rotate(tmp_path / "newer", 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"z", "newer"}
+
+
+def test_a_checkpoint_that_came_in_place_of_an_old_one_is_put_back(intact: Path, tmp_path: Path) -> None:
+    _copy(intact, tmp_path / "one", 0, "old")
+    listed = files.Manifest.read(tmp_path / "one")
+    shutil.rmtree(tmp_path / "one")
+    _copy(intact, tmp_path / "one", 9, "new")
+    checkpoint_folder._remove_checkpoint(listed)
+    assert files.Manifest.read(tmp_path / "one").token == "new"
+    checkpoint_folder._remove_checkpoint(files.Manifest.read(tmp_path / "one"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: Path) -> None:
+    """A file system that merges folders instead of refusing, or another job that removes what it takes for old."""
+    rename = os.rename
+    for name, harm in {
+        "merged": lambda path: sign(path, token="another"),
+        "removed": shutil.rmtree,
+        "torn": lambda path: (path / "contents.json").unlink(),
+    }.items():
+        partial = files.partial_of(tmp_path / name, files.new_token())
+        shutil.copytree(intact, partial)
+        records = files.Manifest.read(partial).files.values()
+        (partial / files.MANIFEST).unlink()
+
+        def renamed(source: Path, target: Path, harm: Callable[[Path], Any] = harm) -> None:
+            rename(source, target)
+            harm(target)
+
+        os.rename = renamed
+        try:
+            with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not hold what has just been renamed"):
+                files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
+        finally:
+            os.rename = rename
+
+
+def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Path, tmp_path: Path) -> None:
+    """As NFS does when the answer to the first request was lost."""
+    rename = os.rename
+
+    def twice(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    partial = files.partial_of(tmp_path / "one", "token")
+    shutil.copytree(intact, partial)
+    records = files.Manifest.read(partial).files.values()
+    (partial / files.MANIFEST).unlink()
+    os.rename = twice
+    try:
+        files.publish(partial, tmp_path / "one", records, sequence=0, token="token")
+    finally:
+        os.rename = rename
+    assert files.Manifest.read(tmp_path / "one").token == "token"

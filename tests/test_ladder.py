@@ -1,0 +1,321 @@
+"""Grids, routes and sums, of all ranks in one process: what the engine decides without talking to anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.comm.collectives import Exchange, Issued, Lane, Ledger, PendingSum, Works
+from layerzero.config import Precision
+from layerzero.engine.gradients import Round
+from layerzero.engine.route import Leg, Route
+from layerzero.engine.sums import Holding, Sum
+from layerzero.layout.flat import FlatLayout, plan_layouts
+from layerzero.layout.grid import Extent, Grid, overlap
+from layerzero.storage.buffers import BufferPool
+from layerzero.storage.places import InsidePlace, KeptPlace, Place, ScratchPlace, Stay
+
+RANK, NODE, WHOLE = Extent.RANK, Extent.NODE, Extent.WHOLE
+CPU = torch.device("cpu")
+FP32 = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
+HALF = Precision(torch.float32, torch.float16, torch.float16, torch.float32)
+MIXED = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32)
+SIZES = [(d, s) for d in (1, 2, 3, 4, 6, 8, 12, 16) for s in range(1, d + 1) if d % s == 0]
+SHAPES = [("matrix", (7, 3)), ("empty", (0, 3)), ("bias", (5,)), ("one", (1,)), ("long", (2, 2, 3))]
+
+
+def grids(data_parallel: int, zero3_size: int) -> list[Grid]:
+    return [Grid.of_rank(rank, data_parallel=data_parallel, zero3_size=zero3_size) for rank in range(data_parallel)]
+
+
+def layouts(data_parallel: int) -> tuple[FlatLayout, ...]:
+    return plan_layouts(SHAPES, num_shards=data_parallel, align=4)
+
+
+# Grids
+
+
+@pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
+def test_extents_are_nested_and_cut_the_flat_order(data_parallel: int, zero3_size: int) -> None:
+    for layout in layouts(data_parallel):
+        ranks = grids(data_parallel, zero3_size)
+        shards = [grid.range_of(layout, RANK) for grid in ranks]
+        assert sorted(element for shard in shards for element in shard) == list(range(layout.numel)), "each once"
+        for grid in ranks:
+            nodes = [other.range_of(layout, NODE) for other in ranks if other.r == grid.r]
+            assert sorted(element for node in nodes for element in node) == list(range(layout.numel))
+            for small in Extent:
+                for big in Extent:
+                    inner, outer = grid.range_of(layout, small), grid.range_of(layout, big)
+                    if small <= big:
+                        assert outer[grid.place(layout, small, big)] == inner
+                    assert grid.covers(small, big) == (len(inner) == len(outer)) == (inner == outer)
+
+
+@pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
+def test_the_part_of_a_slot_is_what_it_shares_with_an_extent(data_parallel: int, zero3_size: int) -> None:
+    for layout in layouts(data_parallel):
+        for grid in grids(data_parallel, zero3_size):
+            for extent in Extent:
+                flat = grid.range_of(layout, extent)
+                for slot in layout.slots:
+                    common = [element for element in range(slot.offset, slot.end) if element in flat]
+                    of_slot, of_range = overlap(slot, flat)
+                    assert [slot.offset + i for i in range(slot.numel)[of_slot]] == common
+                    assert list(flat[of_range]) == common
+                    assert grid.part(layout, slot, extent) == of_range
+                    assert len(common) == len(layout.rows_in(slot, flat)) * slot.row_numel
+
+
+def test_a_grid_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="zero3_size=3 does not divide the 4"):
+        Grid(4, 3, 0, 0)
+    with pytest.raises(ValueError, match=r"no rank \(r, s\) = \(2, 0\) among 2 x 2"):
+        Grid.of_rank(4, data_parallel=4, zero3_size=2)
+
+
+# Routes
+
+ROWS = {  # (S > 1, R > 1, mode): lands, waits, exchanges with their ends
+    (False, False, "sharded"): (RANK, RANK, []),
+    (False, False, "full"): (RANK, RANK, []),
+    (False, True, "sharded"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP2)]),
+    (False, True, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP2)]),
+    (True, False, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP1)]),
+    (True, True, "full"): (WHOLE, WHOLE, [(WHOLE, NODE, Exchange.HOP1), (NODE, RANK, Exchange.HOP2)]),
+    (True, False, "sharded"): (WHOLE, RANK, [(WHOLE, RANK, Exchange.HOP1)]),
+    (True, True, "sharded"): (WHOLE, NODE, [(WHOLE, NODE, Exchange.HOP1), (NODE, RANK, Exchange.HOP2)]),
+}
+
+
+@pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str) -> None:
+    lands, waits, legs = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
+    for grid in grids(data_parallel, zero3_size):
+        for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
+            route = Route.plan(grid, precision, accumulation=mode, divide_factor=data_parallel)
+            assert (route.lands, route.waits) == (lands, waits)
+            assert [(leg.start, leg.stop, leg.exchange) for leg in route.legs] == legs
+            wires = {Exchange.HOP1: precision.reduce, Exchange.HOP2: precision.replica_reduce}
+            assert [leg.wire for leg in route.legs] == [wires[leg.exchange] for leg in route.legs]
+            scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
+            once = 0 if half or not legs else len(legs)
+            expected = [1.0] * len(scales)
+            expected[once] = 1 / data_parallel
+            assert scales == expected, "the mean is taken once, early where fp16 would overflow"
+            early = lands is not waits
+            assert route.landing_dtype == (precision.reduce if early else precision.master)
+            assert route.shares_early == early
+            accumulating, reducing = route.between(lands, waits), route.between(lands, RANK)
+            assert reducing == route.legs == accumulating + route.between(waits, RANK)
+
+
+# Sums
+
+
+class Rank(NamedTuple):
+    grid: Grid
+    sums: dict[Extent, Sum]
+
+
+def make_rank(grid: Grid, route: Route, layout: FlatLayout, pool: BufferPool) -> Rank:
+    """Sums as the engine has them, the final gradient inside the node sum where that waits."""
+    sums: dict[Extent, Sum] = {}
+    for extent in (WHOLE, NODE, RANK):
+        numel = grid.numel(layout, extent)
+        place: Place = KeptPlace(numel, torch.float32, CPU)
+        if extent is route.lands and route.shares_early:
+            place = ScratchPlace(numel, torch.float32, pool)
+        if extent is RANK and route.waits is NODE:
+            place = InsidePlace(sums[NODE].place, grid.place(layout, RANK, NODE), pool)
+        place.open(keep=False).fill_(torch.nan)
+        sums[extent] = Sum(layout, grid, extent, place)
+    return Rank(grid, sums)
+
+
+def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[Leg, ...], pool: BufferPool) -> None:
+    """What the engine does on each rank, and the exchanges in between."""
+    for leg in legs:
+        sent = []
+        for rank in ranks:
+            if NODE in (leg.start, leg.stop):
+                rank.sums[RANK].vacate()
+            source = rank.sums[leg.start]
+            source.hand_over()
+            lease = source.place.lend(leg.wire, pool)
+            sent.append(lease.tensor.clone())
+            lease.end()
+        for rank in ranks:
+            own = rank.grid.place(layout, leg.stop, leg.start)
+            same = "r" if leg.exchange is Exchange.HOP1 else "s"
+            peers = [i for i, each in enumerate(ranks) if getattr(each.grid, same) == getattr(rank.grid, same)]
+            pending = brought(*(sent[i][own] for i in peers))
+            if leg.stop is RANK:
+                rank.sums[RANK].settle()
+            rank.sums[leg.stop].add_exchange(pending, scale=leg.scale)
+
+
+def brought(*parts: Tensor) -> PendingSum:
+    """An exchange that has ended."""
+    lane = Lane("nobody's", "zero3", None, Ledger(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
+    works = Works((), Issued(lane, Exchange.HOP1, "", None))
+    return PendingSum(works, torch.empty(0), parts, lambda: None)
+
+
+def contribution(rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+def programs() -> Iterator[str]:
+    """Backwards inside (u) and outside (r) no_sync, the rest of it (s), all forgotten (z), one forgotten (d)."""
+    yield from ("r", "ur", "uus", "rr", "rur", "ruurs", "rzr", "urzus", "rdr", "urdur", "udus", "rdus", "uzur")
+
+
+@pytest.mark.parametrize(("data_parallel", "zero3_size"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (6, 3)])
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+def test_every_program_ends_with_the_mean_of_what_was_contributed(
+    data_parallel: int, zero3_size: int, mode: str
+) -> None:
+    for program in programs():
+        for layout in layouts(data_parallel):
+            follow(program, layout, grids(data_parallel, zero3_size), mode)
+
+
+def follow(program: str, layout: FlatLayout, all_grids: list[Grid], mode: str) -> None:
+    pool = BufferPool(CPU)
+    factor = 4.0
+    routes = [Route.plan(grid, FP32, accumulation=mode, divide_factor=factor) for grid in all_grids]
+    ranks = [make_rank(grid, route, layout, pool) for grid, route in zip(all_grids, routes, strict=True)]
+    route, dropped = routes[0], len(layout.slots) - 1
+    expected = {slot: torch.zeros(each.shape) for slot, each in enumerate(layout.slots)}
+    for index, action in enumerate(program):
+        if action in "ur":
+            for number, rank in enumerate(ranks):
+                for slot, each in enumerate(layout.slots):
+                    if (slot + number + index) % 3:  # ranks use different parameters
+                        values = contribution(number, index, each.shape)
+                        rank.sums[route.lands].add(slot, values, route.landing_scale)
+                        expected[slot] += values / factor
+            carry(ranks, layout, route.between(route.lands, RANK if action == "r" else route.waits), pool)
+        elif action == "s":
+            carry(ranks, layout, route.between(route.waits, RANK), pool)
+        else:
+            forgotten = list(expected) if action == "z" else [dropped]
+            for slot in forgotten:
+                expected[slot].zero_()
+            for rank in ranks:
+                for each in set(rank.sums.values()):
+                    each.forget(forgotten)
+                if action == "z":
+                    rank.sums[RANK].settle()
+    if program[-1] in "rs":
+        for rank in ranks:
+            final = rank.sums[RANK]
+            flat = rank.grid.range_of(layout, RANK)
+            for slot, each in enumerate(layout.slots):
+                rows = layout.rows_in(each, flat)
+                if final[slot] is Holding.FILLED or len(ranks) > 1:  # an exchange fills all
+                    ours, theirs = final.part(slot), expected[slot][rows.start : rows.stop]
+                    assert torch.equal(ours, theirs), (program, mode, rank.grid, each.name)
+
+
+def one_sum() -> tuple[Sum, FlatLayout]:
+    (layout,) = plan_layouts([("a", (2, 2)), ("b", (3,))], num_shards=1, align=1)
+    place = KeptPlace(layout.numel, torch.float32, CPU)
+    place.open(keep=False).fill_(torch.nan)
+    return Sum(layout, Grid(1, 1, 0, 0), WHOLE, place), layout
+
+
+def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> None:
+    ours, layout = one_sum()
+    names = {slot.name: index for index, slot in enumerate(layout.slots)}
+    a, b = names["a"], names["b"]
+    assert ours.empty and ours.untouched and ours[a] is Holding.EMPTY
+    ours.add(a, torch.ones(2, 2), 0.5)
+    ours.add(a, torch.ones(2, 2).bfloat16(), 2.0)
+    assert ours[a] is Holding.FILLED and ours[b] is Holding.EMPTY and not ours.empty
+    ours.hand_over()
+    whole = ours.place.open(keep=True)
+    assert whole[layout.slots[a].offset] == 2.5 and not whole[layout.slots[b].offset : layout.slots[b].end].any()
+    assert ours.empty
+    ours.add(b, torch.ones(3))
+    ours.add_exchange(brought(torch.ones(7), torch.ones(7)), scale=2.0)
+    assert ours.part(a).eq(4).all() and ours.part(b).eq(5).all(), "holes are zero before an exchange is added"
+    ours.forget([b])
+    ours.add_exchange(brought(torch.ones(7)), scale=1.0)
+    assert ours.part(a).eq(5).all() and ours.part(b).eq(1).all()
+    ours.forget()
+    ours.add_exchange(brought(torch.ones(7)), scale=3.0)
+    assert ours.part(a).eq(3).all() and ours.part(b).eq(3).all()
+
+
+def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> None:
+    ours, _ = one_sum()
+    ours.offer(0).add_(1)
+    assert ours[0] is Holding.OFFERED and ours.empty and not ours.untouched
+    ours.take(0)
+    ours.offer(0).add_(1)
+    assert ours[0] is Holding.FILLED and ours.part(0).eq(2).all(), "what is there is kept"
+    ours.offer(1).add_(1)
+    with pytest.raises(RuntimeError, match="its gradient never came"):
+        ours.hand_over()
+    ours.withdraw([0, 1])
+    assert ours[0] is Holding.FILLED and ours[1] is Holding.EMPTY
+    with pytest.raises(RuntimeError, match="was kept from a forward"):
+        ours.take(1)
+    ours.zero(1)
+    assert ours[1] is Holding.FILLED and not ours.part(1).any()
+
+
+def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
+    pool = BufferPool(CPU)
+    kept = KeptPlace(4, torch.float32, CPU)
+    in_place, copied = kept.lend(torch.float32, pool), kept.lend(torch.bfloat16, pool)
+    assert kept.leased and in_place.tensor.data_ptr() == kept.open(keep=True).data_ptr()
+    assert copied.tensor.dtype == torch.bfloat16
+    in_place.end()
+    in_place.end()  # once
+    assert not kept.leased
+    allocated = pool.allocated_bytes
+    copied.end()
+    assert pool.take(4, torch.bfloat16).data_ptr() == copied.tensor.data_ptr() and pool.allocated_bytes == allocated
+    scratch = ScratchPlace(4, torch.float32, pool)
+    first = scratch.open(keep=False)
+    lease = scratch.lend(torch.float32, pool)
+    assert lease.tensor is first and scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
+
+
+def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
+    pool = BufferPool(CPU)
+    around = KeptPlace(4, torch.float32, CPU)
+    inside = InsidePlace(around, slice(1, 3), pool)
+    inside.vacate(keep=False)
+    assert inside.stay is Stay.AWAY and not pool.allocated_bytes, "nothing is moved"
+    inside.settle(keep=False)
+    inside.open(keep=True).fill_(3)
+    inside.vacate(keep=True)
+    inside.vacate(keep=True)  # it has left
+    around.open(keep=True).fill_(7)
+    assert inside.stay is Stay.ASIDE and inside.open(keep=True).eq(3).all()
+    inside.settle(keep=True)
+    assert inside.stay is Stay.HOME and around.open(keep=True).tolist() == [7, 3, 3, 7]
+
+
+def test_a_round_is_complete_when_what_is_expected_has_come() -> None:
+    each = Round(3)
+    each.arrive(1)
+    assert each.begun and not each.complete
+    each.expect([True, True, False])
+    each.arrive(0)
+    assert each.complete
+    each.end()
+    assert not each.begun and not each.complete
+    each.train([False, True, False])
+    each.arrive(1)
+    assert each.complete

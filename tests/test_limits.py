@@ -1,0 +1,347 @@
+"""Every row and bullet of docs/limits.md is shown by a test, or says here why it is not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "limits.md"
+
+# The beginning of a row's first cell, or of a bullet: the tests that show what it says, and that its way out works.
+COVERED: dict[str, tuple[str, ...]] = {
+    # --- models ---
+    "A unit without parameters": ("test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",),
+    "Reading a parameter outside": (
+        "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
+        "test_limits_rows.py::test_a_weight_that_a_sibling_reads_belongs_to_the_parent",
+    ),
+    "A penalty on whole parameters": (
+        "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
+        "test_gradients.py::test_a_penalty_on_local_rows_is_a_part_of_the_loss",
+        "test_gradients.py::test_gradients_written_by_hand_count_like_those_of_a_backward",
+    ),
+    "A backward through `p.full_tensor()`": ("test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",),
+    "Changing a weight in place": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_limits_rows.py::test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalised_between_steps",
+        "test_masters.py::test_edit_between_training_steps_is_kept_by_the_next_step",
+    ),
+    "**Unnoticed:** the same through `weight.data`": (
+        "test_verify.py::test_models_that_are_wrong_when_sharded_are_named",
+    ),
+    "Integer, complex, 8-bit": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_ways_out_work",
+        "test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",
+    ),
+    "Lazy parameters": ("test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",),
+    "Quantised, sparse or wrapped buffers": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_ways_out_work",
+        "test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",
+    ),
+    "`DistributedDataParallel`, `DataParallel`": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_limits_rows.py::test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise",
+    ),
+    "The same inside a model": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_ways_out_work",
+    ),
+    "`torch.func`, `torch.export`": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_what_one_rank_does_alone_is_an_error_on_the_others_within_the_timeout",
+        "test_limits_rows.py::test_transforms_work_on_an_unsharded_copy",
+    ),
+    "Sparse gradients": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_parity.py::test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits",
+    ),
+    "Changing parameters between": ("test_gradients.py::test_an_edit_between_forward_and_backward_is_an_error",),
+    "Replacing parameters of a sharded model": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_what_one_rank_does_alone_is_an_error_on_the_others_within_the_timeout",
+        "test_limits_rows.py::test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise",
+        "test_whole_states.py::test_load_state_dict_takes_this_ranks_rows_of_whole_tensors",
+    ),
+    "Trainable parameters that come after": (
+        "test_structure.py::test_trainable_parameters_that_come_after_sharding_are_named_at_the_next_forward",
+        "test_structure.py::test_what_the_error_says_works",
+        "test_structure.py::test_a_module_that_goes_is_a_module_that_is_not_used",
+    ),
+    "A whole tensor assigned to `p.data`": (
+        "test_moves.py::test_what_does_not_fit_the_rows_is_not_taken_for_data",
+        "test_moves.py::test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with",
+        "test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused",
+    ),
+    "`nn.init.orthogonal_`": (
+        "test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused",
+        "test_random.py::test_draws_that_cannot_be_made_by_rows_are_refused",
+        "test_random.py::test_random_numbers_are_those_of_one_process_with_the_seed",
+    ),
+    "**Unnoticed:** `generator=`": (
+        "test_limits_rows.py::test_a_generator_is_ignored_by_torch_for_computed_tensors_and_heeded_for_ours",
+    ),
+    "`model.half()`": (
+        "test_moves.py::test_moves_that_change_nothing_pass_and_others_are_refused_before_they_do",
+        "test_moves.py::test_recurrent_layers_and_mixed_precision_may_be_moved_to_where_they_are",
+    ),
+    "`load_state_dict` of whole tensors that differ": (
+        "test_whole_states.py::test_ranks_that_load_other_values_are_told_at_the_next_forward",
+    ),
+    "Loading whole tensors on some ranks only": (
+        "test_limits_rows.py::test_loading_on_one_rank_only_is_an_error_on_both",
+    ),
+    "`p.numpy()`, `p.tolist()`": (
+        "test_whole_states.py::test_local_rows_are_read_as_arrays_and_a_part_is_not_taken_for_the_whole",
+        "test_whole_states.py::test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error",
+        "test_torch_state_dicts.py::test_whole_states_go_out_and_come_in_through_torchs_options",
+    ),
+    "Sharding a model twice": ("test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",),
+    "A model on meta with modules": (
+        "test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
+    ),
+    "Parameters and buffers of a model on meta": (
+        "test_unwritten.py::test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_first_forward",
+        "test_unwritten.py::test_parameters_that_nothing_has_written_are_refused_at_the_first_forward",
+        "test_unwritten.py::test_recipes_that_write_everything_in_the_end_are_left_alone",
+    ),
+    "Ignored parameters on meta": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
+    ),
+    "Weights on rank 0 and meta": (
+        "test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
+    ),
+    "`copy.deepcopy`, `pickle`": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_ema.py::test_misuse_is_refused_and_torchs_averaged_model_points_here",
+        "test_whole_states.py::test_deep_copies_of_states_keep_the_best_and_load_back",
+    ),
+    "bf16 or fp16 compute with modules": (
+        "test_refusals.py::test_it_is_refused_on_every_rank",
+        "test_refusals.py::test_ways_out_work",
+        "test_limits_rows.py::test_batch_norm_beside_bf16_may_be_left_out",
+    ),
+    # --- graphs and loops ---
+    "`create_graph=True`": ("test_hooks.py::test_create_graph_is_an_error_that_says_what_to_do",),
+    "Ranks of one node": (
+        "test_experts.py::test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders",
+        "test_experts.py::test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_to_do",
+        "test_experts.py::test_experts_without_tokens_on_some_ranks_train_like_one_process",
+        "test_graphs.py::test_graph_has_the_gradients_of_one_process",
+    ),
+    "A different number of backwards": (
+        "test_absence.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
+        "test_absence.py::test_one_batch_less_before_a_step_is_named_as_such",
+        "test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
+    ),
+    "Using a graph from before": ("test_small_print.py::test_a_graph_that_outlived_a_step_is_refused",),
+    "`optimizer.step()` after a backward that raised": (
+        "test_failures.py::test_a_step_on_half_a_backward_is_refused",
+        "test_failures.py::test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without",
+    ),
+    "Reading `.grad` inside a backward": (
+        "test_gradient_shard.py::test_a_kept_gradient_is_refused_inside_a_backward_and_shows_the_sum_after_it",
+        "test_limits_loops.py::test_inside_a_backward_there_is_no_gradient_to_read",
+    ),
+    "Reading `.grad` after a backward inside `no_sync`": (
+        "test_accumulation.py::test_an_unreduced_gradient_refuses_to_be_used_and_is_not_lost",
+        "test_small_print.py::test_clipping_and_stepping_call_no_hook_for_gradients_that_were_final_before",
+    ),
+    "`scale_grads=True`": (
+        "test_limits_loops.py::test_schedules_that_scale_gradients_themselves_are_an_error",
+        "test_torch_pipelining.py::test_sharded_stages_train_like_one_process",
+    ),
+    "A forward, backward or step under another stream": (
+        "test_streams.py::test_another_stream_is_refused_wherever_exchanges_are_launched",
+    ),
+    "Skipping reductions by names": (
+        "test_micro_batches.py::test_who_reduces_every_micro_batch_hears_of_it_once",
+        "test_micro_batches.py::test_the_model_has_no_sync_as_under_ddp_and_fsdp2",
+    ),
+    "`model.no_sync`": ("test_micro_batches.py::test_a_no_sync_of_the_models_own_stays_and_the_log_says_so",),
+    "Freezing or unfreezing parameters": (
+        "test_trainability.py::test_unfreezing_on_one_rank_only_is_an_error_there",
+        "test_limits_loops.py::test_freezing_on_one_rank_only_is_an_error_there",
+        "test_trainability.py::test_what_is_frozen_and_unfrozen_trains_like_one_process",
+    ),
+    "Unfreezing a parameter that was sharded frozen": (
+        "test_trainability.py::test_a_frozen_bf16_master_is_too_coarse_to_be_unfrozen",
+        "test_limits_loops.py::test_low_precision_weights_are_unfrozen_before_or_sharded_in_fp32",
+    ),
+    "Hooks on parameters": (
+        "test_hooks.py::test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed",
+        "test_hooks.py::test_post_accumulate_hooks_see_final_gradients_once",
+    ),
+    "Units that are called by nothing": (
+        "test_limits_loops.py::test_units_under_checkpoints_alone_have_the_right_gradients",
+    ),
+    "Compiling across units": (
+        "test_small_print.py::test_torch_compile_does_not_look_into_the_schedule",
+        "test_modes.py::test_compiled_units_train_like_one_process_and_are_compiled_once",
+    ),
+    # --- optimizers ---
+    "Optimizers that are not element-wise": (
+        "test_optimizer.py::test_an_optimizer_that_mixes_elements_is_refused_with_the_reason",
+        "test_elementwise.py::test_an_optimizer_that_mixes_elements_somewhere_is_refused",
+        "test_optimizer.py::test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding",
+        "test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
+    ),
+    "Optimizers around optimizers": (
+        "test_optimizer_wrapper.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
+    ),
+    "Optimizers whose `step` needs a closure": (
+        "test_elementwise.py::test_the_users_word_is_not_asked_where_nothing_could_work",
+    ),
+    "**Unnoticed:** `elementwise=True`": (
+        "test_elementwise.py::test_the_users_word_is_not_asked_where_nothing_could_work",
+        "test_optimizer.py::test_an_optimizer_that_mixes_elements_is_refused_with_the_reason",
+    ),
+    "**Unnoticed:** state that an optimizer quantises": (
+        "test_limits_loops.py::test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks",
+    ),
+    "An optimizer that steps the model without": (
+        "test_optimizer.py::test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model",
+    ),
+    "Editing `param_groups`": (
+        "test_optimizer_wrapper.py"
+        "::test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_group_is_the_way_out",
+        "test_trainability.py::test_what_is_frozen_and_unfrozen_trains_like_one_process",
+    ),
+    "DTensors of another framework": (
+        "test_optimizer_wrapper.py::test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters",
+    ),
+    "Optimizer state of another `zero3_size`": (
+        "test_optimizers.py::test_state_that_is_sharded_in_another_order_is_refused",
+        "test_checkpoint.py::test_a_run_resumed_on_any_topology_equals_one_that_never_stopped",
+        "test_torch_state_dicts.py::test_torchs_recipe_resumes_on_any_topology",
+    ),
+    "`GradScaler` on sharded and ignored": (
+        "test_limits_loops.py::test_a_scaler_needs_an_optimizer_of_its_own_for_ignored_parameters",
+    ),
+    "**Unnoticed:** torch's `clip_grad_norm_`": (
+        "test_limits_loops.py::test_torchs_infinite_norm_misses_a_nan_that_ours_finds",
+        "test_scaler.py::test_a_gradient_that_is_not_finite_on_one_rank_gives_that_norm_on_all",
+    ),
+    "NVIDIA Apex's optimizers": (
+        "test_optimizers.py::test_apex_is_taken_where_it_can_serve_all_parameters",
+        "test_optimizers.py::test_apex_never_sees_an_empty_tensor",
+    ),
+    # --- settings and platforms ---
+    "Inside Megatron": ("test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",),
+    "`offload_grads=True`": (
+        "test_offload.py::test_every_accumulator_lies_in_the_host_and_two_units_on_the_device",
+        "test_offload.py::test_without_a_device_there_is_one_warning",
+        "test_limits_loops.py::test_with_one_replica_there_are_no_accumulators_to_offload",
+    ),
+    "`weight.main_grad`": (
+        "test_main_grad.py::test_what_kernels_add_counts_once_in_every_micro_batch",
+        "test_main_grad.py::test_what_cannot_be_counted_is_refused",
+    ),
+    "After a backward that raised": (
+        "test_failures.py::test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without",
+        "test_limits_loops.py::test_after_a_failure_the_model_is_used_once_and_zeroed",
+    ),
+    "From the second backward inside `no_sync` on": (
+        "test_gradients.py::test_a_penalty_in_every_micro_batch",
+        "test_limits_loops.py::test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync",
+    ),
+    "With backends other than gloo": (
+        "test_third_party_backend.py::test_all_ranks_launch_alike_however_late_each_exchange_is",
+    ),
+    "After `init_process_group(device_id=...)`": (
+        "test_third_party_backend.py::test_groups_of_some_ranks_are_not_split_off_from_all",
+    ),
+    "Each sharded model makes five process groups": (
+        "test_limits_loops.py::test_each_model_makes_five_process_groups",
+    ),
+    "Units whose calls cannot be foreseen": (
+        "test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",
+        "test_experts.py::test_a_loop_that_repeats_itself_is_foreseen",
+    ),
+}
+
+# What this suite cannot show, and why.
+NOT_HERE = {
+    "`torch.autocast` keeps casts": "the casts are in a cache of torch's own, which nothing outside can look into",
+    "Pinned host memory": "torch's allocator of pinned memory needs a device",
+    "torch 2.11 cannot move memory": "true of another torch than the one that runs the tests",
+    "Tested on gloo and CPU only": "says what has not been tested, for want of GPUs",
+}
+
+# What could be shown and is not, and what is missing.
+UNTESTED = {
+    "A unit whose inputs need no gradient": "a test that sees such a unit whole in a backward, and another one freed",
+    "The groups of a backend that does not tell": "a test that reads the timeout of a group of such a backend",
+}
+
+
+def lines_of(page: str) -> list[str]:
+    """First cells of the rows of all tables, without headings and rules, and bullets up to the end of their line."""
+    found = []
+    lines = page.splitlines()
+    for at, line in enumerate(lines):
+        if line.startswith("|") and not re.match(r"\|[ -]+\|", line):
+            is_heading = at + 1 < len(lines) and re.match(r"\|[ |-]+$", lines[at + 1])
+            if not is_heading:
+                found.append(line[1:].split(" | ")[0].strip())
+        elif re.match(r"\s*[-*+] ", line):
+            found.append(line.split(maxsplit=1)[1])
+    return found
+
+
+@cache
+def _functions_of(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def problems(page: str, covered: dict[str, tuple[str, ...]], excused: dict[str, str]) -> list[str]:
+    keys = [*covered, *excused]
+    lines = lines_of(page)
+    found = [f"{key!r} is there twice" for key in covered.keys() & excused.keys()]
+    for line in lines:
+        matching = [key for key in keys if line.startswith(key)]
+        if len(matching) != 1:
+            found.append(f"line {line!r} is matched by {matching} instead of one key")
+    for key in keys:
+        count = sum(line.startswith(key) for line in lines)
+        if count != 1:
+            found.append(f"{key!r} begins {count} lines")
+    for key, tests in covered.items():
+        if not tests:
+            found.append(f"{key!r} names no test")
+        for test in tests:
+            file, _, name = test.partition("::")
+            path = ROOT / "tests" / file
+            if not (name.startswith("test_") and path.is_file() and name in _functions_of(path)):
+                found.append(f"{key!r} names {test}, which does not exist")
+    return found + [f"{key!r} has no reason" for key, reason in excused.items() if not reason]
+
+
+def test_every_line_of_the_limits_is_shown_by_a_test() -> None:
+    found = problems(PAGE.read_text(encoding="utf-8"), COVERED, {**NOT_HERE, **UNTESTED})
+    assert not found, "\n".join(found)
+
+
+def test_what_is_not_shown_or_not_there_is_noticed() -> None:
+    page = "| not supported | instead |\n| --- | --- |\n| A `b` c | d |\n\n- Bullet one\n  goes on.\n- Bullet two.\n"
+    assert lines_of(page) == ["A `b` c", "Bullet one", "Bullet two."]
+    real = ("test_limits.py::test_what_is_not_shown_or_not_there_is_noticed",)
+    right = {"A `b`": real, "Bullet one": real}
+    assert not problems(page, right, {"Bullet two": "why"})
+    assert "instead of one key" in problems(page, right, {})[0]
+    wrong = {
+        "begins 0 lines": {"Gone": real},
+        "begins 2 lines": {"Bullet": real},
+        "names no test": {"Bullet two": ()},
+        "does not exist": {"Bullet two": ("test_limits.py::test_renamed",)},
+    }
+    for said, more in wrong.items():
+        assert any(said in problem for problem in problems(page, {**right, **more}, {})), said

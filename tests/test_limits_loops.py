@@ -1,0 +1,327 @@
+"""Rows of docs/limits.md on loops, optimizers and settings that no larger subject shows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.checkpoint import checkpoint
+
+import layerzero
+from tests.support.graphs import (
+    WORLD,
+    Chain,
+    assert_same_gradients,
+    batch,
+    blocks,
+    freeze,
+    loss_of,
+    one_pass,
+    sgd,
+    shard,
+)
+from tests.support.late_transfers import late
+from tests.support.models import full_parameters, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+# --- loops ---
+
+
+def _look_inside_a_backward(rank: int) -> None:
+    model, seen = shard(blocks(2)), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _, p=parameter: seen.append(p.grad))
+    one_pass(model, rank, 0)
+    assert seen and all(gradient is None for gradient in seen), seen
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_inside_a_backward_there_is_no_gradient_to_read() -> None:
+    run_ranks(_look_inside_a_backward, world_size=WORLD)
+
+
+def _nodes_with_other_numbers(rank: int) -> None:
+    """Node 0 accumulates one micro-batch before the last, node 1 three."""
+    for accumulation in ("sharded", "full"):
+        torch.manual_seed(0)
+        alone = blocks(2)
+        model = shard(copy.deepcopy(alone), accumulation=accumulation)
+        counts = [1 if r < 2 else 3 for r in range(WORLD)]
+        for number in range(counts[rank]):
+            with layerzero.no_sync(model):
+                one_pass(model, rank, number)
+        one_pass(model, rank, 9)
+        for r in range(WORLD):
+            for number in (*range(counts[r]), 9):
+                one_pass(alone, r, number)
+        assert_same_gradients(model, alone, accumulation)
+
+
+def test_nodes_may_accumulate_different_numbers_of_micro_batches() -> None:
+    run_ranks(_nodes_with_other_numbers, world_size=WORLD, pg_timeout=10)
+
+
+def _scaled_by_the_schedule(rank: int) -> str:
+    """Two stages, each on two ranks: torch divides ``.grad`` at the end of its step, before it is reduced."""
+    stage_index = rank % 2
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = layerzero.mesh_from_groups(replicas[stage_index], replicas[stage_index])
+    chunk = layerzero.shard_model(nn.Linear(4, 4), mesh=mesh)
+    sent = torch.zeros(1, 4, requires_grad=True)
+    args = sent if stage_index else sent.detach()
+    stage = PipelineStage(
+        chunk, stage_index, 2, torch.device("cpu"), input_args=args, output_args=sent, group=pipelines[rank // 2]
+    )
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda out, target: (out - target).square().mean(), scale_grads=True)
+    given = torch.ones(2, 4)
+    with pytest.raises(RuntimeError) as caught, layerzero.no_sync(chunk):
+        schedule.step(*([] if stage_index else [given]), target=given if stage_index else None)
+    return str(caught.value)
+
+
+def test_schedules_that_scale_gradients_themselves_are_an_error() -> None:
+    for message in run_ranks(_scaled_by_the_schedule, world_size=WORLD, pg_timeout=10):
+        assert "no_sync" in message, message
+
+
+def _freeze_on_one_rank(rank: int) -> str:
+    model = shard(blocks(2))
+    one_pass(model, rank, 0)
+    if rank == 1:
+        freeze(model, "units.0")
+    try:
+        one_pass(model, rank, 1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_freezing_on_one_rank_only_is_an_error_there() -> None:
+    assert "frozen or unfrozen" in run_ranks(_freeze_on_one_rank, world_size=WORLD, pg_timeout=3)[1]
+
+
+def _unfreeze_low(rank: int) -> None:
+    x = torch.ones(1, 4)
+    early = layerzero.shard_model(nn.Linear(4, 4).bfloat16(), zero3_size=2)
+    early.requires_grad_(False)
+    early(x.bfloat16())
+    wide = layerzero.shard_model(nn.Linear(4, 4).bfloat16().requires_grad_(False).float(), zero3_size=2)
+    wide(x)
+    for model, given in ((early, x.bfloat16()), (wide, x)):
+        model.requires_grad_(True)
+        model(given).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+
+
+def test_low_precision_weights_are_unfrozen_before_or_sharded_in_fp32() -> None:
+    run_ranks(_unfreeze_low, world_size=WORLD)
+
+
+def _only_under_checkpoints(rank: int) -> None:
+    calls = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        alone = blocks(2, own=False, reentrant=True)
+        model = shard(copy.deepcopy(alone))
+
+        def forward(net: Chain, x: Tensor, around: bool) -> Tensor:
+            if around:
+                return net(x)
+            for unit in net.units:
+                x = checkpoint(unit, x, use_reentrant=True)
+            return x
+
+        layerzero.traffic(model, reset=True)
+        loss_of(forward(model, batch(rank, 0).requires_grad_(), inside)).backward()
+        calls.append(layerzero.traffic(model).calls["hop2"])
+        for r in range(WORLD):
+            loss_of(forward(alone, batch(r, 0).requires_grad_(), inside)).backward()
+        assert_same_gradients(model, alone, inside)
+    assert calls[0] <= calls[1], calls
+
+
+def test_units_under_checkpoints_alone_have_the_right_gradients() -> None:
+    run_ranks(_only_under_checkpoints, world_size=WORLD)
+
+
+# --- optimizers ---
+
+
+class Blockwise(torch.optim.SGD):
+    """Momentum that is kept in 8 bits with one scale for every 256 values, where there are enough of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            moment = state.get("momentum_buffer")
+            if moment is not None and moment.numel() >= 1024:
+                for block in moment.view(-1).split(256):
+                    scale = block.abs().max().clamp(min=1e-12) / 127
+                    block.copy_((block / scale).round() * scale)
+
+
+def _quantised_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> Tensor:
+    torch.manual_seed(0)
+    model = layerzero.shard_model(nn.Linear(100, 50, bias=False), mesh=mesh_of(1))
+    optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=0.5, momentum=0.5), model)
+    x = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model(x).square().sum().backward()  # the same on all ranks
+        layerzero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)["weight"]
+
+
+def test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks() -> None:
+    for kind, differs in ((Blockwise, True), (torch.optim.SGD, False)):
+        one, two = (run_ranks(_quantised_state, kind, world_size=world)[0] for world in (1, 2))
+        largest = (one - two).abs().max().item()
+        assert largest > 1e-4 if differs else largest < 1e-6, (kind, largest)
+
+
+def _scaler_of_ignored(rank: int) -> None:
+    net = integer_net()
+    model = layerzero.shard_model(net, mesh=mesh_of(2), ignored_params=[net.shift])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    together = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
+    with pytest.raises(RuntimeError, match="mix"):
+        scaler.step(together)
+    model = layerzero.shard_model(net := integer_net(), mesh=mesh_of(2), ignored_params=[net.shift])
+    ours = [p for p in model.parameters() if p is not model.shift]
+    optimizers = [
+        layerzero.shard_optimizer(torch.optim.SGD(ours, lr=1.0), model),
+        torch.optim.SGD([model.shift], lr=1.0),
+    ]
+    before = model.shift.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
+    expected = before - model.shift.grad / 4
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.shift.detach(), expected)
+
+
+def test_a_scaler_needs_an_optimizer_of_its_own_for_ignored_parameters() -> None:
+    run_ranks(_scaler_of_ignored, world_size=2)
+
+
+def _nan_on_one_rank(rank: int) -> list[tuple[str, str]]:
+    norms = []
+    for odd in range(2):
+        model = layerzero.shard_model(nn.Linear(4, 4, bias=False), mesh=mesh_of(1))
+        model(torch.ones(1, 4)).sum().backward()
+        if rank == odd:
+            model.weight.grad.to_local()[0, 0] = float("nan")
+        theirs = nn.utils.get_total_norm([model.weight.grad], float("inf")).full_tensor()
+        norms.append((str(theirs.item()), str(layerzero.clip_grad_norm_(model, 1.0, float("inf")).item())))
+    return norms
+
+
+def test_torchs_infinite_norm_misses_a_nan_that_ours_finds() -> None:
+    norms = [norm for norms in run_ranks(_nan_on_one_rank, world_size=2) for norm in norms]
+    assert all(ours == "nan" for _, ours in norms), norms
+    assert any(theirs != "nan" for theirs, _ in norms), "torch finds it now: correct docs/limits.md"
+
+
+# --- settings ---
+
+
+def _groups_of_a_model(rank: int) -> list[int]:
+    mesh_of(2)
+    counts = [len(dist.distributed_c10d._world.pg_map)]
+    for _ in range(2):
+        layerzero.shard_model(nn.Linear(4, 4), zero3_size=2)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_each_model_makes_five_process_groups() -> None:
+    for first, second, third in run_ranks(_groups_of_a_model, world_size=WORLD):
+        assert (second - first, third - second) == (5, 5)
+
+
+def _surprise(rank: int) -> None:
+    model = shard(blocks(3))
+    for step in range(3):
+        one_pass(model, rank, step)
+    layerzero.traffic(model, reset=True)
+    model.order = (1, 0, 2)
+    one_pass(model, rank, 3)
+    sent = layerzero.traffic(model)
+    assert sent.calls["order"] > 0 and sent.bytes["order"] == 16 * sent.calls["order"], sent
+
+
+def test_a_surprise_in_the_order_of_units_costs_16_bytes() -> None:
+    run_ranks(_surprise, world_size=WORLD)
+
+
+def _offload_with_one_replica(rank: int) -> None:
+    for size, moved in ((2, True), (4, False)):
+        with late():
+            model = shard(blocks(2), size, offload_grads=True)
+        with layerzero.no_sync(model):
+            one_pass(model, rank, 0)
+        assert (layerzero.memory(model).measured.get("host_accumulator", 0) > 0) == moved, size
+        model.zero_grad()
+
+
+def test_with_one_replica_there_are_no_accumulators_to_offload() -> None:
+    run_ranks(_offload_with_one_replica, world_size=WORLD)
+
+
+def _after_a_failure(rank: int) -> None:
+    """model.zero_grad() counts after the next forward; a model that shares the mesh goes on when this one was used."""
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    alone = blocks(2)
+    model = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh, units=["units.0", "units.1"])
+    other = layerzero.shard_model(copy.deepcopy(alone), mesh=mesh, units=["units.0", "units.1"])
+
+    def fail(_: Tensor) -> None:
+        raise LookupError
+
+    handle = model.units[0].linear.weight.register_hook(fail)
+    with pytest.raises(LookupError):
+        one_pass(model, rank, 9)
+    handle.remove()
+    with torch.no_grad():
+        model(batch(rank, 0))
+    model.zero_grad()
+    for net in (other, model):
+        one_pass(net, rank, 1)
+        reference = copy.deepcopy(alone)
+        for r in range(WORLD):
+            one_pass(reference, r, 1)
+        assert_same_gradients(net, reference, "after a failure")
+
+
+def test_after_a_failure_the_model_is_used_once_and_zeroed() -> None:
+    run_ranks(_after_a_failure, world_size=WORLD, pg_timeout=10)
+
+
+def _late_penalty(rank: int) -> None:
+    model = shard(blocks(2))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    with layerzero.no_sync(model):
+        one_pass(model, rank, 0)
+        loss = loss_of(model(batch(rank, 1)))
+        penalty = sum(p.to_local().square().sum() for p in model.parameters())
+        with pytest.raises(RuntimeError, match="no_sync"):
+            (loss + penalty).backward()
+    optimizer.zero_grad()
+    one_pass(model, rank, 2)
+
+
+def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync() -> None:
+    run_ranks(_late_penalty, world_size=WORLD, pg_timeout=10)

@@ -1,0 +1,192 @@
+"""`no_sync` by the names that other loops call, and a word to those who reduce in each micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerzero
+from tests.support.models import (
+    IntegerNet,
+    assert_same_bits,
+    backward,
+    backward_alone,
+    exact_sgd,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+
+
+def _shard(zero3_size: int = 2, **settings: Any) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS, **settings)
+    return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+
+
+class _Heard(logging.Handler):
+    """What the logger of layerzero says inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("layerzero").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("layerzero").removeHandler(self)
+
+
+# --- methods of the model ---
+
+
+def _accumulate(
+    rank: int, model: nn.Module, optimizer: Any, quiet: Callable[[bool], AbstractContextManager[Any]]
+) -> None:
+    """Two steps of two micro-batches, each rank's two batches of the step beside those of the others."""
+    for step in range(2):
+        for number in range(2):
+            with quiet(number == 0):
+                integer_loss(model, integer_batch(step=2 * step + number, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _methods(rank: int) -> None:
+    net = integer_net()
+    alone = exact_sgd(net.parameters())
+    for step in range(2):
+        for number in range(2):
+            backward_alone(net, 2 * step + number)
+        alone.step()
+        alone.zero_grad()
+
+    def bound(model: nn.Module, first: bool) -> Any:
+        return model.no_sync() if first else nullcontext()
+
+    def compiled(model: nn.Module, first: bool) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, while it imports
+            return torch.compile(model, backend="eager").no_sync() if first else nullcontext()
+
+    def fsdp2(model: nn.Module, first: bool) -> Any:
+        model.set_requires_gradient_sync(not first)
+        return nullcontext()
+
+    for quiet in (bound, compiled, fsdp2):
+        model, optimizer = _shard()
+        layerzero.traffic(model, reset=True)
+        _accumulate(rank, model, optimizer, lambda first, model=model, quiet=quiet: quiet(model, first))
+        assert layerzero.traffic(model).calls["hop2"] == 2 * 4, quiet
+        assert_same_bits(model, net, quiet.__name__)
+    model, _ = _shard()
+    assert model.state_dict().keys() == net.state_dict().keys()
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"sharded by layerzero is not supported"):
+            attempt(model)
+
+
+def test_the_model_has_no_sync_as_under_ddp_and_fsdp2() -> None:
+    run_ranks(_methods, world_size=WORLD)
+
+
+class _OwnNoSync(IntegerNet):
+    def no_sync(self) -> str:
+        return "its own"
+
+
+def _keep(rank: int) -> None:
+    with _Heard() as heard:
+        model = layerzero.shard_model(_OwnNoSync(), mesh=mesh_of(2))
+    assert model.no_sync() == "its own"
+    assert len(heard) == 1 and "no_sync of its own" in heard[0] and "layerzero.no_sync(model)" in heard[0], heard
+    backward(model, rank)
+    with layerzero.no_sync(model):  # the way out
+        backward(model, rank)
+    with pytest.raises(RuntimeError, match="no_sync"):
+        _ = model.shift.grad + 0
+
+
+def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so() -> None:
+    run_ranks(_keep, world_size=WORLD)
+
+
+# --- a word to the loop ---
+
+
+def _plain(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for _ in range(2):
+        backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _quiet(model: nn.Module, optimizer: Any, rank: int) -> None:
+    with layerzero.no_sync(model):
+        backward(model, rank)
+    backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _single(model: nn.Module, optimizer: Any, rank: int) -> None:
+    backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _adversary(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """A discriminator: what the generator's loss gives to it is zeroed before its own."""
+    backward(model, rank)
+    optimizer.zero_grad()
+    backward(model, rank)
+    optimizer.step()
+
+
+def _other_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Of the same model, as where generator and discriminator are sharded together."""
+    backward(model, rank)
+    optimizer.step()
+    backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _listen(rank: int) -> None:
+    cases = {
+        "plain": (_plain, {}, 1),
+        "plain, ZeRO-1": (_plain, {"zero3_size": 1}, 1),
+        "plain, ZeRO-3, whole gradients": (_plain, {"zero3_size": 4, "accumulation": "full"}, 1),
+        "plain, nothing to save": (_plain, {"zero3_size": 4}, 0),
+        "no_sync": (_quiet, {}, 0),
+        "one backward": (_single, {}, 0),
+        "adversary": (_adversary, {}, 0),
+        "two optimizers": (_other_optimizer, {}, 0),
+    }
+    for name, (loop, settings, expected) in cases.items():
+        model, optimizer = _shard(**settings)
+        with _Heard() as heard:
+            for _ in range(4):
+                loop(model, optimizer, rank)
+        assert len(heard) == (expected if rank == 0 else 0), (name, heard)
+        assert all("after 2 backwards" in text and "no_sync(model)" in text for text in heard), heard
+
+
+def test_who_reduces_every_micro_batch_hears_of_it_once() -> None:
+    run_ranks(_listen, world_size=WORLD)

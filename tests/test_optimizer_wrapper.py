@@ -1,0 +1,350 @@
+"""What the wrapper passes on: methods that change masters, hooks, foreign parameters; and edits of groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import layerzero
+from tests.support.models import (
+    IntegerNet,
+    assert_close,
+    assert_same_bits,
+    backward,
+    different,
+    exact_sgd,
+    full_parameters,
+    in_lockstep,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.support.ranks import mesh_of, run_ranks
+
+
+class ScheduleFree(Optimizer):
+    """SGD on z; parameters show a mixture of z and the average x while training, and x in evaluation."""
+
+    MIX = 0.5
+
+    def __init__(self, params: Iterable[Any], lr: float, *, through_data: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "training": False, "k": 0})
+        self.through_data = through_data
+        self.loudness = 1
+
+    def rate(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    def train(self) -> None:
+        self._show(training=True)
+
+    def eval(self) -> None:
+        self._show(training=False)
+
+    @torch.no_grad()
+    def _show(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] == training:
+                continue
+            group["training"] = training
+            for parameter in group["params"]:
+                if (z := self.state[parameter].get("z")) is not None:
+                    shown = parameter.data if self.through_data else parameter
+                    shown.lerp_(z, self.MIX if training else 1 - 1 / (1 - self.MIX))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"], "train() first"
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                x = parameter.lerp(z, 1 - 1 / (1 - self.MIX))
+                z.sub_(parameter.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                parameter.copy_(x.lerp(z, self.MIX))
+
+
+def _sharded(factory: Any, *, zero3_size: int = 2, net: nn.Module | None = None) -> tuple[nn.Module, Any]:
+    model = layerzero.shard_model(net or integer_net(), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS)
+    return model, layerzero.shard_optimizer(factory(model.parameters()), model)
+
+
+def _outputs(model: nn.Module, net: nn.Module, rank: int) -> None:
+    """Forwards give what one process gets: the compute weights are those of the masters."""
+    inputs, _ = integer_batch(step=9, rank=rank)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), net(inputs), rtol=1e-5, atol=1e-5)
+
+
+def _schedule_free(rank: int) -> None:
+    for zero3_size, through_data in ((2, False), (4, True), (1, False)):
+        case = f"S={zero3_size} data={through_data}"
+        net = integer_net()
+        theirs = ScheduleFree(net.parameters(), 2**-4, through_data=through_data)
+        model, optimizer = _sharded(
+            lambda p, d=through_data: ScheduleFree(p, 2**-4, through_data=d), zero3_size=zero3_size
+        )
+        for epoch in range(2):
+            for each in (optimizer, theirs):
+                each.train()
+            in_lockstep(rank, (model, optimizer), (net, theirs), [2 * epoch, 2 * epoch + 1])
+            assert_close(full_parameters(model), dict(net.named_parameters()), f"{case} training")
+            trained = full_parameters(model)
+            for each in (optimizer, theirs):
+                each.eval()
+            _outputs(model, net, rank)
+            assert_close(full_parameters(model), dict(net.named_parameters()), f"{case} evaluation")
+            assert different(full_parameters(model), trained), "the two modes show different weights"
+        assert optimizer.rate() == 2**-4 and optimizer.loudness == 1
+        if rank == 0:
+            optimizer.rate()  # changes nothing: no other rank needs to know
+        model(integer_batch(rank=rank)[0])
+        optimizer.loudness = 2
+        assert optimizer.inner.loudness == 2
+        assert not hasattr(optimizer, "nonsense") and not hasattr(optimizer, "_step_supports_amp_scaling")
+        with pytest.raises(RuntimeError, match="shard_optimizer returned"):
+            optimizer.inner.train()
+
+
+def test_a_schedule_free_optimizer_shows_its_two_kinds_of_weights() -> None:
+    run_ranks(_schedule_free)
+
+
+def _inside_swapped(rank: int) -> None:
+    model, optimizer = _sharded(lambda p: ScheduleFree(p, 2**-4))
+    optimizer.train()
+    backward(model, rank)
+    optimizer.step()
+    ema = layerzero.EMA(model)
+    ema.update()
+    before = full_parameters(model)
+    with ema.swapped():
+        assert optimizer.rate() == 2**-4
+        with pytest.raises(RuntimeError, match=r"eval\(\) inside EMA\.swapped"):
+            optimizer.eval()
+    assert not different(full_parameters(model), before)
+
+
+def test_a_method_that_changes_masters_is_refused_where_it_would_be_undone() -> None:
+    run_ranks(_inside_swapped, world_size=2)
+
+
+def _hooks(rank: int) -> None:
+    seen: list[tuple[str, str]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(("global pre", type(optimizer).__name__))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(("global post", type(optimizer).__name__))),
+    ]
+    early_net = integer_net()
+    early = exact_sgd(early_net.parameters())
+    schedule_of_early = LambdaLR(early, lambda epoch: 2.0**-epoch)
+    model = layerzero.shard_model(early_net, mesh=mesh_of(2), units=IntegerNet.UNITS)
+    cases = {"scheduled before": (model, layerzero.shard_optimizer(early, model)), "plain": _sharded(exact_sgd)}
+    for case, (model, optimizer) in cases.items():
+        late = LambdaLR(optimizer, lambda epoch: 2.0**-epoch) if case == "plain" else schedule_of_early
+        optimizer.register_step_pre_hook(lambda *_: seen.append(("pre", "")))
+        optimizer.register_step_post_hook(lambda *_: seen.append(("post", "")))
+        optimizer.inner.register_step_pre_hook(
+            lambda optimizer, *_: seen.append(("inner pre", type(optimizer).__name__))
+        )
+        optimizer.inner.register_step_post_hook(lambda *_: seen.append(("inner post", "")))
+        backward(model, rank)
+        seen.clear()
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        with warnings.catch_warnings():  # an lr_scheduler.step() before the optimizer's would warn
+            warnings.simplefilter("error")
+            late.step()
+        assert seen == [
+            ("global pre", "ShardedOptimizer"),
+            ("pre", ""),
+            ("inner pre", "SGD"),
+            ("inner post", ""),
+            ("post", ""),
+            ("global post", "ShardedOptimizer"),
+        ], f"{case}: {seen}"
+        steps = [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
+        assert steps == ["Optimizer.step#ShardedOptimizer.step"], steps
+        assert optimizer.param_groups[0]["lr"] == 2**-5
+    for handle in handles:
+        handle.remove()
+
+
+def test_hooks_run_once_a_step_with_the_optimizer_that_the_user_holds() -> None:
+    run_ranks(_hooks, world_size=2)
+
+
+class WithForeign(nn.Module):
+    """A net, and a parameter that another framework has made a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = integer_net()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.scale = nn.Parameter(distribute_tensor(torch.tensor([1.0, 2.0, 4.0]), mesh, [Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale.to_local()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = integer_net(), nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+
+def _foreign(rank: int) -> None:
+    made = {}
+    for case in ("together", "own group, foreach", "own optimizer"):
+        source, alone = WithForeign(), Plain()
+        model = layerzero.shard_model(source, mesh=mesh_of(2), ignored_params=[source.scale])
+        ours = [p for p in model.parameters() if p is not source.scale]
+        settings = {"lr": 2**-4, "momentum": 0.5}
+        own: list[Optimizer] = []
+        if case == "together":
+            optimizer = torch.optim.SGD([*ours, source.scale], **settings)
+        elif case == "own optimizer":
+            optimizer, own = torch.optim.SGD(ours, **settings), [torch.optim.SGD([source.scale], **settings)]
+        else:
+            optimizer = torch.optim.SGD([{"params": ours}, {"params": [source.scale]}], **settings, foreach=True)
+        sharded = layerzero.shard_optimizer(optimizer, model)
+        theirs = torch.optim.SGD(alone.parameters(), **settings)
+        for step in range(2):
+            for net in (model, alone):
+                integer_loss(net, integer_batch(step=step)).backward()  # the same on all ranks
+            norm = layerzero.clip_grad_norm_(model, 1e9)
+            expected = torch.stack([p.grad.norm() for p in alone.net.parameters()]).norm()
+            torch.testing.assert_close(norm, expected)
+            for each in (sharded, *own, theirs):
+                each.step()
+                each.zero_grad(set_to_none=step == 1)
+            assert step == 1 or not source.scale.grad.to_local().any()
+        assert isinstance(source.scale, DTensor)
+        values = {name: p.full_tensor() for name, p in model.named_parameters()}
+        assert not different(values, {name: p.detach() for name, p in alone.named_parameters()}), case
+        made[case] = sharded
+    state = made["together"].state_dict()
+    buffer = state["state"]["scale"]["momentum_buffer"]
+    assert isinstance(buffer, DTensor) and buffer.to_local().any()
+    made["together"].load_state_dict(state)
+    assert torch.equal(
+        made["together"].state[source_of(made["together"])]["momentum_buffer"].to_local(), buffer.to_local()
+    )
+    for one_call in ({"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.SGD(model.parameters(), **settings, **one_call)
+        with pytest.raises(ValueError, match=r"optimizer of their own.*or a parameter group of their own"):
+            layerzero.shard_optimizer(optimizer, model)
+    late = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **settings), model)
+    late.param_groups[0]["foreach"] = True
+    integer_loss(model, integer_batch()).backward()
+    with pytest.raises(RuntimeError, match="optimizer of their own"):
+        late.step()
+
+
+def source_of(optimizer: Any) -> Tensor:
+    return optimizer.param_groups[0]["params"][-1]
+
+
+def test_dtensors_of_another_framework_are_stepped_beside_sharded_parameters() -> None:
+    run_ranks(_foreign)
+
+
+def _edited_groups(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    net, others = integer_net(), [*model.second.parameters(), *model.head.parameters(), model.shift]
+    theirs = exact_sgd([*net.first.parameters()])
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.first.parameters()), model)
+    groups, (group,) = optimizer.param_groups, optimizer.param_groups
+    params = group["params"]
+
+    def refused(said: str) -> None:
+        for use in (optimizer.step, lambda: optimizer.add_param_group({"params": [model.shift]})):
+            if use == optimizer.step or "replaced" not in said:
+                with pytest.raises(RuntimeError, match=f"{said}.*add_param_group"):
+                    use()
+
+    groups.append({"params": others})
+    refused("2 parameter groups, of which layerzero knows 1")
+    groups.pop()
+    params.append(model.shift)
+    refused(r"group 0 were changed from 2 .* to 3 of shapes")
+    params.pop()
+    group["params"] = others[:2]
+    refused("group 0 were changed")
+    group["params"] = list(params)  # another list of the same ones
+    optimizer.param_groups = [group]
+    refused("list of parameter groups was replaced")
+    optimizer.param_groups = groups
+    optimizer.add_param_group({"params": others})
+    theirs.add_param_group({"params": [*net.second.parameters(), *net.head.parameters(), net.shift]})
+    in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
+    assert_same_bits(model, net, "after the way out")
+
+
+def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_group_is_the_way_out() -> None:
+    run_ranks(_edited_groups)
+
+
+class SlowWeights(Optimizer):
+    """As Lookahead: an optimizer around an optimizer, whose groups it shows."""
+
+    def __init__(self, fast: Optimizer) -> None:
+        self.fast = fast
+        self.steps = 0
+        self.slow = {p: p.detach().clone() for group in fast.param_groups for p in group["params"]}
+        self.state, self.defaults = fast.state, fast.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.fast.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.fast.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for parameter, slow in self.slow.items():
+                slow.add_(parameter - slow, alpha=0.5)
+                parameter.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+
+def _around(rank: int) -> None:
+    net = integer_net()
+    theirs = SlowWeights(exact_sgd(net.parameters()))
+    model, fast = _sharded(exact_sgd)
+    around_unsharded = SlowWeights(exact_sgd(model.parameters()))
+    with pytest.raises(ValueError, match=r"SlowWeights\(layerzero.shard_optimizer\(SGD\(...\), model\), ...\)"):
+        layerzero.shard_optimizer(around_unsharded, model)
+    backward(model, rank)
+    with pytest.raises(RuntimeError, match="shard_optimizer"):
+        around_unsharded.step()
+    model.zero_grad()
+    in_lockstep(rank, (model, SlowWeights(fast)), (net, theirs), range(4))
+    assert_same_bits(model, net, "around a sharded optimizer")
+    _outputs(model, net, rank)
+
+
+def test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one() -> None:
+    run_ranks(_around)

@@ -1,0 +1,293 @@
+"""``torch.distributed.checkpoint.state_dict`` on sharded models and optimizers: torch's recipe, names and options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+import layerzero
+from tests.support.models import IntegerNet, assert_same_bits, different, integer_batch, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+GLOBAL_BATCHES = 4
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, weight_decay=0.5),
+    "SGD": lambda groups: torch.optim.SGD(groups, momentum=0.5),
+}
+FULL_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def _net(seed: int = 0) -> IntegerNet:
+    """With a tied parameter and a frozen one."""
+    net = integer_net(seed)
+    net.second.weight = net.first.weight
+    net.head.bias.requires_grad_(False)
+    return net
+
+
+def _groups(net: nn.Module, lr: float = 2**-4) -> list[dict[str, Any]]:
+    named = dict(net.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if name.endswith("weight")], "lr": lr, "weight_decay": 0.25},
+        {"params": [p for name, p in named.items() if not name.endswith("weight")], "lr": lr / 2},
+    ]
+
+
+def _sharded(kind: str, zero3_size: int, seed: int = 0, lr: float = 2**-4) -> tuple[nn.Module, Optimizer]:
+    net = _net(seed)
+    model = layerzero.shard_model(net, mesh=mesh_of(zero3_size), units=IntegerNet.UNITS, ignored_params=[net.shift])
+    return model, layerzero.shard_optimizer(OPTIMIZERS[kind](_groups(model, lr)), model)
+
+
+def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """On the same global batches for any number of ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        for batch in range(rank, GLOBAL_BATCHES, world):
+            inputs, targets = integer_batch(step=step, rank=batch)
+            (8 * (model(inputs) * targets).sum(1).mean() / (GLOBAL_BATCHES // world)).backward()
+        dist.all_reduce(model.shift.grad)  # ignored
+        model.shift.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _whole(value: Any) -> Tensor:
+    return (value.detach().full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value).detach()).clone()
+
+
+def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    found = {f"model.{name}": _whole(parameter) for name, parameter in model.named_parameters()}
+    for name, values in optimizer.state_dict()["state"].items():
+        found |= {f"optimizer.{name}.{key}": _whole(value) for key, value in values.items()}
+    found |= {f"lr.{i}": torch.tensor(group["lr"]) for i, group in enumerate(optimizer.param_groups)}
+    return found
+
+
+def _save(rank: int, path: str, kind: str, flat: bool) -> dict[str, dict[str, Tensor]]:
+    model, optimizer = _sharded(kind, 2)
+    _train(model, optimizer, range(2))
+    saved = _everything(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if flat:
+        names = {key.removeprefix("state.").rpartition(".")[0] for key in optimizer_state if key.startswith("state.")}
+    else:
+        names = set(optimizer_state["state"])
+        listed = [name for group in optimizer_state["param_groups"] for name in group["params"]]
+        assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
+    assert names == trained, names
+    assert optimizer.state_dict()["state"].keys() == trained, "ours are by name, too"
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+    _train(model, optimizer, range(2, 4))
+    return {"saved": saved, "continued": _everything(model, optimizer)}
+
+
+def _resume(
+    rank: int, path: str, kind: str, flat: bool, zero3_size: int, expected: dict[str, dict[str, Tensor]]
+) -> None:
+    model, optimizer = _sharded(kind, zero3_size, seed=1, lr=1.0)
+    before = _everything(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    state = {"model": model_state, "optim": optimizer_state}
+    assert not different(_everything(model, optimizer), before), "asking for the state changes nothing"
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
+    case = dist.get_world_size(), zero3_size
+    assert not (wrong := different(_everything(model, optimizer), expected["saved"])), f"{case}: {wrong}"
+    _train(model, optimizer, range(2, 4))
+    if kind == "SGD" or case == (4, 2):  # Adam's steps are not exact: another order of additions rounds otherwise
+        assert not (wrong := different(_everything(model, optimizer), expected["continued"])), f"{case}: {wrong}"
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_torchs_recipe_resumes_on_any_topology(tmp_path: Path, kind: str, flat: bool) -> None:
+    path = str(tmp_path / "dcp")
+    expected = run_ranks(_save, path, kind, flat)[0]
+    for world_size, zero3_size in ((4, 4 if kind == "SGD" else 2), (2, 1), (1, 1)):
+        run_ranks(_resume, path, kind, flat, zero3_size, expected, world_size=world_size)
+
+
+BEGINNERS: dict[str, Any] = {
+    "SGD with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, dampening=0.5),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "SGD without state": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+def _ask_first(rank: int) -> None:
+    for kind, factory in BEGINNERS.items():
+        ends = []
+        for asks in (False, True):
+            net = integer_net()
+            model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS)
+            optimizer = layerzero.shard_optimizer(factory(model.parameters()), model)
+            for step in range(2):
+                if asks:
+                    state = get_optimizer_state_dict(model, optimizer)["state"]
+                    assert len(optimizer.state) == 7 * (step if kind != "SGD without state" else 0), kind
+                    assert all(parameter.grad is None for parameter in model.parameters()), kind
+                    counts = {float(values["step"]) for values in state.values() if "step" in values}
+                    assert counts <= {float(step)}, f"{kind}: {counts}"
+                    assert set(state) == (set() if "without" in kind else {n for n, _ in model.named_parameters()})
+                inputs, targets = integer_batch(step=step, rank=rank)
+                (model(inputs) * targets).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append({name: _whole(parameter) for name, parameter in model.named_parameters()})
+        assert not different(*ends), kind
+
+
+def test_asking_an_optimizer_for_its_state_before_its_first_step_changes_nothing() -> None:
+    run_ranks(_ask_first)
+
+
+def _load_the_first_state(rank: int) -> None:
+    ends = []
+    for loads in (False, True):
+        model, optimizer = _sharded("AdamW", 2)
+        if loads:
+            state = get_optimizer_state_dict(model, optimizer)
+            assert {float(values["step"]) for values in state["state"].values()} == {0.0}
+            set_optimizer_state_dict(model, optimizer, state)
+            assert len(optimizer.state) == len(state["state"]) > 0
+        _train(model, optimizer, range(2))
+        ends.append(_everything(model, optimizer))
+    assert not (wrong := different(*ends)), wrong
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_can_be_loaded() -> None:
+    run_ranks(_load_the_first_state, world_size=2)
+
+
+def _full_options(rank: int, kind: str) -> None:
+    model, optimizer = _sharded(kind, 2)
+    _train(model, optimizer, range(2))
+    saved = _everything(model, optimizer)
+    on_the_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=on_the_host)
+    assert (model_state == {}) is (rank != 0)
+    if rank == 0:
+        assert all(type(value) in (Tensor, nn.Parameter) for value in model_state.values())
+        assert model_state.keys() == _net().state_dict().keys()
+        plain = _net(seed=1)
+        plain.load_state_dict(model_state)
+        found = {f"model.{name}": parameter.detach() for name, parameter in plain.named_parameters()}
+        assert not different(found, {name: value for name, value in saved.items() if name.startswith("model.")})
+    everywhere = StateDictOptions(full_state_dict=True)
+    both = get_state_dict(model, optimizer, options=everywhere)
+    for size, options, state in ((4, FULL_FROM_RANK_0, (model_state, optimizer_state)), (1, everywhere, both)):
+        other, its_optimizer = _sharded(kind, size, seed=1, lr=1.0)
+        # Apart: torch's set_state_dict takes an empty state for a wish to leave the model alone.
+        set_model_state_dict(other, state[0], options=options)
+        set_optimizer_state_dict(other, its_optimizer, state[1], options=options)
+        wrong = different(_everything(other, its_optimizer), saved)
+        assert not wrong, f"{kind} {size}: {wrong}"
+        with torch.no_grad():
+            inputs, _ = integer_batch()
+            assert torch.equal(other(inputs), model(inputs)), size
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_whole_states_go_out_and_come_in_through_torchs_options(kind: str) -> None:
+    run_ranks(_full_options, kind)
+
+
+def _model_only(rank: int) -> None:
+    source, (model, _) = _net(seed=2), _sharded("SGD", 2)
+    set_model_state_dict(model, source.state_dict() if rank == 0 else {}, options=FULL_FROM_RANK_0)
+    assert_same_bits_but_for_ignored(model, source)
+    partly = {name: value for name, value in _net(seed=3).state_dict().items() if name.startswith("head")}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, dict(partly) if rank == 0 else {}, options=options)  # torch puts its own into it
+    source.load_state_dict(partly, strict=False)
+    assert_same_bits_but_for_ignored(model, source)
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert "head.bias" not in trained and "head.weight" in trained
+
+
+def assert_same_bits_but_for_ignored(model: nn.Module, source: nn.Module) -> None:
+    ours = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    assert not (wrong := different(ours, dict(source.named_parameters()))), wrong
+    with torch.no_grad():
+        inputs, _ = integer_batch()
+        assert torch.equal(model(inputs), source(inputs))
+
+
+def test_a_model_alone_is_set_from_rank_0() -> None:
+    run_ranks(_model_only)
+
+
+def _numbered(rank: int) -> None:
+    """What ``torch.optim.Optimizer.state_dict`` of the model in one process has: numbers and whole tensors."""
+    alone = integer_net()
+    theirs = OPTIMIZERS["SGD"](_groups(alone))
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(OPTIMIZERS["SGD"](_groups(model, lr=1.0)), model)
+    for step in range(3):
+        if step == 1:
+            model.load_state_dict(alone.state_dict())
+            optimizer.load_state_dict(theirs.state_dict())
+        inputs, targets = integer_batch(step=step)
+        for net, its_optimizer in ((alone, theirs), (model, optimizer)):
+            (net(inputs) * targets).sum().backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert_same_bits(model, alone, "continued")
+    state = theirs.state_dict()
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match=r"\[2, 4\].*\[3, 4\]"):
+        optimizer.load_state_dict(state)
+
+
+def test_the_numbered_state_of_an_optimizer_that_is_not_sharded_loads() -> None:
+    run_ranks(_numbered, world_size=2)
+
+
+def _other_names(rank: int) -> None:
+    """torch leaves out what wrappers add to names, and may know a tied parameter by another of its names."""
+    net = _net()
+    net.head = torch.compile(net.head, backend="eager")
+    model = layerzero.shard_model(net, mesh=mesh_of(2), units=["first"])
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert "head.weight" in state["state"] and "second.weight" not in state["state"]
+    for index, values in enumerate(state["state"].values()):
+        values["exp_avg"].fill_(index)
+    set_optimizer_state_dict(model, optimizer, state)
+    expected = {name: index for index, name in enumerate(state["state"])}
+    own = optimizer.state_dict()["state"]
+    for name, value in expected.items():
+        moments = own[name.replace("head.", "head._orig_mod.")]["exp_avg"]
+        assert moments.full_tensor().eq(value).all(), name
+    renamed = optimizer.state_dict()
+    renamed["state"]["second.weight"] = renamed["state"].pop("first.weight")
+    for group in renamed["param_groups"]:
+        group["params"] = ["second.weight" if name == "first.weight" else name for name in group["params"]]
+    optimizer.state.clear()
+    optimizer.load_state_dict(renamed)
+    assert optimizer.state_dict()["state"]["first.weight"]["exp_avg"].full_tensor().eq(expected["first.weight"]).all()
+
+
+def test_parameters_are_found_by_every_name_that_they_have() -> None:
+    run_ranks(_other_names, world_size=2)

@@ -1,0 +1,185 @@
+"""Models built on meta: nothing trains on memory that neither an initialisation nor a load nor the user has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.setup.unwritten import bears_mark, mark
+from tests.support.ranks import mesh_of, run_ranks
+
+INV_FREQ = r"nothing has written 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="
+
+
+class Rotary(nn.Module):
+    """A non-persistent buffer that no state holds, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.table(), persistent=False)
+
+    @staticmethod
+    def table() -> Tensor:
+        return 10.0 ** -torch.arange(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inv_freq.to(x.dtype)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)  # persistent buffers, an integer among them
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.first(self.rotary(x))))
+
+
+def _on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def _nothing(module: nn.Module) -> None:
+    """What is given where a load follows."""
+
+
+def _tables_only(module: nn.Module) -> None:
+    if isinstance(module, Rotary):
+        module.inv_freq.copy_(module.table())
+
+
+def _all(module: nn.Module) -> None:
+    """Through ``.data``, as many initialisations do, which leaves no trace in version counters."""
+    _tables_only(module)
+    if isinstance(module, nn.BatchNorm1d):
+        module.reset_running_stats()
+    for parameter in module.parameters(recurse=False):
+        parameter.data.normal_()
+
+
+def _forget_bias(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+        module.bias.data[:-1] = 0.0  # but the last
+    else:
+        _all(module)
+
+
+def _shard(init: Callable[[nn.Module], None], **settings: object) -> nn.Module:
+    return layerzero.shard_model(_on_meta(), mesh=mesh_of(2), units={nn.Linear}, param_init_fn=init, **settings)
+
+
+def _x() -> Tensor:
+    return torch.arange(20.0).view(5, 4)
+
+
+def _source() -> Net:
+    torch.manual_seed(7)
+    return Net()
+
+
+def _refused(model: nn.Module, match: str) -> None:
+    for _ in range(2):  # it does not go away by itself
+        with pytest.raises(RuntimeError, match=match):
+            model(_x())
+
+
+def _same_as(source: nn.Module, model: nn.Module) -> None:
+    assert torch.equal(model(_x()), source(_x()))
+    model(_x()).sum().backward()
+
+
+def _unwritten_buffers(rank: int) -> None:
+    source = _source()
+    model = _shard(_nothing)
+    layerzero.load_full_state_dict(model, source.state_dict())
+    _refused(model, INV_FREQ)
+    model.rotary.inv_freq = Rotary.table()
+    _same_as(source, model)
+    for settings in ({"buffer_dtype": torch.bfloat16}, {"sync_module_states": False}):
+        model = _shard(_nothing, **settings)
+        layerzero.load_full_state_dict(model, source.state_dict())
+        _refused(model, INV_FREQ)
+    model.rotary.inv_freq.copy_(Rotary.table())
+    _same_as(source, model)
+
+
+def test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_first_forward() -> None:
+    run_ranks(_unwritten_buffers, world_size=2)
+
+
+def _unwritten_parameters(rank: int) -> None:
+    source = _source()
+    model = _shard(_tables_only)
+    _refused(model, r"nothing has written .*'norm\.num_batches_tracked', 'first\.weight'.*load_full_state_dict")
+    layerzero.load_full_state_dict(model, source.state_dict())
+    _same_as(source, model)
+    # One row that was left out is as unwritten as a whole parameter.
+    _refused(_shard(_forget_bias), r"nothing has written '(first|head)\.bias'.* since")
+
+
+def test_parameters_that_nothing_has_written_are_refused_at_the_first_forward() -> None:
+    run_ranks(_unwritten_parameters, world_size=2)
+
+
+def _right_recipes(rank: int, folder: str) -> None:
+    source = _source()
+    for settings in ({}, {"sync_module_states": False}, {"buffer_dtype": torch.float32}):
+        model = _shard(_tables_only, **settings)
+        layerzero.load_full_state_dict(model, source.state_dict())
+        _same_as(source, model)
+    saved = layerzero.shard_model(_source(), mesh=mesh_of(2))
+    layerzero.checkpoint.save(folder, saved)
+    model = _shard(_tables_only)
+    layerzero.checkpoint.load(folder, model)
+    _same_as(_source(), model)
+    _shard(_all)(_x()).sum().backward()
+    _shard(_all if rank == 0 else _nothing)(_x()).sum().backward()  # rank 0's values are what all ranks get
+
+
+def test_recipes_that_write_everything_in_the_end_are_left_alone(tmp_path: Path) -> None:
+    run_ranks(_right_recipes, str(tmp_path / "checkpoint"), world_size=2)
+
+
+def _one_rank_forgets(rank: int) -> None:
+    model = _shard(_all if rank == 0 else _tables_only, sync_module_states=False)
+    said = "nothing has written .*'first.weight'"
+    if rank == 0:
+        said = "rank 1 failed with RuntimeError: " + said
+    _refused(model, said)
+    layerzero.load_full_state_dict(model, _source().state_dict())
+    _same_as(_source(), model)
+
+
+def test_ranks_that_initialise_for_themselves_hear_of_one_that_did_not() -> None:
+    run_ranks(_one_rank_forgets, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool],
+    ids=str,
+)
+def test_the_mark_is_seen_until_everything_is_written(dtype: torch.dtype) -> None:
+    tensor = torch.empty(3, 2, dtype=dtype)
+    mark(tensor)
+    assert bears_mark(tensor)
+    tensor[:2] = 1
+    few_bits = dtype in (torch.int64, torch.uint8, torch.bool)  # where a written value might be the mark
+    assert bears_mark(tensor) is not few_bits
+    tensor[2:] = 0
+    assert not bears_mark(tensor)
+    for value in () if few_bits else (float("nan"), -float("nan"), float("inf")):
+        assert not bears_mark(torch.full((2,), value, dtype=dtype)), "a NaN that was written is no mark"
+    empty = torch.empty(0, dtype=dtype)
+    mark(empty)
+    assert not bears_mark(empty)
