@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-megatron test quick check format bench bench-gpu clean
+.PHONY: demo demo-megatron test integrations quick check format bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -20,6 +20,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: $(VENV)/ready  ## the whole test suite
 	$(PYTEST) $(ARGS)
 
+integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages
+	$(PYTEST) tests/integrations $(ARGS)
+
 quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
 	$(PYTEST) tests/test_parity.py tests/test_accumulation.py tests/test_gradients.py tests/test_gradient_shard.py \
 		tests/test_layout.py tests/test_errors.py $(ARGS)
@@ -29,6 +32,7 @@ check: $(VENV)/ready  ## the gate for a change: format, lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST)
+	$(PYTEST) tests/integrations
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -347,4 +347,4 @@ def test_groups_that_would_wait_for_each_other_are_an_error() -> None:
 
 def test_megatron_is_imported_when_it_is_needed() -> None:
     code = "import sys, layerzero, layerzero.megatron; sys.exit('megatron' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
