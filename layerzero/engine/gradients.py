@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent
 from layerzero.storage.buffers import BufferPool
 from layerzero.storage.places import InsidePlace, KeptPlace, Lease, Place, ScratchPlace
+from layerzero.storage.streams import Awaited, Streams
 
 __all__ = ["Carry", "Gradients", "Inspect", "Round"]
 
@@ -62,7 +64,7 @@ class Gradients:
         self.final = self.sums[Extent.RANK]
         self.round = Round(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a Usage for each slot
-        self.carried: Carry | None = None  # on their way down the ladder
+        self.carried: Awaited | None = None  # ends when what is on its way down the ladder has come
         self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
 
     def _place(self, extent: Extent, dtype: torch.dtype, make_place: Callable[[int, torch.dtype], Place]) -> Place:
@@ -145,23 +147,27 @@ class Gradients:
         if self.landing is self.waiting:
             self.landing.place.prefetch(keep=not self.landing.untouched)
 
-    def carry(self, *, across_replicas: bool) -> Carry | None:
-        """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round."""
+    def carry(self, streams: Streams, *, across_replicas: bool) -> Carry | None:
+        """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
+
+        It is all handed to `streams`; None where nothing is to be exchanged.
+        """
         self.round.end()
-        return self._carry(self.route.legs if across_replicas else self._accumulating)
+        return self._carry(self.route.legs if across_replicas else self._accumulating, streams)
 
-    def carry_rest(self) -> Carry | None:
+    def carry_rest(self, streams: Streams) -> Carry | None:
         """Take to the final gradient what backwards inside no_sync have left behind."""
-        return self._carry(self._rest)
+        return self._carry(self._rest, streams)
 
-    def _carry(self, legs: Sequence[Leg]) -> Carry | None:
-        if legs:
-            if self.inspect is not None and legs[0].start is self.route.lands:
-                self.inspect(self.landing.filled_parts())
-            self.carried = Carry(self, legs)
-        else:
+    def _carry(self, legs: Sequence[Leg], streams: Streams) -> Carry | None:
+        if not legs:
             self.landing.rest()
-        return self.carried
+            return None
+        if self.inspect is not None and legs[0].start is self.route.lands:
+            self.inspect(self.landing.filled_parts())
+        carry = Carry(self, legs, streams)
+        self.carried = carry.landings[-1]
+        return carry
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
@@ -237,39 +243,60 @@ class Carry:
     """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
 
     Attributes:
-        launched: exchanges so far.
-        last: exchanges in all.
+        landings: of each exchange: a mark that it has been added up.
     """
 
-    def __init__(self, gradients: Gradients, legs: Sequence[Leg]) -> None:
-        self.launched = 0
-        self.last = len(legs)
+    def __init__(self, gradients: Gradients, legs: Sequence[Leg], streams: Streams) -> None:
+        self.landings: list[Awaited] = []
         self._gradients = gradients
-        self._legs = legs
-        self._pending: PendingSum | None = None
-        self._leases: tuple[Lease, ...] = ()  # of the exchange in flight
+        self._pending: PendingSum | None = None  # the exchange in flight
+        self._leases: tuple[Lease, ...] = ()  # of it
+        self._enqueue(legs, streams)
 
-    @property
+    def _enqueue(self, legs: Sequence[Leg], streams: Streams) -> None:
+        """Give all that is to be done to the streams. See [Note: Streams] in storage/streams.py."""
+        stream = streams.launches
+        stream.wait(streams.landed())
+        stream.run(partial(self._launch, legs[0], is_first=True))
+        for leg, following in zip(legs, (*legs[1:], None), strict=True):
+            launched = stream.mark()
+            stream = streams.node if leg.exchange is Exchange.HOP1 else streams.replica
+            stream.wait(launched)
+            stream.wait(self)
+            stream.run(partial(self._go_on, leg, following))
+            self.landings.append(stream.mark())
+
+    # For the streams: the exchange in flight
+
     def done(self) -> bool:
-        """The exchange in flight has ended."""
         return self._pending is None or self._pending.done()
 
-    def step(self) -> bool:
-        """Add up what the exchange in flight has brought, and launch the next one; False where there is none."""
+    def wait(self) -> None:
+        """A failure ends the carry: what is left of it does nothing."""
+        if self._pending is not None:
+            try:
+                self._pending.wait()
+            except BaseException:
+                self._pending = None
+                self._end_leases()
+                raise
+
+    def _go_on(self, leg: Leg, following: Leg | None) -> None:
+        """Add up what an exchange that was waited for has brought, and launch the next: nobody takes its slab between."""
+        if self._pending is not None:  # else it has failed
+            pending, self._pending = self._pending, None
+            self._land(leg, pending, is_last=following is None)
+            if following is not None:
+                self._launch(following, is_first=False)
+
+    def _launch(self, leg: Leg, *, is_first: bool) -> None:
         gradients = self._gradients
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._land(self._legs[self.launched - 1], pending)
-        if self.launched >= len(self._legs):
-            gradients.carried = None
-            return False
-        leg = self._legs[self.launched]
         source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
         if leg.start is Extent.NODE:
             gradients.final.vacate()
         source.hand_over()
         # A second exchange is waited for later: others may need the slab until then.
-        sent = source.place.lend(leg.wire, gradients.pool, copies=self.launched > 0 and not source.place.lasting)
+        sent = source.place.lend(leg.wire, gradients.pool, copies=not is_first and not source.place.lasting)
         if target.place.lasting:
             self._leases = (sent,)
         else:
@@ -277,23 +304,20 @@ class Carry:
             self._leases = (sent, target.place.lease())
         lane = gradients.topology.reduce if leg.exchange is Exchange.HOP1 else gradients.topology.replica
         self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, gradients.pool, name=gradients.label)
-        self.launched += 1
-        return True
 
-    def _land(self, leg: Leg, pending: PendingSum) -> None:
+    def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
         target, final = self._gradients.sums[leg.stop], self._gradients.final
         try:
-            pending.wait()
             if target is final:
                 final.settle()
             elif leg.stop is Extent.NODE:
                 final.vacate()
             target.add_exchange(pending, scale=leg.scale)
-            if self.launched == len(self._legs):
+            if is_last:
                 target.rest()
-        except BaseException:
-            self._gradients.carried = None
-            raise
         finally:
-            for lease in self._leases:
-                lease.end()
+            self._end_leases()
+
+    def _end_leases(self) -> None:
+        for lease in self._leases:
+            lease.end()

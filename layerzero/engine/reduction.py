@@ -6,11 +6,9 @@ arrives may differ between ranks (unused parameters, data-dependent paths). Hand
 order, and in each backward that exchanges anything every handle is started exactly once: early where it is ready and
 its predecessors have started, at the end of the pass otherwise, with zeros for what never arrived.
 
-[Note: Who may ask whether an exchange is done]
-How fast an exchange is differs between ranks. gloo has threads for each group, so hop 2 may be launched wherever hop 1
-is found done: the order on each lane is all that counts. Other backends want one order over all lanes, and may hang
-without it. There hop 2 of a handle is launched just before hop 1 of the next one, or at the end of the pass: the order
-is hop 1, hop 2, hop 1, hop 2, whenever gradients arrive and whoever waits for whom in between.
+When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So the order
+of launches is hop 1, hop 2, hop 1, hop 2 by handle, whenever gradients arrive and however long exchanges take; on gloo,
+which has threads for each group, that is the order on each lane, and the lanes overlap as they can.
 """
 
 from __future__ import annotations
@@ -18,50 +16,46 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from layerzero.comm.topology import Topology
 from layerzero.engine.gradients import Carry, Gradients
+from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, PlayedStreams, Streams
 
-__all__ = ["ReductionQueue"]
+__all__ = ["ReductionQueue", "streams_of"]
 
-# Reductions that may wait for their first and for their second exchange before the oldest is waited for. Each holds a
-# unit's gradients, whole for the first and a node's part for the second, twice on gloo.
+# Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each holds
+# a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
 # With more than one first exchange, ranks whose slabs (slabs.py) are both in use could launch in other orders.
-_IN_FLIGHT = {1: 1, 2: 4}
+_IN_FLIGHT = (1, 5)
+
+
+def streams_of(topology: Topology) -> Streams:
+    """On what the reductions of a model run; see [Note: Streams] in storage/streams.py."""
+    if topology.device.type != "cpu":
+        return DeviceStreams(topology.device)
+    return PlayedStreams() if topology.reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
 
 
 class ReductionQueue:
-    """Starts the reductions of `order` in that order, and carries them on behind the backward."""
+    """Starts the reductions of `order` in that order, on `streams`."""
 
-    def __init__(self, order: Sequence[Gradients]) -> None:
+    def __init__(self, order: Sequence[Gradients], streams: Streams) -> None:
         self.order = list(order)
+        self.streams = streams
         self._next = 0  # in order: the first one not started in this pass
-        self._running: deque[Carry] = deque()
-        # See [Note: Who may ask whether an exchange is done].
-        topology = order[0].topology if order else None  # the same for all
-        self._polls = topology is None or topology.reduce.is_gloo
+        self._carried: list[Gradients] = []
+        self._landings: list[deque[Awaited]] = [deque() for _ in _IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
-        """Start every handle whose gradients are complete and whose predecessors have started; carry on what is done.
-
-        Nothing is waited for, and no later handle's hop 2 passes an earlier one's.
-        """
-        while self._next < len(self.order) and self.order[self._next].round.complete:
-            for due in self._due_before_the_next():
-                self._step(due)
-            self._step(self._next_carry(across_replicas=across_replicas))
-        ahead = None
-        for carry in list(self._running) if self._polls else ():
-            if (ahead is not None and ahead.launched <= carry.launched) or not carry.done:
-                ahead = carry
-            else:
-                self._step(carry)
-                ahead = carry if carry in self._running else ahead
+        """Start every handle whose gradients are complete and whose predecessors have started; play what is due."""
+        order = self.order
+        while self._next < len(order) and order[self._next].round.complete:
+            self._start_next(across_replicas=across_replicas)
+        self.streams.play()
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start what is left, wait for everything; ends the pass."""
         while self._next < len(self.order):
-            for due in self._due_before_the_next():
-                self._step(due)
-            self._step(self._next_carry(across_replicas=across_replicas))
+            self._start_next(across_replicas=across_replicas)
         self.settle()
         self._next = 0
         if any(gradients.round.begun for gradients in self.order):
@@ -71,21 +65,28 @@ class ReductionQueue:
     def finish_rest(self) -> None:
         """Reduce what backwards inside no_sync have left behind."""
         for gradients in self.order:
-            for due in self._due_before_the_next():
-                self._step(due)
             self.make_way_for(gradients)
-            self._step(self._entered(gradients.carry_rest()))
+            self._start(gradients, gradients.carry_rest(self.streams))
         self.settle()
 
     def settle(self) -> None:
-        """Wait for everything in flight."""
-        while self._running:
-            self._step(self._least_advanced())
+        """What follows comes after everything in flight."""
+        try:
+            self.streams.settle()
+        finally:
+            for gradients in self._carried:
+                gradients.carried = None
+            self._carried.clear()
+            for landings in self._landings:
+                landings.clear()
 
     def make_way_for(self, gradients: Gradients) -> None:
         """Wait until `gradients` can be added to."""
-        while gradients.blocked and self._running:
-            self._step(self._least_advanced())
+        if gradients.carried is not None:
+            gradients.carried.wait()
+            gradients.carried = None
+        while gradients.blocked and self.streams.step():
+            pass
 
     def abandon(self) -> None:
         """End the pass after a backward that failed.
@@ -96,38 +97,18 @@ class ReductionQueue:
         self.settle()
         self._next = 0
 
-    def _next_carry(self, *, across_replicas: bool) -> Carry | None:
-        """The next handle's gradients, about to set out; None if they have nowhere to go."""
+    def _start_next(self, *, across_replicas: bool) -> None:
         gradients = self.order[self._next]
         self._next += 1
         self.make_way_for(gradients)
-        return self._entered(gradients.carry(across_replicas=across_replicas))
+        self._start(gradients, gradients.carry(self.streams, across_replicas=across_replicas))
 
-    def _entered(self, carry: Carry | None) -> Carry | None:
-        if carry is not None:
-            self._running.append(carry)
-        return carry
-
-    def _due_before_the_next(self) -> list[Carry]:
-        """Whose second exchange comes before the first one of the next handle; see the note above."""
-        return [] if self._polls else [carry for carry in self._running if carry.launched < carry.last]
-
-    def _step(self, carry: Carry | None) -> None:
-        """Carry one on, and what must make room for it."""
-        while carry is not None:
-            goes_on = False
-            try:
-                goes_on = carry.step()
-            finally:
-                if not goes_on:
-                    self._running.remove(carry)
-            carry = self._overdue(carry.launched) if goes_on else None
-
-    def _least_advanced(self) -> Carry:
-        # So that the next hop 2 is on its way before an earlier one is waited for.
-        return min(self._running, key=lambda carry: carry.launched)
-
-    def _overdue(self, launched: int) -> Carry | None:
-        """The oldest of those that wait for such an exchange, if they are too many."""
-        waiting = [carry for carry in self._running if carry.launched == launched]
-        return waiting[0] if len(waiting) > _IN_FLIGHT[launched] else None
+    def _start(self, gradients: Gradients, carry: Carry | None) -> None:
+        """Follow a handle that has set out; None: it had nowhere to go."""
+        if carry is None:
+            return
+        self._carried.append(gradients)
+        self.streams.play()
+        for landings, landed, most in zip(self._landings, carry.landings, _IN_FLIGHT, strict=False):
+            landings.append(landed)
+            self.streams.bound(landings, most)

@@ -15,7 +15,7 @@ from layerzero.comm.collectives import Exchange, Works, all_reduce, broadcast
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
-from layerzero.engine.reduction import ReductionQueue
+from layerzero.engine.reduction import ReductionQueue, streams_of
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.engine.usage import Usage
 from layerzero.tensors.main_grad import take_flag
@@ -43,7 +43,8 @@ class GradientSync:
         self._handles = tuple(handles)
         self._topology = topology
         self._order_agreed = False
-        self.queue = ReductionQueue([])
+        self._streams = streams_of(topology)
+        self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
@@ -63,7 +64,7 @@ class GradientSync:
 
     def _follow(self, order: list[Handle]) -> None:
         self._order = order
-        self.queue = ReductionQueue([gradients for handle in order if (gradients := handle.gradients) is not None])
+        self.queue = ReductionQueue([each for handle in order if (each := handle.gradients) is not None], self._streams)
 
     @property
     def failed(self) -> bool:
