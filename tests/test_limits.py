@@ -234,7 +234,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_optimizers.py::test_apex_never_sees_an_empty_tensor",
     ),
     # --- settings and platforms ---
-    "Inside Megatron": ("integrations/test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",),
+    "Inside Megatron": (
+        "integrations/test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",
+    ),
     "`offload_grads=True`": (
         "test_offload.py::test_every_accumulator_lies_in_the_host_and_two_units_on_the_device",
         "test_offload.py::test_without_a_device_there_is_one_warning",

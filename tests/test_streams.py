@@ -1,76 +1,96 @@
-"""A loop on another stream than the one that `shard_model` was called under is refused.
+"""A device's streams: nothing is read before it is there or overwritten while it is read; one order of launches.
 
-There are no streams here: `_Streams` says which one is current, in place of the accelerator. What is tested is where
-the engine looks, not that gradients of an accelerator would have come too late.
+See tests/support/late_device.py for what stands in for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import layerzero
-from layerzero.storage.device import HomeStream
-from tests.support.models import backward, exact_sgd, integer_batch, integer_loss, integer_net, train
+from tests.support.late_device import NAME, Device, Stream, register
+from tests.support.models import different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
 
-
-class _Streams(HomeStream):
-    now = "stream 0"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._stream = self._current()
-
-    def _current(self) -> str:
-        return _Streams.now
+UNITS = 5
 
 
-@contextmanager
-def _stream(name: str) -> Iterator[None]:
-    before, _Streams.now = _Streams.now, name
-    try:
-        yield
-    finally:
-        _Streams.now = before
+class Sum(nn.Module):
+    """Linear units side by side, so that exact data has exact gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.units = nn.ModuleList(nn.Linear(5, 3) for _ in range(UNITS))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units))
 
 
-def _loops(rank: int) -> None:
-    with mock.patch("layerzero.engine.runtime.HomeStream", _Streams):
-        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=["first", "second", "head"])
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        refused = pytest.raises(
-            RuntimeError, match=r"stream 7.* shard_model was called under stream 0.*Call shard_model"
-        )
-        train(model, optimizer, rank, [0])
-        with _stream("stream 7"), refused:
-            backward(model, rank)
-        loss = integer_loss(model, integer_batch(rank=rank))
-        with _stream("stream 7"), refused:
-            loss.backward()
-        optimizer.zero_grad()
-        with layerzero.no_sync(model):
-            backward(model, rank)
-        with _stream("stream 7"):
-            with refused:
+def _device_mesh(zero3_size: int) -> Any:
+    register()
+    ranks = list(range(dist.get_world_size()))
+    everyone = dist.new_group(ranks, backend=NAME)
+    nodes = [dist.new_group(ranks[at : at + zero3_size], backend=NAME) for at in range(0, len(ranks), zero3_size)]
+    return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
+
+
+def _shard(mesh: Any, **settings: Any) -> nn.Module:
+    return layerzero.shard_model(Sum(), mesh=mesh, units=[f"units.{index}" for index in range(UNITS)], **settings)
+
+
+def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
+    """What this rank launched in three steps of two micro-batches, by unit and exchange; the weights after."""
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with layerzero.trace(model, f"{path}-{rank}.json") as trace:
+        for step in range(3):
+            # The last step runs on another stream than the one that shard_model was called under.
+            other = device.stream(Stream(computes=True)) if device is not None and step == 2 else nullcontext()
+            with other:
+                for number in range(2):
+                    with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                        integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
                 optimizer.step()
-            with refused:
-                layerzero.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        train(model, optimizer, rank, [1])  # out of the context, it goes on
-        with _stream("stream 7"):  # the way out
-            model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=["first", "second", "head"])
-            train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(2))
+                optimizer.zero_grad(set_to_none=step != 0)
+    log = [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"]
+    return log, full_parameters(model)
 
 
-def test_another_stream_is_refused_wherever_exchanges_are_launched() -> None:
-    run_ranks(_loops, world_size=4)
+SETTINGS = [
+    {"accumulation": mode, "offload_grads": offload, **policy}
+    for mode in ("sharded", "full")
+    for offload in (False, True)
+    for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
+]
 
 
-def test_the_cpu_is_not_asked() -> None:
-    with mock.patch.object(HomeStream, "_current", side_effect=AssertionError("asked")):
-        HomeStream(torch.device("cpu")).check()
+def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
+    logs = []
+    mesh = _device_mesh(zero3_size)
+    for settings in SETTINGS:
+        plain = {key: value for key, value in settings.items() if key != "offload_grads"}
+        _, expected = _steps(_shard(mesh_of(zero3_size), **plain), rank, path)
+        with Device().installed() as device:
+            log, found = _steps(_shard(mesh, **settings), rank, path, device)
+        assert not different(found, expected), settings
+        logs.append(log)
+    return logs
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
+def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
+    by_rank = run_ranks(_compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30)
+    for settings, *logs in zip(SETTINGS, *by_rank, strict=True):
+        sums = [entry for entry in logs[0] if entry.startswith("hop")]
+        assert len(sums) >= 3 * UNITS
+        for rank, log in enumerate(logs):
+            assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"

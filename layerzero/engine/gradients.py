@@ -180,6 +180,8 @@ class Gradients:
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
         """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
+        if self.carried is not None:
+            self.carried.wait()
         self.final.add(slot, rows)
         self.usage[slot] = Usage.NEW
 
@@ -282,7 +284,7 @@ class Carry:
                 raise
 
     def _go_on(self, leg: Leg, following: Leg | None) -> None:
-        """Add up what an exchange that was waited for has brought, and launch the next: nobody takes its slab between."""
+        """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
         if self._pending is not None:  # else it has failed
             pending, self._pending = self._pending, None
             self._land(leg, pending, is_last=following is None)

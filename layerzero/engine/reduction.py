@@ -6,9 +6,9 @@ arrives may differ between ranks (unused parameters, data-dependent paths). Hand
 order, and in each backward that exchanges anything every handle is started exactly once: early where it is ready and
 its predecessors have started, at the end of the pass otherwise, with zeros for what never arrived.
 
-When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So the order
-of launches is hop 1, hop 2, hop 1, hop 2 by handle, whenever gradients arrive and however long exchanges take; on gloo,
-which has threads for each group, that is the order on each lane, and the lanes overlap as they can.
+When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So the
+order of launches is hop 1, hop 2, hop 1, hop 2 by handle, whenever gradients arrive and however long exchanges take; on
+gloo, which has threads for each group, that is the order on each lane, and the lanes overlap as they can.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from collections.abc import Sequence
 
 from layerzero.comm.topology import Topology
 from layerzero.engine.gradients import Carry, Gradients
+from layerzero.storage.device import streams_module
 from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, PlayedStreams, Streams
 
 __all__ = ["ReductionQueue", "streams_of"]
 
-# Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each holds
-# a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
+# Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each
+# holds a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
 # With more than one first exchange, ranks whose slabs (slabs.py) are both in use could launch in other orders.
 _IN_FLIGHT = (1, 5)
 
 
 def streams_of(topology: Topology) -> Streams:
     """On what the reductions of a model run; see [Note: Streams] in storage/streams.py."""
-    if topology.device.type != "cpu":
+    if streams_module(topology.device) is not None:
         return DeviceStreams(topology.device)
     return PlayedStreams() if topology.reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
 

@@ -38,7 +38,6 @@ from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit
-from layerzero.storage.device import HomeStream
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
 from layerzero.tensors.structures import cast_floating, tensors_in
@@ -66,7 +65,6 @@ class Runtime:
         self.buffers = buffers
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
-        self._home = HomeStream(topology.device)
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
@@ -128,7 +126,6 @@ class Runtime:
         refuse_transforms(unit.label)
         if self._forward is None and not inside_backward():
             self._begin_forward(unit)
-        self._home.check()
         self._gather(unit)
         if self._forward is not None:
             self._forward.called.append(unit)
@@ -230,7 +227,6 @@ class Runtime:
 
     def _before_backward(self, call: Call, gradient: Tensor) -> None:
         unit = call.unit
-        self._home.check()
         backward = self._enter_backward(f"unit {unit.name!r}")
         if backward.observer is not None:
             backward.observer.reach(call, call.around)
@@ -389,7 +385,6 @@ class Runtime:
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
-        self._home.check()
         self.notice_interrupt()
         if self.gradients.complete():
             self.gradients.run_hooks()

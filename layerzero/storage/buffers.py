@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from layerzero.storage.device import StreamMark, StreamOrder
+
 __all__ = ["BufferPool", "StoragePool"]
+
+
+_SLOTS = 3  # buffers of a size on a device: one that is filled, one that is sent, one that is added up
 
 
 class BufferPool:
     """Reuses flat buffers of equal size and dtype, so that a steady state allocates nothing.
 
-    A buffer handed to an exchange is given back only after the exchange was waited for.
+    A buffer handed to an exchange is given back only after the exchange was waited for. On a device that is a stream's
+    waiting, not the host's: the host has given a buffer back long before it is free, and so takes the one that was
+    given back first, once there are as many as are used at a time; whoever takes it waits for whoever gave it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._order = StreamOrder(device)
+        self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
+        self._made: Counter[tuple[int, torch.dtype]] = Counter()
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents."""
-        idle = self._idle[numel, dtype]
-        if idle:
-            return idle.pop()
+        key = numel, dtype
+        idle = self._idle[key]
+        if idle and (not self._order.runs_ahead or self._made[key] >= _SLOTS):
+            buffer, given = idle.popleft()
+            self._order.wait(given)
+            return buffer
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        self._made[key] += 1
         self.allocated_bytes += buffer.untyped_storage().nbytes()
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+        self._idle[buffer.numel(), buffer.dtype].append((buffer, self._order.mark()))
 
 
 class StoragePool:
@@ -51,7 +64,8 @@ class StoragePool:
         self.allocations = 0  # so far
         self._lent_bytes = 0
         self._device = device
-        self._parked: dict[int, list[UntypedStorage]] = defaultdict(list)  # by bytes
+        self._order = StreamOrder(device)
+        self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
 
     def lend(self, storage: UntypedStorage, nbytes: int) -> None:
@@ -60,7 +74,8 @@ class StoragePool:
             self.reclaim(storage)
         parked = self._parked[nbytes]
         if parked:
-            source = parked.pop()
+            source, given = parked.pop()
+            self._order.wait(given)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
             self._empty.append(source)
             self.parked_bytes -= nbytes
@@ -77,7 +92,7 @@ class StoragePool:
         if self.can_park and 0 < nbytes <= self.limit - self.parked_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-            self._parked[nbytes].append(target)
+            self._parked[nbytes].append((target, self._order.mark()))
             self.parked_bytes += nbytes
         else:
             storage.resize_(0)
@@ -86,6 +101,6 @@ class StoragePool:
         """Free parked memory, of whatever size, until no more than `most` bytes are parked."""
         for nbytes, parked in self._parked.items():
             while parked and self.parked_bytes > max(most, 0):
-                self._empty.append(parked.pop())
+                self._empty.append(parked.pop()[0])
                 self._empty[-1].resize_(0)
                 self.parked_bytes -= nbytes

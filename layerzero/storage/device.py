@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,23 +11,29 @@ from torch import Tensor
 
 __all__ = [
     "Clock",
-    "CopyMark",
     "DeviceClock",
-    "HomeStream",
+    "StreamMark",
+    "StreamOrder",
     "Transfers",
     "compute_device",
     "default_device_type",
     "finish_copies",
     "host_memory",
+    "streams_module",
 ]
 
-CopyMark = Any  # a place in the order of the copies: the device's event, None on the CPU
+StreamMark = Any  # a place in what a stream does: the device's event, None on the CPU
 
 
 def default_device_type() -> str:
     """The accelerator's type where there is one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
+
+
+def streams_module(device: torch.device) -> Any:
+    """``torch.cuda``, or what has the streams of another device; None where the host itself computes."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def compute_device(device_type: str) -> torch.device:
@@ -47,70 +54,76 @@ def finish_copies(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class HomeStream:
-    """The stream that was current when a model was sharded: its gradients land there, its exchanges start from there.
+class StreamOrder:
+    """Orders what the current stream does after what another stream, or itself, has done before.
 
-    On the CPU there are no streams, and a check costs the look at an attribute.
+    On the CPU there are no streams: all marks are None.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None if device.type == "cpu" else self._current()
+        self._module = streams_module(device)
 
-    def _current(self) -> Any:
-        return torch.accelerator.current_stream(self._device)
+    @property
+    def runs_ahead(self) -> bool:
+        """The host does not wait for what it asks for."""
+        return self._module is not None
 
-    def check(self) -> None:
-        """Raise if another stream is current now."""
-        if self._stream is not None and (current := self._current()) != self._stream:
-            raise RuntimeError(
-                f"the current stream of {self._device} is {current}, but shard_model was called under {self._stream}, "
-                "where gradients land: they would be read before they are there. Call shard_model inside the same "
-                "`with torch.cuda.stream(...)` as the loop, or run the loop on the stream of shard_model"
-            )
+    def mark(self) -> StreamMark:
+        """What the current stream was given so far."""
+        return None if self._module is None else self._module.current_stream().record_event()
+
+    def wait(self, mark: StreamMark) -> None:
+        """What the current stream does from here on comes after `mark`. The host does not wait."""
+        if mark is not None:
+            self._module.current_stream().wait_event(mark)
 
 
 class Transfers:
-    """Copies between a device and pinned host memory that run beside the computation, one after the other.
+    """Copies between a device and pinned host memory that run beside the computation, one after the other each way.
 
     On the CPU, where there is nothing to run beside, a copy is done when :meth:`copy` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pins = device.type != "cpu"
-        self._streams: Any = torch.get_device_module(device)
-        self._side: Any = self._streams.Stream(device) if self.pins else None
+        self.order = StreamOrder(device)
+        self.pins = self.order.runs_ahead
+        self._module: Any = streams_module(device)
+        self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
         """1-D [nbytes] of bytes on the device, not used for anything else while a copy may use it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._side is not None:
-            buffer.record_stream(self._side)
+            for stream in self._side.values():
+                buffer.record_stream(stream)
         return buffer
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D [numel] in host memory, pinned where there is a device."""
         return host_memory(numel, dtype, device=self.device)
 
-    def copy(self, target: Tensor, source: Tensor) -> CopyMark:
-        """Start a copy that sees all that has been computed so far.
+    def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamMark] = ()) -> StreamMark:
+        """Start a copy that sees all that the current stream has computed so far, and what `after` marks.
 
         Neither tensor may be touched, nor `source` be written, before :meth:`wait` for the mark that this returns.
-        Later copies come after it by themselves.
+        Later copies the same way come after it by themselves.
         """
         if self._side is None:
             target.copy_(source)
             return None
-        self._side.wait_stream(self._streams.current_stream(self.device))
-        with self._streams.stream(self._side):
+        side = self._side[to_host]
+        side.wait_stream(self._module.current_stream())
+        for mark in after:
+            if mark is not None:
+                side.wait_event(mark)
+        with self._module.stream(side):
             target.copy_(source, non_blocking=True)
-        return self._side.record_event()
+        return side.record_event()
 
-    def wait(self, mark: CopyMark) -> None:
-        """Let what is computed from here on come after the copy. The host does not wait."""
-        if mark is not None:
-            self._streams.current_stream(self.device).wait_event(mark)
+    def wait(self, mark: StreamMark) -> None:
+        """Let what the current stream computes from here on come after the copy. The host does not wait."""
+        self.order.wait(mark)
 
 
 class Clock:

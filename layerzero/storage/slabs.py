@@ -4,8 +4,8 @@
 With `offload_grads` the sums that wait lie in pinned host memory. A unit's sums are used in a slab: device memory for
 the largest unit. There are two of them, for the unit whose backward runs and for a neighbour of it, whose sums are on
 their way out or in meanwhile. A unit that needs a slab takes the one that was not used for longer; what is in there and
-not yet in the host is carried there first. Copies run one after the other, each after all that was computed before it
-was asked for, so a slab needs no further care when its tenant changes.
+not yet in the host is carried there first. A copy comes after all that the current stream was given before, after what
+other streams have done in the slab, and after the copies from and to it: nobody waits but streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.storage.buffers import BufferPool, StoragePool
-from layerzero.storage.device import CopyMark, Transfers
+from layerzero.storage.device import StreamMark, Transfers
 from layerzero.storage.places import KeptPlace, Place
 
 __all__ = ["Accumulators", "Buffers"]
@@ -95,6 +95,7 @@ class _SlabPlace(Place):
         self._host: Tensor | None = None  # [numel], from the first store on
         self._device: Tensor | None = None  # [numel], inside a slab, while the unit has one
         self._newer = False  # the slab holds contents that the host does not
+        self._stored: StreamMark = None  # of the last copy to the host
 
     @property
     def host_bytes(self) -> int:
@@ -120,8 +121,15 @@ class _SlabPlace(Place):
             assert self._device is not None and self._tenant.slab is not None
             if self._host is None:
                 self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
-            self._slabs.copy(self._tenant.slab, self._host, self._device)
+            self._stored = self._slabs.copy(self._tenant.slab, self._host, self._device, to_host=True)
+        elif self._tenant.slab is not None:
+            self._slabs.use(self._tenant.slab)
         self._newer = False
+
+    def _end_lease(self) -> None:
+        super()._end_lease()
+        assert self._tenant.slab is not None
+        self._slabs.use(self._tenant.slab)
 
     def leave(self) -> None:
         """Another unit takes the slab."""
@@ -134,7 +142,7 @@ class _SlabPlace(Place):
             self._device = slab.memory[self._place].view(self.dtype)
             if keep:
                 assert self._host is not None, "contents to keep that were never stored"
-                self._slabs.copy(slab, self._device, self._host)
+                self._slabs.copy(slab, self._device, self._host, to_host=False, after=self._stored)
         return self._device
 
 
@@ -168,8 +176,8 @@ class _Slab:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
-        self.mark: CopyMark = None  # of the last copy from or to it
-        self.marked = False  # and what is computed does not wait for that copy yet
+        self.copied: StreamMark = None  # the last copy from or to it
+        self.used: list[StreamMark] = []  # what streams have done in it since
 
 
 class _Slabs:
@@ -214,11 +222,22 @@ class _Slabs:
         self._slabs.append(slab)
         return slab
 
-    def copy(self, slab: _Slab, target: Tensor, source: Tensor) -> None:
-        slab.mark, slab.marked = self.transfers.copy(target, source), True
+    def use(self, slab: _Slab) -> None:
+        """The current stream has done something in a slab, which the next copy must come after."""
+        if self.transfers.order.runs_ahead:
+            slab.used.append(self.transfers.order.mark())
+
+    def copy(
+        self, slab: _Slab, target: Tensor, source: Tensor, *, to_host: bool, after: StreamMark = None
+    ) -> StreamMark:
+        marks = (slab.copied, after, *slab.used)
+        slab.used.clear()
+        slab.copied = self.transfers.copy(target, source, to_host=to_host, after=marks)
+        return slab.copied
 
     def wait(self, slab: _Slab) -> None:
-        """Let what is computed from here on come after the copies from and to a slab."""
-        if slab.marked:
-            self.transfers.wait(slab.mark)
-            slab.mark, slab.marked = None, False
+        """Let what the current stream computes from here on come after the copies from and to a slab."""
+        if slab.copied is not None:
+            self.transfers.wait(slab.copied)
+        for mark in slab.used:
+            self.transfers.wait(mark)

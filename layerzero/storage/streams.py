@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
+from layerzero.storage.device import streams_module
+
 __all__ = ["Awaited", "DeviceStreams", "ImmediateStreams", "PlayedStreams", "Stream", "Streams"]
 
 Operation = Callable[[], None]
@@ -250,14 +252,11 @@ class _DeviceStream(Stream):
 class DeviceStreams(Streams):
     """Streams of an accelerator, beside the one that computes.
 
-    Args:
-        module: ``torch.cuda``, or what is like it for another device.
-
     Autograd delivers gradients of leaves on the stream under which their nodes were made: the one that is current now.
     """
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        self._module = torch.get_device_module(device) if module is None else module
+    def __init__(self, device: torch.device) -> None:
+        self._module = streams_module(device)
         self._birth = self._module.current_stream()
         self.launches = _DeviceStream(self._module, device)
         self.node = _DeviceStream(self._module, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +30,7 @@ class LateTransfers(Transfers):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.pins = True
+        self.pins = True  # so that nothing warns of it
         self.stores = self.fetches = 0
         self._queue: deque[_Copy] = deque()
         self._done = 0
@@ -41,7 +42,8 @@ class LateTransfers(Transfers):
         self._host.add(buffer.data_ptr())
         return buffer
 
-    def copy(self, target: Tensor, source: Tensor) -> int:
+    def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[int | None] = ()) -> int:
+        assert (target.data_ptr() in self._host) is to_host and (source.data_ptr() in self._host) is not to_host
         filled_late = any(_overlap(source, pending.target) for pending in self._queue)
         self.stores += target.data_ptr() in self._host
         self.fetches += source.data_ptr() in self._host

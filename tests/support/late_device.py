@@ -1,0 +1,251 @@
+"""An accelerator's streams and backend, on the CPU: everything on a side stream happens late, in a thread of its own.
+
+The host hands over and goes on, as it does on a device. What runs on a stream that the engine made is kept from the
+host by a dispatch mode and done by the stream's thread, after delays drawn by seed and rank. Exchanges run in a thread
+of their group, after what the stream that launched them was given before; until then their output is poison, and their
+input must not change while they are in flight. The stream that computes is the host itself: it is never late, but
+whoever forgets to let it wait reads what is not there yet.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerzero.storage.device import Transfers
+
+__all__ = ["NAME", "Device", "register"]
+
+NAME = "device"
+_MOST_LATE = 2e-3  # seconds
+_PATIENCE = 20.0
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.set = threading.Event()
+        self._device = device
+
+    def reach(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not self.set.wait(0.1):
+            assert not self._device.failures, "\n".join(self._device.failures)
+            assert time.monotonic() < deadline, "a stream waits for ever"
+
+
+class Stream:
+    """Of the device. One that computes is the host."""
+
+    def __init__(self, device: object = None, *, computes: bool = False) -> None:
+        self.computes = computes
+        self.device = _device()
+        self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._random = random.Random(dist.get_rank() + 100 * len(self.device.streams))
+        self.device.streams.append(self)
+        if not computes:
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (operation := self._given.get()) is not None:
+                time.sleep(self._random.random() * _MOST_LATE)
+                try:
+                    operation()
+                except BaseException:
+                    self.device.failures.append(traceback.format_exc())
+
+    def give(self, operation: Callable[[], object]) -> None:
+        if self.computes:
+            operation()
+        else:
+            self._given.put(operation)
+
+    def end(self) -> None:
+        self._given.put(None)
+
+    def record_event(self) -> Event:
+        event = Event(self.device)
+        self.give(event.set.set)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.give(event.reach)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class _Hand(TorchDispatchMode):
+    """Gives to a stream what changes tensors; views and fresh memory are there at once."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._stream.give(lambda: func(*args, **kwargs))
+            return args[0]
+        name = func._schema.name
+        views = func.is_view or name in ("aten::empty", "aten::zeros", "aten::empty_like", "aten::detach")
+        assert views, f"{name} on a stream: the host would have to wait for its result"
+        return func(*args, **kwargs)
+
+
+class _LateTransfers(Transfers):
+    def device_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class Device:
+    """What ``torch.cuda`` would be. One at a time, while :meth:`installed`."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.failures: list[str] = []
+        self._current: Stream | None = None
+
+    def current_stream(self) -> Stream:
+        assert self._current is not None
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        with ExitStack() as stack:
+            if not stream.computes:
+                stack.enter_context(_Hand(stream))
+            try:
+                yield
+            finally:
+                self._current = before
+
+    @contextmanager
+    def installed(self) -> Iterator[Device]:
+        """Let layerzero take the CPU for such a device."""
+        _installed.append(self)
+        self._current = Stream(computes=True)
+        with ExitStack() as stack:
+            for module in ("storage.device", "storage.streams", "engine.reduction"):
+                stack.enter_context(mock.patch(f"layerzero.{module}.streams_module", lambda device: self))
+            stack.enter_context(mock.patch("layerzero.setup.shard.Transfers", _LateTransfers))
+            try:
+                yield self
+            finally:
+                _installed.pop()
+        for stream in self.streams:
+            stream.end()
+        assert not self.failures, "\n".join(self.failures)
+
+
+_installed: list[Device] = []
+
+
+def _device() -> Device:
+    return _installed[-1]
+
+
+# The backend
+
+
+def register() -> None:
+    """Make the backend known to torch in this process, as often as is asked."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _Group, devices=["cpu"])
+
+
+class _Work(dist.Work):
+    """Of an exchange in the group's thread: who waits for it is the current stream."""
+
+    def __init__(self, done: Event) -> None:
+        super().__init__()
+        self._done = done
+
+    def is_completed(self) -> bool:
+        raise AssertionError("nothing asks an exchange of a device whether it is done")
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        _device().current_stream().wait_event(self._done)
+        return True
+
+    def get_future(self) -> Any:
+        raise RuntimeError("this backend has no futures")
+
+
+class _Group(dist.ProcessGroup):
+    """Passes on to gloo, late. Of a wrapped group torch says ``cpu:device``."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._own: Stream | None = None
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def options(self) -> Any:
+        raise RuntimeError("this backend has no options")
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _late(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
+        if self._own is None or self._own not in _device().streams:
+            self._own = Stream()
+        launched, done = _device().current_stream().record_event(), Event(_device())
+        inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+
+        def exchange() -> None:
+            launched.reach()
+            before = given.clone()
+            if not inside and output.is_floating_point():
+                output.fill_(torch.nan)
+            time.sleep(random.random() * _MOST_LATE)
+            assert torch.equal(given.view(torch.uint8), before.view(torch.uint8)), "written while an exchange reads it"
+            run().wait()
+            done.set.set()
+
+        self._own.give(exchange)
+        return _Work(done)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self._late(lambda: self._gloo.broadcast(tensors, opts), tensors[0], tensors[0])
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self._late(lambda: self._gloo.allreduce(tensors, opts), tensors[0], tensors[0])
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._late(lambda: self._gloo._allgather_base(output, tensor, opts), output, tensor)
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._late(lambda: self._gloo._reduce_scatter_base(output, tensor, opts), output, tensor)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._allgather_base(output, tensor, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._reduce_scatter_base(output, tensor, opts)
