@@ -158,9 +158,6 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_limits_loops.py::test_schedules_that_scale_gradients_themselves_are_an_error",
         "test_torch_pipelining.py::test_sharded_stages_train_like_one_process",
     ),
-    "A forward, backward or step under another stream": (
-        "test_streams.py::test_another_stream_is_refused_wherever_exchanges_are_launched",
-    ),
     "Skipping reductions by names": (
         "test_micro_batches.py::test_who_reduces_every_micro_batch_hears_of_it_once",
         "test_micro_batches.py::test_the_model_has_no_sync_as_under_ddp_and_fsdp2",

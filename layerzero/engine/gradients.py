@@ -147,27 +147,25 @@ class Gradients:
         if self.landing is self.waiting:
             self.landing.place.prefetch(keep=not self.landing.untouched)
 
-    def carry(self, streams: Streams, *, across_replicas: bool) -> Carry | None:
+    def carry(self, *, across_replicas: bool) -> Carry | None:
         """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
 
-        It is all handed to `streams`; None where nothing is to be exchanged.
+        The result is to be handed to streams; None where nothing is to be exchanged.
         """
         self.round.end()
-        return self._carry(self.route.legs if across_replicas else self._accumulating, streams)
+        return self._carry(self.route.legs if across_replicas else self._accumulating)
 
-    def carry_rest(self, streams: Streams) -> Carry | None:
+    def carry_rest(self) -> Carry | None:
         """Take to the final gradient what backwards inside no_sync have left behind."""
-        return self._carry(self._rest, streams)
+        return self._carry(self._rest)
 
-    def _carry(self, legs: Sequence[Leg], streams: Streams) -> Carry | None:
+    def _carry(self, legs: Sequence[Leg]) -> Carry | None:
         if not legs:
             self.landing.rest()
             return None
         if self.inspect is not None and legs[0].start is self.route.lands:
             self.inspect(self.landing.filled_parts())
-        carry = Carry(self, legs, streams)
-        self.carried = carry.landings[-1]
-        return carry
+        return Carry(self, legs)
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
@@ -207,12 +205,12 @@ class Round:
 
     def __init__(self, slots: int) -> None:
         self._trained = (1 << slots) - 1
-        self._missing = self._trained  # expected in this round, and not arrived
+        self.missing = self._trained  # expected in this round, and not arrived
         self._arrived = 0
 
     @property
     def complete(self) -> bool:
-        return not self._missing
+        return not self.missing
 
     @property
     def begun(self) -> bool:
@@ -220,16 +218,16 @@ class Round:
 
     def arrive(self, slot: int) -> None:
         self._arrived |= 1 << slot
-        self._missing &= ~self._arrived
+        self.missing &= ~self._arrived
 
     def expect(self, coming: Sequence[bool]) -> None:
         """Of the gradients that are trained, only those that are `coming` in this pass make the round complete."""
-        self._missing = self._trained & _set(coming) & ~self._arrived
+        self.missing = self._trained & _set(coming) & ~self._arrived
 
     def end(self) -> None:
         """The pass needs no more of this handle: the next arrival starts a new round."""
         self._arrived = 0
-        self._missing = self._trained
+        self.missing = self._trained
 
     def train(self, trained: Sequence[bool]) -> None:
         """From the next round on, expect gradients of these slots."""
@@ -245,19 +243,19 @@ class Carry:
     """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
 
     Attributes:
-        landings: of each exchange: a mark that it has been added up.
+        landings: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
     """
 
-    def __init__(self, gradients: Gradients, legs: Sequence[Leg], streams: Streams) -> None:
+    def __init__(self, gradients: Gradients, legs: Sequence[Leg]) -> None:
+        self.gradients = gradients
         self.landings: list[Awaited] = []
-        self._gradients = gradients
+        self._legs = legs
         self._pending: PendingSum | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
-        self._enqueue(legs, streams)
 
-    def _enqueue(self, legs: Sequence[Leg], streams: Streams) -> None:
-        """Give all that is to be done to the streams. See [Note: Streams] in storage/streams.py."""
-        stream = streams.launches
+    def hand_to(self, streams: Streams) -> None:
+        """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py."""
+        legs, stream = self._legs, streams.launches
         stream.wait(streams.landed())
         stream.run(partial(self._launch, legs[0], is_first=True))
         for leg, following in zip(legs, (*legs[1:], None), strict=True):
@@ -267,6 +265,7 @@ class Carry:
             stream.wait(self)
             stream.run(partial(self._go_on, leg, following))
             self.landings.append(stream.mark())
+        self.gradients.carried = self.landings[-1]
 
     # For the streams: the exchange in flight
 
@@ -292,7 +291,7 @@ class Carry:
                 self._launch(following, is_first=False)
 
     def _launch(self, leg: Leg, *, is_first: bool) -> None:
-        gradients = self._gradients
+        gradients = self.gradients
         source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
         if leg.start is Extent.NODE:
             gradients.final.vacate()
@@ -308,7 +307,7 @@ class Carry:
         self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, gradients.pool, name=gradients.label)
 
     def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
-        target, final = self._gradients.sums[leg.stop], self._gradients.final
+        target, final = self.gradients.sums[leg.stop], self.gradients.final
         try:
             if target is final:
                 final.settle()

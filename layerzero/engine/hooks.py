@@ -83,7 +83,9 @@ def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Ten
     def hook(leaf: Tensor) -> None:
         runtime, handle = weak_runtime(), weak_handle()
         if runtime is not None and handle is not None:
-            runtime.on_gradient(handle, slot, leaf)
+            backward = runtime.on_gradient(handle, slot, leaf)
+            if backward is not None:
+                runtime.gradients.queue.start_ready(across_replicas=backward.reduces)
 
     return hook
 

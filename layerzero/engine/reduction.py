@@ -48,15 +48,19 @@ class ReductionQueue:
 
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle whose gradients are complete and whose predecessors have started; play what is due."""
-        order = self.order
-        while self._next < len(order) and order[self._next].round.complete:
-            self._start_next(across_replicas=across_replicas)
-        self.streams.play()
+        order, streams = self.order, self.streams
+        while self._next < len(order) and not order[self._next].round.missing:
+            carry = self._next_carry(across_replicas=across_replicas)
+            if carry is not None:
+                carry.hand_to(streams)
+                streams.play()
+                self._follow(carry)
+        streams.play()
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start what is left, wait for everything; ends the pass."""
         while self._next < len(self.order):
-            self._start_next(across_replicas=across_replicas)
+            self._start(self._next_carry(across_replicas=across_replicas))
         self.settle()
         self._next = 0
         if any(gradients.round.begun for gradients in self.order):
@@ -67,7 +71,7 @@ class ReductionQueue:
         """Reduce what backwards inside no_sync have left behind."""
         for gradients in self.order:
             self.make_way_for(gradients)
-            self._start(gradients, gradients.carry_rest(self.streams))
+            self._start(gradients.carry_rest())
         self.settle()
 
     def settle(self) -> None:
@@ -98,18 +102,22 @@ class ReductionQueue:
         self.settle()
         self._next = 0
 
-    def _start_next(self, *, across_replicas: bool) -> None:
+    def _next_carry(self, *, across_replicas: bool) -> Carry | None:
+        """The next handle's gradients, about to set out; None if they have nowhere to go."""
         gradients = self.order[self._next]
         self._next += 1
         self.make_way_for(gradients)
-        self._start(gradients, gradients.carry(self.streams, across_replicas=across_replicas))
+        return gradients.carry(across_replicas=across_replicas)
 
-    def _start(self, gradients: Gradients, carry: Carry | None) -> None:
-        """Follow a handle that has set out; None: it had nowhere to go."""
-        if carry is None:
-            return
-        self._carried.append(gradients)
-        self.streams.play()
+    def _start(self, carry: Carry | None) -> None:
+        if carry is not None:
+            carry.hand_to(self.streams)
+            self.streams.play()
+            self._follow(carry)
+
+    def _follow(self, carry: Carry) -> None:
+        """One more is on its way."""
+        self._carried.append(carry.gradients)
         for landings, landed, most in zip(self._landings, carry.landings, _IN_FLIGHT, strict=False):
             landings.append(landed)
             self.streams.bound(landings, most)

@@ -296,8 +296,11 @@ class Runtime:
         for call in self._backward.nested.pop(task):
             self._after_backward(call, None)
 
-    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
-        """The gradient of one whole parameter has arrived in ``leaf.grad``."""
+    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> BackwardPass | None:
+        """The gradient of one whole parameter has arrived in ``leaf.grad``.
+
+        Returns the pass if that completes the handle: the queue is to be asked then what can start.
+        """
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
@@ -305,7 +308,7 @@ class Runtime:
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
             if written and gradients is not None:
                 gradients.landing.withdraw([slot])
-            return
+            return None
         assert gradients is not None
         if gradient.layout is not torch.strided:
             name = handle.members[slot].name
@@ -315,9 +318,10 @@ class Runtime:
         complete = written and gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
             complete = gradients.arrive(slot, gradient)
-        if complete:
-            backward.arrived[handle] = None
-            self.gradients.queue.start_ready(across_replicas=backward.reduces)
+        if not complete:
+            return None
+        backward.arrived[handle] = None
+        return backward
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""

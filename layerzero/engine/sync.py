@@ -187,11 +187,16 @@ class GradientSync:
     def run_hooks(self) -> None:
         """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
         updated, self._updated = self._updated, []
-        for member in updated:
-            hooks = getattr(member.parameter, "_post_accumulate_grad_hooks", None)
-            if hooks and member.parameter.grad is not None:
-                for hook in list(hooks.values()):
-                    hook(member.parameter)
+        with _plain_access():
+            hooked = [
+                (member.parameter, list(hooks.values()))
+                for member in updated
+                if member.parameter.grad is not None
+                and (hooks := getattr(member.parameter, "_post_accumulate_grad_hooks", None))
+            ]
+        for parameter, hooks in hooked:
+            for hook in hooks:
+                hook(parameter)
 
     # Agreement
 

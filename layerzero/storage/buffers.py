@@ -25,7 +25,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._order = StreamOrder(device)
+        self._order = StreamOrder.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
         self.allocated_bytes = 0
@@ -34,7 +34,9 @@ class BufferPool:
         """A 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
         idle = self._idle[key]
-        if idle and (not self._order.runs_ahead or self._made[key] >= _SLOTS):
+        if idle and self._order is None:
+            return idle.pop()[0]
+        if idle and self._order is not None and self._made[key] >= _SLOTS:
             buffer, given = idle.popleft()
             self._order.wait(given)
             return buffer
@@ -44,7 +46,8 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        self._idle[buffer.numel(), buffer.dtype].append((buffer, self._order.mark()))
+        mark = None if self._order is None else self._order.mark()
+        self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
 
 
 class StoragePool:
@@ -64,7 +67,7 @@ class StoragePool:
         self.allocations = 0  # so far
         self._lent_bytes = 0
         self._device = device
-        self._order = StreamOrder(device)
+        self._order = StreamOrder.of(device)
         self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
 
@@ -75,7 +78,8 @@ class StoragePool:
         parked = self._parked[nbytes]
         if parked:
             source, given = parked.pop()
-            self._order.wait(given)
+            if self._order is not None:
+                self._order.wait(given)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
             self._empty.append(source)
             self.parked_bytes -= nbytes
@@ -92,7 +96,7 @@ class StoragePool:
         if self.can_park and 0 < nbytes <= self.limit - self.parked_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-            self._parked[nbytes].append((target, self._order.mark()))
+            self._parked[nbytes].append((target, None if self._order is None else self._order.mark()))
             self.parked_bytes += nbytes
         else:
             storage.resize_(0)

@@ -55,22 +55,20 @@ def finish_copies(device: torch.device) -> None:
 
 
 class StreamOrder:
-    """Orders what the current stream does after what another stream, or itself, has done before.
+    """Orders what the current stream of a device does after what another one, or itself, has done before."""
 
-    On the CPU there are no streams: all marks are None.
-    """
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
-    def __init__(self, device: torch.device) -> None:
-        self._module = streams_module(device)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """The host does not wait for what it asks for."""
-        return self._module is not None
+    @classmethod
+    def of(cls, device: torch.device) -> StreamOrder | None:
+        """None on the CPU, which has no streams: what the host has done is done."""
+        module = streams_module(device)
+        return None if module is None else cls(module)
 
     def mark(self) -> StreamMark:
         """What the current stream was given so far."""
-        return None if self._module is None else self._module.current_stream().record_event()
+        return self._module.current_stream().record_event()
 
     def wait(self, mark: StreamMark) -> None:
         """What the current stream does from here on comes after `mark`. The host does not wait."""
@@ -86,8 +84,8 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.order = StreamOrder(device)
-        self.pins = self.order.runs_ahead
+        self.order = StreamOrder.of(device)
+        self.pins = self.order is not None
         self._module: Any = streams_module(device)
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
@@ -123,7 +121,8 @@ class Transfers:
 
     def wait(self, mark: StreamMark) -> None:
         """Let what the current stream computes from here on come after the copy. The host does not wait."""
-        self.order.wait(mark)
+        if self.order is not None:
+            self.order.wait(mark)
 
 
 class Clock:

@@ -126,11 +126,6 @@ class _SlabPlace(Place):
             self._slabs.use(self._tenant.slab)
         self._newer = False
 
-    def _end_lease(self) -> None:
-        super()._end_lease()
-        assert self._tenant.slab is not None
-        self._slabs.use(self._tenant.slab)
-
     def leave(self) -> None:
         """Another unit takes the slab."""
         self.close(keep=True)
@@ -224,7 +219,7 @@ class _Slabs:
 
     def use(self, slab: _Slab) -> None:
         """The current stream has done something in a slab, which the next copy must come after."""
-        if self.transfers.order.runs_ahead:
+        if self.transfers.order is not None:
             slab.used.append(self.transfers.order.mark())
 
     def copy(

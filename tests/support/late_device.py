@@ -61,7 +61,8 @@ class Stream:
     def _work(self) -> None:
         with torch.no_grad():
             while (operation := self._given.get()) is not None:
-                time.sleep(self._random.random() * _MOST_LATE)
+                rarely = self._random.random() < 0.03
+                time.sleep(self._random.random() * (10 if rarely else 1) * _MOST_LATE)
                 try:
                     operation()
                 except BaseException:
