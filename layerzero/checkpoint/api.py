@@ -32,6 +32,7 @@ from layerzero.comm.agreement import agree
 from layerzero.comm.topology import groups_so_far, new_control_group
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
+from layerzero.engine.view import View
 from layerzero.optimizers.sharded import ShardedOptimizer
 
 __all__ = ["PendingSave", "load", "per_rank", "save", "save_async"]
@@ -244,7 +245,7 @@ def load_from(
     try:
         _finish_pending(runtime)
         _check(runtime, optimizer)
-        if runtime.shows_averages:
+        if View.AVERAGES in runtime.views:
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
@@ -389,7 +390,7 @@ def _check(runtime: Runtime, optimizer: object) -> None:
         raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
     if optimizer is not None and optimizer not in runtime.optimizers:
         raise ValueError("the optimizer belongs to another model")
-    if runtime.shows_full:
+    if View.FULL in runtime.views:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
 
 

@@ -38,6 +38,7 @@ from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit
+from layerzero.engine.view import View
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
 from layerzero.tensors.structures import cast_floating, tensors_in
@@ -66,8 +67,7 @@ class Runtime:
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
-        self.shows_full = False  # inside layerzero.unsharded
-        self.shows_averages = False  # inside EMA.swapped
+        self.views: list[View] = []  # the contexts that are entered
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
         self.members = {member.name: member for handle in self.handles for member in handle.members}
@@ -121,7 +121,7 @@ class Runtime:
             self.notice_interrupt()
         call = Call(unit, around=tuple(self._running))
         self._running.append(call)  # now: after_forward runs even where this raises
-        if self.shows_full:
+        if View.FULL in self.views:
             raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
         refuse_transforms(unit.label)
         if self._forward is None and not inside_backward():
@@ -149,7 +149,7 @@ class Runtime:
             return output
         self.observer.end(call)
         self._running.remove(call)
-        if self.shows_full:  # before_forward has refused
+        if View.FULL in self.views:  # before_forward has refused
             return output
         if self._is_idle(unit):
             unit.show_sharded()

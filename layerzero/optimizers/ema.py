@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
+from layerzero.engine.view import View, viewing
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 
@@ -84,7 +85,7 @@ class EMA:
         Raises:
             RuntimeError: inside :meth:`swapped`.
         """
-        if self._runtime.shows_averages:
+        if View.AVERAGES in self._runtime.views:
             raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
         self._follow()
         masters = [handle.master for handle in self._handles]
@@ -112,17 +113,16 @@ class EMA:
                 torch.save(layerzero.full_state_dict(model), "averaged.pt")
         """
         runtime = self._runtime
-        if runtime.shows_full:
+        if View.FULL in runtime.views:
             raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
-        if runtime.shows_averages:
+        if View.AVERAGES in runtime.views:
             raise RuntimeError("the model already holds averages; leave the other swapped() first")
         masters = [handle.master.clone() for handle in self._handles]
-        runtime.shows_averages = True
         try:
-            self._write_masters(self._averages)
-            yield
+            with viewing(runtime.views, View.AVERAGES):
+                self._write_masters(self._averages)
+                yield
         finally:
-            runtime.shows_averages = False
             self._write_masters(masters)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
+from layerzero.engine.view import View
 from layerzero.optimizers.elementwise import require_elementwise
 from layerzero.optimizers.inner import (
     AroundAnother,
@@ -122,7 +123,7 @@ class ShardedOptimizer(AroundAnother):
         Raises:
             RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update.
         """
-        if self._runtime.shows_averages:
+        if View.AVERAGES in self._runtime.views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None
@@ -173,7 +174,7 @@ class ShardedOptimizer(AroundAnother):
         """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
-        writes = Writes(chain.from_iterable(self._masters), refusal if self._runtime.shows_averages else None)
+        writes = Writes(chain.from_iterable(self._masters), refusal if View.AVERAGES in self._runtime.views else None)
         try:
             with self._groups_of_masters(final_rows), writes:
                 return method(*args, **kwargs)

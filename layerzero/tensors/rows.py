@@ -73,9 +73,9 @@ class RowSpan:
         whole[self.rows.start : self.rows.stop] = local
         for k in range(topology.data_parallel):
             piece = whole[self.bounds[k] : self.bounds[k + 1]]
-            s, r = divmod(k, topology.replica.size)
-            if topology.replica.size > 1 and topology.gather.rank == s and piece.numel():
+            s, r = divmod(k, topology.replicas)
+            if topology.replicas > 1 and topology.grid.s == s and piece.numel():
                 broadcast(topology.replica, Exchange.UNSHARD, piece, from_rank=r)
-            if topology.gather.size > 1 and piece.numel():
+            if topology.zero3_size > 1 and piece.numel():
                 broadcast(topology.gather, Exchange.UNSHARD, piece, from_rank=s)
         return whole

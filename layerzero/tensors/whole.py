@@ -87,8 +87,8 @@ class Sharded(DTensor):
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
         """``(Shard(0), Shard(0))``, which know that the pieces are uneven."""
         bounds, topology = self._local_tensor.span.bounds, self._local_tensor.span.topology
-        replicas = topology.replica.size
-        first = topology.gather.rank * replicas
+        replicas = topology.replicas
+        first = topology.grid.s * replicas
         inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
         return UnevenShard(bounds[::replicas]), UnevenShard(inside)
 

@@ -16,6 +16,7 @@ from layerzero.comm.topology import Topology
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
+from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
 
 __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsharded"]
@@ -40,21 +41,20 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             model.embed.weight[pad_id].zero_()
     """
     runtime = runtime_of(model)
-    if runtime.shows_full:
+    if View.FULL in runtime.views:
         raise RuntimeError("layerzero.unsharded is already active for this model")
     runtime.complete_gradients()
     whole = {name: _whole(member) for name, member in runtime.members.items()}
     shown = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in whole.items()}
     _show(runtime, shown)
-    runtime.shows_full = True
     try:
-        yield
-        if writeback:
-            shown = {name: _edited(member) for name, member in runtime.members.items()}
-            digests = {name: digest(parameter) for name, parameter in shown.items()}
-            agree("unsharded(writeback=True)", digests, ranks=runtime.topology.ranks)
+        with viewing(runtime.views, View.FULL):
+            yield
+            if writeback:
+                shown = {name: _edited(member) for name, member in runtime.members.items()}
+                digests = {name: digest(parameter) for name, parameter in shown.items()}
+                agree("unsharded(writeback=True)", digests, ranks=runtime.topology.ranks)
     finally:
-        runtime.shows_full = False
         _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
     if writeback:
         for name, member in runtime.members.items():

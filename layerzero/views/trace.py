@@ -192,7 +192,7 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
     lanes = (topology.gather, topology.reduce, topology.replica, topology.control, topology.node_control)
     rows = {name: number for number, name in enumerate([_COMPUTE_ROW, *(lane.name for lane in lanes)])}
-    node = f"node {topology.replica.rank}, {topology.gather.rank} of {topology.zero3_size} in it"
+    node = f"node {topology.grid.r}, {topology.grid.s} of {topology.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
