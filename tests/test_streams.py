@@ -28,12 +28,13 @@ class Sum(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.units = nn.ModuleList(nn.Linear(5, 3) for _ in range(UNITS))
+        self.last = nn.Parameter(torch.empty(3))  # the root's own
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units))
+        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units)) + self.last
 
 
 def _device_mesh(zero3_size: int) -> Any:
@@ -92,5 +93,8 @@ def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, 
     for settings, *logs in zip(SETTINGS, *by_rank, strict=True):
         sums = [entry for entry in logs[0] if entry.startswith("hop")]
         assert len(sums) >= 3 * UNITS
+        if zero3_size > 1:
+            assert logs[0].count("gather units.0") == 12, "for each forward and backward of three steps"
+            assert logs[0].count("gather the root") == 6, "it stays from a forward to its backward"
         for rank, log in enumerate(logs):
             assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"

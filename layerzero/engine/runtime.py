@@ -39,6 +39,7 @@ from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit
 from layerzero.engine.view import View
+from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
 from layerzero.tensors.structures import cast_floating, tensors_in
@@ -64,6 +65,9 @@ class Runtime:
         self.config = config
         self.topology = topology
         self.buffers = buffers
+        # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
+        root = {unit for unit in self.units if unit.module is model and streams_module(topology.device) is not None}
+        self._staying = root if config.reshard_after_forward else set(self.units)
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
@@ -158,7 +162,7 @@ class Runtime:
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward.returned)
-        stays = comes_back and not self.config.reshard_after_forward
+        stays = comes_back and unit in self._staying
         if not stays and not inside_backward() and self._is_idle(unit):
             unit.reshard()
         if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):

@@ -47,6 +47,8 @@ class GradientSync:
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
+        self._telling: Works | None = None  # an agreement on used parameters that this rank need not wait for
+        self._usage = torch.empty(0, dtype=torch.uint8)  # of the last agreement; an exchange may hold it
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
 
@@ -200,28 +202,38 @@ class GradientSync:
 
     # Agreement
 
-    def _agree_on_use(self) -> tuple[Tensor, Works | None]:
-        """Start finding out which parameters any rank has used, and when."""
-        local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        usage = torch.frombuffer(local, dtype=torch.uint8) if local else torch.empty(0, dtype=torch.uint8)
-        control = self._topology.control
-        work = None
-        if control.size > 1 and local:
-            work = all_reduce(control, Exchange.AGREE, usage, dist.ReduceOp.MAX)
-        return usage, work
+    def _agree_on_use(self) -> bytes | Works:
+        """Start finding out which parameters any rank has used, and when: what is known already, or what will tell.
 
-    def _publish(self, agreement: tuple[Tensor, Works | None] | None) -> None:
+        A rank that has used every parameter knows that no other has used more. It tells the others, who may not know,
+        and waits for nobody.
+        """
+        local = bytearray().join(gradients.usage for gradients in self.queue.order)
+        control = self._topology.control
+        if control.size == 1 or not local:
+            return bytes(local)
+        known = bytes(local) if min(local) == Usage.NEW else None
+        if self._telling is not None:
+            self._telling.wait()
+        self._usage = torch.frombuffer(local, dtype=torch.uint8)
+        self._telling = all_reduce(control, Exchange.AGREE, self._usage, dist.ReduceOp.MAX)
+        return self._telling if known is None else known
+
+    def _publish(self, agreement: bytes | Works | None) -> None:
         if agreement is not None:
-            self._take_agreed(*agreement)
+            self._take_agreed(agreement)
         agreed = agreement is not None or self._topology.data_parallel == 1
         for handle in self._order:
             assert handle.shown is not None
             handle.shown.publish(agreed=agreed)
 
-    def _take_agreed(self, usage: Tensor, work: Works | None) -> None:
-        if work is not None:
-            work.wait()
-        anywhere = bytes(usage.tolist())
+    def _take_agreed(self, agreement: bytes | Works) -> None:
+        if isinstance(agreement, bytes):
+            anywhere = agreement
+        else:
+            agreement.wait()
+            self._telling = None
+            anywhere = bytes(self._usage.tolist())
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
