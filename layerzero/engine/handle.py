@@ -169,7 +169,8 @@ class Handle:
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
-        return Member(slot.name, owners, leaf, parameter, master, span, local, accumulates)
+        places = tuple((owner._parameters, attribute) for owner, attribute in owners)
+        return Member(slot.name, places, leaf, parameter, master, span, local, accumulates)
 
     # Gather and reshard
 

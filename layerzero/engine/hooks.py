@@ -1,6 +1,12 @@
 """The hooks through which a model drives its runtime, and through which the runtime is found again.
 
 Nothing else is attached to the user's modules.
+
+[Note: Who keeps whom]
+The hooks of the root keep the runtime, which keeps the units, handles and their memory. Nobody keeps the root but the
+user: the runtime and whatever it leads to refer to modules weakly, or by their dicts of parameters, and the hooks of
+other units to the runtime weakly. So the memory of a model is free when the last reference to it goes, without Python's
+garbage collector.
 """
 
 from __future__ import annotations
@@ -104,8 +110,19 @@ class _Hook:
     """A module hook that holds the runtime. A copy of it would drive the original's storage."""
 
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
-        self.runtime = runtime
         self.unit = unit
+        self._weak = weakref.ref(runtime)
+        self._kept = runtime if unit.module is runtime.model else None  # see [Note: Who keeps whom]
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self._weak()
+        if runtime is None:
+            raise RuntimeError(
+                f"unit {self.unit.name!r} is a part of a sharded model that is gone; keep a reference to the model "
+                "that was sharded as long as its parts are in use"
+            )
+        return runtime
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -130,20 +147,22 @@ class _Hook:
 class _BeforeForward(_Hook):
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(runtime.before_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(Runtime.before_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = self._run(self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.runtime, self.unit, args, kwargs)
         return changed
 
 
 class _AfterForward(_Hook):
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(runtime.after_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(Runtime.after_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._weak() is None:  # the hook before the forward has said so
+            return output
         if output is None:
             param_dtype = self.runtime.config.mp_policy.param_dtype
             explain_dtypes(sys.exc_info()[1], self.unit.label, module, param_dtype)
-        return self._run(self.unit, output)
+        return self._run(self.runtime, self.unit, output)

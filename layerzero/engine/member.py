@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class Member:
     """One parameter of a handle: where the model holds it, and its stand-ins."""
 
     name: str  # fully qualified, the first of its names
-    owners: tuple[tuple[nn.Module, str], ...]  # every (module, attribute) that holds it; several when tied
+    places: tuple[tuple[dict[str, Any], str], ...]  # every (parameters of a module, attribute); several when tied
     leaf: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
     parameter: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
     master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates

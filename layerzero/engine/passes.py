@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,24 +19,24 @@ __all__ = ["BackwardPass", "Call", "ForwardPass", "inside_backward", "is_calling
 class Call:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("_order", "_position", "around", "is_watched", "unit")
+    __slots__ = ("__weakref__", "_order", "_position", "around", "is_watched", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Call, ...]) -> None:
         self.unit = unit
         self.around = around  # the calls that make this one, outermost first
         self.is_watched = False  # the gradients of its inputs will end its backward
-        self._order: list[Call] = []  # all calls of the forward, by return
+        self._order: list[weakref.ref[Call]] = []  # all calls of the forward, by return; the graph keeps them
         self._position = 0
 
-    def join(self, order: list[Call]) -> None:
+    def join(self, order: list[weakref.ref[Call]]) -> None:
         """Take the next place in the order of a forward."""
         self._order, self._position = order, len(order)
-        order.append(self)
+        order.append(weakref.ref(self))
 
     @property
     def follower(self) -> Call | None:
         """The call that returned next, whose backward comes before this one's."""
-        return self._order[self._position + 1] if self._position + 1 < len(self._order) else None
+        return self._order[self._position + 1]() if self._position + 1 < len(self._order) else None
 
     def ended_handles(self) -> Iterator[Handle]:
         """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's."""
@@ -47,7 +48,8 @@ class Call:
 
     def before(self, count: int) -> Sequence[Call]:
         """The `count` calls that returned before this one, nearest first."""
-        return self._order[max(0, self._position - count) : self._position][::-1]
+        earlier = self._order[max(0, self._position - count) : self._position][::-1]
+        return [call for weak in earlier if (call := weak()) is not None]
 
 
 class ForwardPass:
@@ -60,7 +62,7 @@ class ForwardPass:
     def __init__(self, entry: Unit, expected: list[Unit]) -> None:
         self.entry = entry
         self.called: list[Unit] = []
-        self.returned: list[Call] = []
+        self.returned: list[weakref.ref[Call]] = []
         self.prefetched: set[Unit] = set()
         self._expected = expected
 

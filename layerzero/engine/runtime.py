@@ -59,7 +59,7 @@ class Runtime:
         buffers: Buffers,
         ignored: Sequence[nn.Parameter],
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.config = config
@@ -98,6 +98,16 @@ class Runtime:
         others = [unit for unit in self.units if unit.module is not self.model]
         sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
         return root + sum(sizes[-1 - self.config.prefetch :] if self.config.reshard_after_forward else sizes)
+
+    @property
+    def model(self) -> nn.Module:
+        """Raises RuntimeError where it is gone."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError(
+                "the sharded model is gone: nothing refers to it any more; keep the model that was sharded"
+            )
+        return model
 
     # Parameters
 

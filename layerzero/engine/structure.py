@@ -6,6 +6,7 @@ trained by each rank for itself, without a word.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
@@ -20,18 +21,24 @@ class Structure:
     """The modules and parameters of a model when it was sharded. Made when the model shows its sharded parameters."""
 
     def __init__(self, model: nn.Module, members: Iterable[Member]) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self._sharded = {id(member.parameter): member for member in members}
-        self._born = tuple(model.modules())  # kept, so that no other object gets the id of one of them
+        self._born = [module._parameters for module in model.modules()]  # kept: no other object gets the id of one
         # What lies in these places is sharded, or left whole and for the user to train.
         self._places = {
-            (id(module), attribute)
-            for module in self._born
-            for attribute, parameter in module._parameters.items()
+            (id(held), attribute)
+            for held in self._born
+            for attribute, parameter in held.items()
             if parameter is not None
         }
         self._newcomers: list[nn.Parameter] = []  # frozen ones, which need no gradient and no step
         self._remember()
+
+    @property
+    def _whole(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
 
     def heed(self) -> None:
         """Follow changes of the model's modules and parameters; at the start of a forward, outside of all others.
@@ -55,7 +62,7 @@ class Structure:
         )
 
     def _remember(self) -> None:
-        modules = list(self._model.modules())
+        modules = list(self._whole.modules())
         self._parameters = [module._parameters for module in modules]
         self._counts = [*map(len, self._parameters)]
         self._childless = [module._modules for module in modules if not module._modules]
@@ -67,16 +74,16 @@ class Structure:
 
     def _check(self) -> None:
         late, frozen = [], []
-        there = dict(self._model.named_modules())
-        ids = {id(module) for module in there.values()}
+        there = dict(self._whole.named_modules())
+        ids = {id(module._parameters) for module in there.values()}
         for member in self._sharded.values():
-            for owner, attribute in member.owners:
-                shown = owner._parameters.get(attribute)
-                if id(owner) in ids and shown is not member.parameter and shown is not member.leaf:
+            for held, attribute in member.places:
+                shown = held.get(attribute)
+                if id(held) in ids and shown is not member.parameter and shown is not member.leaf:
                     raise replaced(member)
         for name, module in there.items():
             for attribute, parameter in module._parameters.items():
-                place = (id(module), attribute)
+                place = (id(module._parameters), attribute)
                 if parameter is None or place in self._places:
                     continue
                 full_name = f"{name}.{attribute}" if name else attribute

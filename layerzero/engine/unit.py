@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -22,11 +23,17 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, handles: tuple[Handle, ...]) -> None:
         self.name = name
-        self.module = module
+        self._module = weakref.ref(module)  # see [Note: Who keeps whom]
         self.handles = handles
         self._places = [
-            (owner._parameters, attribute, member) for member in self.members() for owner, attribute in member.owners
+            (parameters, attribute, member) for member in self.members() for parameters, attribute in member.places
         ]
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
 
     def members(self) -> Iterator[Member]:
         for handle in self.handles:

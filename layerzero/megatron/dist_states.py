@@ -125,7 +125,7 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
     """Inside, each parameter of the model is a tensor of its row numbers; gives the member at each address."""
-    shown: list[tuple[nn.Module, str, Any]] = []
+    shown: list[tuple[dict[str, Any], str, Any]] = []
     member_at: dict[int, Member] = {}
     try:
         for member in members:
@@ -134,13 +134,13 @@ def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
             stand_in = nn.Parameter(numbers, requires_grad=False)
             vars(stand_in).update(vars(member.leaf))  # Megatron's marks
             member_at[numbers.untyped_storage().data_ptr()] = member
-            for module, name in member.owners:
-                shown.append((module, name, module._parameters[name]))
-                module._parameters[name] = stand_in
+            for parameters, name in member.places:
+                shown.append((parameters, name, parameters[name]))
+                parameters[name] = stand_in
         yield member_at
     finally:
-        for module, name, parameter in shown:
-            module._parameters[name] = parameter
+        for parameters, name, parameter in shown:
+            parameters[name] = parameter
 
 
 def _own_part(piece: ShardedTensor, span: RowSpan) -> tuple[range, ShardedTensor] | None:

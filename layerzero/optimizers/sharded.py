@@ -100,7 +100,7 @@ class ShardedOptimizer(AroundAnother):
             inner.param_groups, inner.state = old_groups, old_state
             raise
         self.param_groups = inner.param_groups
-        self.state = _StateView(self)  # type: ignore[assignment]
+        self.state = _StateView(inner, self._master_of)  # type: ignore[assignment]
         for old, masters in zip(old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
@@ -332,14 +332,15 @@ class ShardedOptimizer(AroundAnother):
 class _StateView(MutableMapping[Tensor, dict[str, Any]]):
     """The inner optimizer's state, keyed by the parameters that the groups show."""
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
+        self._inner = inner
+        self._master_of = master_of
 
     def _master(self, parameter: Tensor) -> Tensor:
-        return self._optimizer._master_of[id(parameter)]
+        return self._master_of[id(parameter)]
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        inner, master = self._optimizer.inner, self._master(parameter)
+        inner, master = self._inner, self._master(parameter)
         if master not in inner.state and asked_by_torch():  # see [Note: torch's get_state_dict]
             group = next(g for g in inner.param_groups if any(parameter is other for other in g["params"]))
             return first_state(inner, group, master)
@@ -347,17 +348,17 @@ class _StateView(MutableMapping[Tensor, dict[str, Any]]):
         return values
 
     def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        self._optimizer.inner.state[self._master(parameter)] = values
+        self._inner.state[self._master(parameter)] = values
 
     def __delitem__(self, parameter: Tensor) -> None:
-        del self._optimizer.inner.state[self._master(parameter)]
+        del self._inner.state[self._master(parameter)]
 
     def __contains__(self, parameter: object) -> bool:
-        master = self._optimizer._master_of.get(id(parameter))
-        return master is not None and master in self._optimizer.inner.state
+        master = self._master_of.get(id(parameter))
+        return master is not None and master in self._inner.state
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (p for group in self._optimizer.param_groups for p in group["params"] if p in self)
+        return (p for group in self._inner.param_groups for p in group["params"] if p in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from typing import Any
 
 from torch import nn
 
@@ -55,10 +57,21 @@ def bind_methods(model: nn.Module) -> None:
     for function in (no_sync, set_requires_gradient_sync):
         name = function.__name__
         if not hasattr(model, name):
-            setattr(model, name, MethodType(function, model))
+            setattr(model, name, _method(function, model))
         else:
             _LOG.warning(
                 "layerzero: the model has a %s of its own, which is left alone; a loop that calls it does not reach "
                 "layerzero. Call layerzero.no_sync(model)",
                 name,
             )
+
+
+def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """As a bound method, which would keep the model for as long as the garbage collector does not run."""
+    weak = weakref.ref(model)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(weak(), *args, **kwargs)
+
+    return method

@@ -206,14 +206,14 @@ def _whole(member: Member) -> Tensor:
 
 def _show(runtime: Runtime, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, member in runtime.members.items():
-        for owner, attribute in member.owners:
-            owner._parameters[attribute] = parameters[name]
+        for held, attribute in member.places:
+            held[attribute] = parameters[name]
 
 
 def _edited(member: Member) -> nn.Parameter:
     """What the model holds in place of the member now; the user may have put another parameter there."""
-    owner, attribute = member.owners[0]
-    parameter = owner._parameters.get(attribute)
+    held, attribute = member.places[0]
+    parameter: nn.Parameter | None = held.get(attribute)
     if parameter is None or tuple(parameter.shape) != member.span.shape:
         found = None if parameter is None else list(parameter.shape)
         raise ValueError(f"{member.name!r} must keep its shape {list(member.span.shape)} inside unsharded, got {found}")

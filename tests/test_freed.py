@@ -1,0 +1,87 @@
+"""The memory of a model goes with the last reference to it, without Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
+from tests.support.late_transfers import late
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+
+
+def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any) -> dict[str, weakref.ref[Any]]:
+    model = shard(net(), **settings)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    average = layerzero.EMA(model)
+    for step in range(2):
+        with layerzero.no_sync(model):
+            passes(model, rank, step)
+        passes(model, rank, step)
+        layerzero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        average.update()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        next(model.parameters()).mul_(1)
+    passes(model, rank, 2)
+    with average.swapped(), layerzero.unsharded(model):
+        pass
+    layerzero.full_state_dict(model)
+    runtime = runtime_of(model)
+    handle = runtime.handles[-1]
+    kept = {"model": model, "runtime": runtime, "optimizer": optimizer, "average": average, "handle": handle}
+    tensors = {"master": handle.master, "ZeRO-3 shard": handle.zero3, "full buffer": handle.full}
+    return {name: weakref.ref(each) for name, each in (kept | tensors).items()}
+
+
+def _forget(rank: int) -> None:
+    nested = Chain(Chain(Block(), Block()), Block())
+    cases: list[tuple[str, Callable[[], nn.Module], Any, dict[str, Any]]] = [
+        ("first", blocks, one_pass, {}),  # torch imports something, and keeps the frames that it was asked from
+        ("blocks", blocks, one_pass, {}),
+        ("full", blocks, one_pass, {"accumulation": "full"}),
+        ("in flight", blocks, IN_FLIGHT, {}),
+        ("nested", lambda: nested, one_pass, {}),
+        ("checkpointed", lambda: Chain(Block(reentrant=False), Block(reentrant=True)), one_pass, {}),
+        ("offloaded", blocks, one_pass, {"offload_grads": True}),
+    ]
+    for name, net, passes, settings in cases:
+        gc.collect()
+        gc.disable()
+        try:
+            with late():
+                left = _train(net, rank, passes, **settings)
+            if name == "nested":
+                nested = None  # type: ignore[assignment]
+            alive = [kind for kind, weak in left.items() if weak() is not None]
+            assert name == "first" or not alive, f"{name}: {alive}"
+        finally:
+            gc.enable()
+
+
+def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector() -> None:
+    run_ranks(_forget, world_size=WORLD)
+
+
+def _part(rank: int) -> None:
+    model = shard(blocks())
+    part = model.units[0]
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="part of a sharded model that is gone; keep a reference"):
+        part(torch.ones(1, 4))
+
+
+def test_a_part_of_a_model_that_is_gone_says_so() -> None:
+    run_ranks(_part, world_size=2)
