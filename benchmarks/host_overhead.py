@@ -104,7 +104,12 @@ def plain(args: argparse.Namespace) -> Contestant:
 def ours(args: argparse.Namespace, accumulation: str) -> Contestant:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = layerzero.shard_model(
-        make_model(args), zero3_size=args.zero3_size, units=Block, mp_policy=policy, accumulation=accumulation
+        make_model(args),
+        zero3_size=args.zero3_size,
+        units=Block,
+        mp_policy=policy,
+        accumulation=accumulation,
+        node_memory="off",  # as on a device
     )
     inside = contextlib.ExitStack()
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 __all__ = ["ACCUMULATIONS", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
+NODE_MEMORIES = ("auto", "off")
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
 Accumulation = str | Callable[[str, nn.Module], str]
@@ -52,6 +53,7 @@ class LayerZeroConfig:
     offload_grads: bool = False
     reshard_after_forward: bool = True
     prefetch: int = 1
+    node_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
 
@@ -113,6 +115,8 @@ class LayerZeroConfig:
             raise ValueError(f"gradient_divide_factor must be positive and finite, got {factor}")
         if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
+        if self.node_memory not in NODE_MEMORIES:
+            raise ValueError(f"node_memory={self.node_memory!r}; use one of {NODE_MEMORIES}")
         for name in ("offload_grads", "reshard_after_forward", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -153,5 +157,6 @@ class LayerZeroConfig:
             "offload_grads": self.offload_grads,
             "reshard_after_forward": self.reshard_after_forward,
             "prefetch": self.prefetch,
+            "node_memory": self.node_memory,
             "sync_module_states": self.sync_module_states,
         }

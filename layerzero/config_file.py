@@ -76,6 +76,8 @@ def _translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
     for name in ("replica_reduce_dtype", "buffer_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
+    if settings.get("node_memory") is False:  # what YAML makes of off
+        settings["node_memory"] = "off"
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:

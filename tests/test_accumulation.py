@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import BOTH, run_ranks
 
 
 def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
@@ -42,8 +42,9 @@ def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
 
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int) -> None:
-    run_ranks(_any_mix_of_backwards, zero3_size)
+@BOTH
+def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int, node_memory: str) -> None:
+    run_ranks(_any_mix_of_backwards, zero3_size, node_memory=node_memory)
 
 
 def _accumulate_over_steps(rank: int) -> None:
@@ -109,8 +110,9 @@ def _forget_in_every_way(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", FORGET)
-def test_zero_grad_drops_everything_unreduced_contributions_too(way: str) -> None:
-    run_ranks(_forget_in_every_way, way)
+@BOTH
+def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, node_memory: str) -> None:
+    run_ranks(_forget_in_every_way, way, node_memory=node_memory)
 
 
 def _forget_one_parameter(rank: int) -> None:
@@ -185,8 +187,9 @@ def _clip(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def test_clipping_uses_the_norm_of_the_whole_model() -> None:
-    run_ranks(_clip)
+@BOTH
+def test_clipping_uses_the_norm_of_the_whole_model(node_memory: str) -> None:
+    run_ranks(_clip, node_memory=node_memory)
 
 
 class Matrix(nn.Module):

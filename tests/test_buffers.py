@@ -99,4 +99,4 @@ def _steady(rank: int) -> None:
 
 
 def test_a_steady_state_allocates_no_full_buffer() -> None:
-    run_ranks(_steady, world_size=WORLD)
+    run_ranks(_steady, world_size=WORLD, node_memory="off")

@@ -26,6 +26,7 @@ accumulation: full
 offload_grads: true
 reshard_after_forward: false
 prefetch: 2
+node_memory: off
 ignored_modules: [head]
 sync_module_states: false
 """
@@ -65,6 +66,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         offload_grads=True,
         reshard_after_forward=False,
         prefetch=2,
+        node_memory="off",
         ignored_modules=["head"],
         sync_module_states=False,
     )
@@ -131,7 +133,7 @@ def _shard(rank: int, path: str) -> None:
         "units: [tests.support.models.Block]\nignored_modules: [norm]",
     ):
         if rank == 0:
-            Path(path).write_text("zero3_size: 2\n" + text)
+            Path(path).write_text("zero3_size: 2\nnode_memory: off\n" + text)
         torch.distributed.barrier()
         config = LayerZeroConfig.from_yaml(path)
         model = layerzero.shard_model(TiedTransformer(), **config.arguments())

@@ -24,7 +24,7 @@ from tests.support.models import (
     integer_net,
     union,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s); gradients are forgotten by z (to None), k (to zeros) and
 # d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e evaluates; x is a backward
@@ -101,10 +101,11 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
     ],
 )
+@BOTH
 def test_a_final_gradient_and_later_contributions_never_mix(
-    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str]
+    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], node_memory: str
 ) -> None:
-    run_ranks(_odd_orders, zero3_size, mode, settings, scripts)
+    run_ranks(_odd_orders, zero3_size, mode, settings, scripts, node_memory=node_memory)
 
 
 def _is_never_set_aside(self: InsidePlace, *, keep: bool, vacate: Callable[..., None] = InsidePlace.vacate) -> None:
@@ -126,8 +127,9 @@ def _usual_loop(rank: int) -> None:
             backward(model, rank, 1, inside_no_sync=False)
 
 
-def test_the_usual_loop_moves_no_gradient() -> None:
-    run_ranks(_usual_loop)
+@BOTH
+def test_the_usual_loop_moves_no_gradient(node_memory: str) -> None:
+    run_ranks(_usual_loop, node_memory=node_memory)
 
 
 def _keep_a_view(rank: int) -> None:

@@ -43,7 +43,7 @@ from tests.support.graphs import (
     shard,
 )
 from tests.support.models import different, full_parameters
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 
 class Odd(nn.Module):
@@ -219,8 +219,9 @@ def _compare_modes(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_graph_has_the_gradients_of_one_process(name: str) -> None:
-    run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20)
+@BOTH
+def test_graph_has_the_gradients_of_one_process(name: str, node_memory: str) -> None:
+    run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, node_memory=node_memory)
 
 
 # --- the same bits, whatever happens between the steps ---
@@ -281,8 +282,9 @@ def _disturb(rank: int) -> None:
             assert not different(parameters, expected), (name, settings)
 
 
-def test_evaluation_and_failures_between_the_steps_change_no_bit() -> None:
-    run_ranks(_disturb, world_size=WORLD, pg_timeout=20)
+@BOTH
+def test_evaluation_and_failures_between_the_steps_change_no_bit(node_memory: str) -> None:
+    run_ranks(_disturb, world_size=WORLD, pg_timeout=20, node_memory=node_memory)
 
 
 def _count_gathers(rank: int) -> None:
@@ -302,7 +304,7 @@ def _count_gathers(rank: int) -> None:
 
 
 def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none() -> None:
-    run_ranks(_count_gathers, world_size=WORLD)
+    run_ranks(_count_gathers, world_size=WORLD, node_memory="off")
 
 
 def _count_gathered_units(rank: int) -> None:
@@ -328,7 +330,7 @@ def _count_gathered_units(rank: int) -> None:
 
 
 def test_a_backward_holds_few_units_also_under_checkpoints() -> None:
-    run_ranks(_count_gathered_units, world_size=WORLD)
+    run_ranks(_count_gathered_units, world_size=WORLD, node_memory="off")
 
 
 # --- several models, and their end ---

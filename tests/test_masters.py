@@ -187,13 +187,20 @@ def _edit_on_one_rank(rank: int, size: int, odd: int) -> str | None:
         with contextlib.suppress(Exception):  # with S = 1 nothing in a forward could tell these ranks
             _output(model)
         return None
-    EDITS["p.to_local()[...] ="](model)
-    return _message_of(lambda: _output(model))
+
+    def go_on() -> None:
+        EDITS["p.to_local()[...] ="](model)
+        _output(model)
+
+    return _message_of(go_on)
 
 
-@pytest.mark.parametrize(("size", "odd"), [(1, 0), (2, 3)])
-def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(size: int, odd: int) -> None:
-    message = run_ranks(_edit_on_one_rank, size, odd, world_size=WORLD, pg_timeout=3, timeout=30)[odd]
+@pytest.mark.parametrize(("size", "odd", "node_memory"), [(1, 0, "auto"), (2, 3, "auto"), (2, 3, "off")])
+def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(
+    size: int, odd: int, node_memory: str
+) -> None:
+    called = {"world_size": WORLD, "pg_timeout": 3, "timeout": 30, "node_memory": node_memory}
+    message = run_ranks(_edit_on_one_rank, size, odd, **called)[odd]
     assert "refresh" in message and re.search(rf"\b{3 - odd}\b", message), message
 
 

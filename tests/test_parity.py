@@ -29,7 +29,7 @@ from tests.support.models import (
     train_alone,
     union,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import BOTH, run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
 MICRO_BATCHES = (1, 3)
@@ -73,7 +73,7 @@ def assert_replicas_agree(model: nn.Module, case: str) -> None:
 def assert_nothing_is_gathered(model: nn.Module, case: str) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0, case
     for handle in runtime_of(model).handles:
-        if handle.full is not handle.zero3:
+        if handle.gathers:
             assert handle.full.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
             leaves = [member.leaf.untyped_storage().nbytes() for member in handle.members]
             assert not any(leaves), f"{case}: {handle.name} {leaves}"
@@ -138,8 +138,9 @@ def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("data_parallel", SHARDINGS)
-def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int) -> None:
-    run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel)
+@BOTH
+def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, node_memory: str) -> None:
+    run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, node_memory=node_memory)
 
 
 def _train_with_other_settings(rank: int) -> None:
@@ -154,8 +155,9 @@ def _train_with_other_settings(rank: int) -> None:
         train_exactly(rank, str(settings), 3, reference, mesh=mesh, **settings)
 
 
-def test_settings_of_speed_and_memory_change_no_bit() -> None:
-    run_ranks(_train_with_other_settings)
+@BOTH
+def test_settings_of_speed_and_memory_change_no_bit(node_memory: str) -> None:
+    run_ranks(_train_with_other_settings, node_memory=node_memory)
 
 
 def _train_with_a_late_rank(rank: int) -> None:
@@ -189,8 +191,9 @@ def _call_in_backward(function: Callable[[], None], module: nn.Module, args: obj
     output.register_hook(lambda gradient: function())
 
 
-def test_a_late_rank_changes_nothing() -> None:
-    run_ranks(_train_with_a_late_rank)
+@BOTH
+def test_a_late_rank_changes_nothing(node_memory: str) -> None:
+    run_ranks(_train_with_a_late_rank, node_memory=node_memory)
 
 
 def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
@@ -236,8 +239,9 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits() -> None:
-    first, *others = run_ranks(_train_transformer)
+@BOTH
+def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits(node_memory: str) -> None:
+    first, *others = run_ranks(_train_transformer, node_memory=node_memory)
     for rank, result in enumerate(others, start=1):
         for ours, expected in zip(result, first, strict=True):
             assert not different(ours, expected), f"ranks 0 and {rank} show different parameters"
@@ -260,8 +264,9 @@ def _train_in_bf16(rank: int) -> None:
             assert all(p.dtype == torch.float32 for p in model.parameters()), case
 
 
-def test_bf16_compute_shards_are_the_cast_masters_on_every_replica() -> None:
-    run_ranks(_train_in_bf16)
+@BOTH
+def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(node_memory: str) -> None:
+    run_ranks(_train_in_bf16, node_memory=node_memory)
 
 
 def _with_ignored(rank: int) -> None:

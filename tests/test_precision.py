@@ -229,7 +229,7 @@ def _reduce(rank: int) -> None:
 
 
 def test_reductions_use_the_dtypes_asked_for() -> None:
-    run_ranks(_reduce, world_size=WORLD)
+    run_ranks(_reduce, world_size=WORLD, node_memory="off")
 
 
 # --- inputs and outputs ---

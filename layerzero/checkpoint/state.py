@@ -339,8 +339,7 @@ class Restore:
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
-        for handle in self._runtime.handles:
-            handle.finish_refresh()  # it may read what is written here
+        self._runtime.refreshes.before_write()
         for landing in self._landings:
             target = landing.target.master if isinstance(landing.target, Member) else landing.target
             target.copy_(self._rows(landing.key, landing.target))

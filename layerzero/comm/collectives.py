@@ -6,7 +6,8 @@ This is the only file of the package that calls a collective. Everyone else name
 [Note: Reductions add in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the
 same bytes, adds in the accumulator's precision whatever dtype travelled, gives the same bits on every run, and is
-faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used.
+faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used. Where the ranks share
+memory, what would be received is read where it lies, and added in the same order: the same bits.
 
 [Note: Gathers in place]
 gloo's all-gather is a ring that builds the result in a buffer of its own and copies it out, this rank's piece included.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from layerzero.comm.node_pool import Arrival, NodePool
 from layerzero.comm.recording import Flight, Observer
-from layerzero.comm.whereabouts import Word, explain_loss
+from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
 from layerzero.storage.buffers import BufferPool
 
 __all__ = [
@@ -43,7 +45,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "lost",
     "reduce_scatter",
+    "timeout_of",
 ]
 
 
@@ -59,6 +63,8 @@ class Exchange(enum.Enum):
     NORM = "norm"  # gradient norms
     UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
     BROADCAST = "broadcast"  # initial weights
+    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
+    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
 
 
 _SPELLED = {
@@ -69,6 +75,8 @@ _SPELLED = {
     Exchange.NORM: "norm of gradients",
     Exchange.UNSHARD: "gather in full precision",
     Exchange.BROADCAST: "broadcast of initial values",
+    Exchange.NODE_SUM: "hop 1",
+    Exchange.HAND_OVER: "hand-over of weights for their refresh",
 }
 _SHOWN = 6  # gathers before a failure that its error names
 
@@ -136,6 +144,9 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
+Transfer = dist.Work | Arrival
+
+
 @dataclass(frozen=True)
 class Issued:
     """An exchange that has been counted and launched."""
@@ -145,7 +156,7 @@ class Issued:
     name: str  # whose it is: a unit's, for instance
     flight: Flight | None  # for who watches
 
-    def carried_by(self, *each: dist.Work) -> Works:
+    def carried_by(self, *each: Transfer) -> Works:
         if self.flight is not None:
             self.flight.follow(each)
         return Works(each, self)
@@ -165,12 +176,12 @@ class Issued:
         if ledger.failure:  # the others may be anywhere by now
             return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
         ranks = dist.get_process_group_ranks(self.lane.group)
-        lost = explain_loss(word, error, ranks=ranks, timeout=_timeout_of(self.lane.group))
+        lost = explain_loss(word, error, ranks=ranks, timeout=timeout_of(self.lane.group))
         ledger.failure = str(lost)
         return lost
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds; as long as torch waits by default if the backend does not say."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -184,7 +195,7 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
 class Works:
     """Several transfers in flight that are waited for together, as one exchange."""
 
-    each: tuple[dist.Work, ...]
+    each: tuple[Transfer, ...]
     issued: Issued
 
     @property
@@ -209,8 +220,8 @@ class PendingSum:
     """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
 
     work: Works
-    sent: Tensor  # 1-D [size * n]; must not be written before `wait` returns
-    parts: tuple[Tensor, ...]  # each 1-D [n]; their sum is the result
+    sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
+    parts: Callable[[], Sequence[Tensor]]  # each 1-D [n]; their sum is the result, after `wait`
     give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
 
     def done(self) -> bool:
@@ -222,7 +233,7 @@ class PendingSum:
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
         with nullcontext() if self.work.flight is None else self.work.flight.adding():
-            first, *rest = self.parts
+            first, *rest = self.parts()
             if overwrite:
                 target.copy_(first)
                 if scale != 1.0:
@@ -251,6 +262,8 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Is
     try:
         with nullcontext() if flight is None else flight.launching():
             yield Issued(lane, exchange, name, flight)
+    except LostExchange:  # while it waited for room
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
@@ -280,17 +293,44 @@ def all_gather(
 
 
 def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, name: str = "") -> PendingSum:
-    """Start summing `flat` [size * n] over the lane, piece i to rank i; `pool` lends what is received into."""
+    """Start summing `flat` [size * n] over the lane, piece i to rank i.
+
+    `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`.
+    """
+    if isinstance(pool, NodePool):
+        return _sum_in_node(lane, flat, pool, name)
     sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
     with _issued(lane, exchange, name, sent) as issued:
         received = pool.take(flat.numel() if lane.is_gloo else flat.numel() // lane.size, flat.dtype)
         if lane.is_gloo:
             work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
-            parts = received.chunk(lane.size)
+            parts: Sequence[Tensor] = received.chunk(lane.size)
         else:
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
             parts = (received,)
-        return PendingSum(issued.carried_by(work), flat, tuple(parts), partial(pool.give, received))
+        return PendingSum(issued.carried_by(work), flat, lambda: parts, partial(pool.give, received))
+
+
+def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, name: str) -> PendingSum:
+    """See [Note: When a buffer is written again] in node_pool.py."""
+    numel = flat.numel() // lane.size
+    with _issued(lane, Exchange.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
+        shown = flat if pool.holds(flat) else pool.take(flat.numel(), flat.dtype).copy_(flat)
+        number = pool.send(shown)
+
+        def give_back() -> None:
+            pool.add(number)
+            if shown is not flat:
+                pool.give(shown)
+
+        return PendingSum(
+            issued.carried_by(pool.arrival(number)), flat, partial(pool.parts, number, numel, flat.dtype), give_back
+        )
+
+
+def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:
+    """What to raise where waiting for others, in an exchange that is not carried by a backend, has raised `error`."""
+    return Issued(lane, exchange, name, None).failed(error)
 
 
 def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Works:

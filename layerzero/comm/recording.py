@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import profiler
 
 from layerzero.storage.device import Clock
@@ -108,7 +107,7 @@ class Flight:
         """While what has been received is added up."""
         return self._observer.during("add", f"{self.exchange} {self.name}")
 
-    def follow(self, works: Sequence[dist.Work]) -> None:
+    def follow(self, works: Sequence[Any]) -> None:
         """Note when the last of the works ends; where the clock or the backend cannot tell, when it was waited for."""
         if self._recorder is None or not self._recorder.clock.sees_other_threads:
             return

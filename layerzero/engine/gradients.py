@@ -34,6 +34,7 @@ class Gradients:
         label: for traces: the unit's name.
         make_place: gives the memory for what waits between backwards, ``(numel, dtype) -> Place``.
         pool: lends scratch.
+        outgoing: lends scratch for what hop 1 sends.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Gradients:
         master: torch.dtype,
         topology: Topology,
         pool: BufferPool,
+        outgoing: BufferPool,
         make_place: Callable[[int, torch.dtype], Place],
     ) -> None:
         self.route = route
@@ -53,6 +55,7 @@ class Gradients:
         self.label = label
         self.topology = topology
         self.pool = pool
+        self.outgoing = outgoing
         self._layout = layout
         self.sums: dict[Extent, Sum] = {}
         for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
@@ -78,7 +81,7 @@ class Gradients:
             return KeptPlace(numel, dtype, self.pool.device)
         if extent is self.route.waits:
             return make_place(numel, dtype)
-        return ScratchPlace(numel, dtype, self.pool)
+        return ScratchPlace(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
 
     # What it holds
 
@@ -296,15 +299,17 @@ class Carry:
         if leg.start is Extent.NODE:
             gradients.final.vacate()
         source.hand_over()
+        lane, pool = gradients.topology.replica, gradients.pool
+        if leg.exchange is Exchange.HOP1:
+            lane, pool = gradients.topology.reduce, gradients.outgoing
         # A second exchange is waited for later: others may need the slab until then.
-        sent = source.place.lend(leg.wire, gradients.pool, copies=not is_first and not source.place.lasting)
+        sent = source.place.lend(leg.wire, pool, copies=not is_first and not source.place.lasting)
         if target.place.lasting:
             self._leases = (sent,)
         else:
             target.place.prefetch(keep=not target.untouched)
             self._leases = (sent, target.place.lease())
-        lane = gradients.topology.reduce if leg.exchange is Exchange.HOP1 else gradients.topology.replica
-        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, gradients.pool, name=gradients.label)
+        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, pool, name=gradients.label)
 
     def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
         target, final = self.gradients.sums[leg.stop], self.gradients.final

@@ -1,8 +1,10 @@
 """The flat storage of one unit's parameters of one kind, and its transitions.
 
 [Note: One storage for equal shards]
-The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3
-shard and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed.
+The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3 shard
+and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed. The same
+holds where the ranks of a node share memory: the ZeRO-3 shards of all of them lie in it side by side, and are the full
+buffer of each. When it may be written and read then: [Note: Rounds of writing] in comm/handover.py.
 
 [Note: Version counters]
 `full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
@@ -23,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Works, all_gather
+from layerzero.comm.handover import SharedWeights
 from layerzero.comm.topology import Topology
 from layerzero.config import Precision
 from layerzero.engine.gradients import Gradients, Inspect
@@ -63,6 +66,7 @@ class Handle:
         label: for traces: the unit's name. Handles of one unit share a slab; see storage/slabs.py.
         layout: flat places of the parameters.
         originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
+        shared: memory of the node for the full buffer, if there is any.
     """
 
     def __init__(
@@ -73,37 +77,46 @@ class Handle:
         *,
         label: str,
         precision: Precision,
-        accumulation: str,
-        divide_factor: float,
+        route: Route,
         topology: Topology,
         buffers: Buffers,
+        shared: SharedWeights | None = None,
     ) -> None:
         self.name = name
         self.label = label
         self.layout = layout
         self.precision = precision
         self.topology = topology
+        self.shared = shared
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
+        if shared is not None and self.shares_master:
+            self.watch.before_edit = shared.hand_over.come
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
         grid, device = topology.grid, topology.device
-        self.zero3 = torch.zeros(grid.numel(layout, Extent.NODE), dtype=precision.compute, device=device)  # [G / S]
+        self.zero3 = (  # [G / S]
+            torch.zeros(grid.numel(layout, Extent.NODE), dtype=precision.compute, device=device)
+            if shared is None
+            else shared.full[grid.place(layout, Extent.NODE, Extent.WHOLE)]
+        )
         self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
         length = layout.shard_numel
         self.master = (  # [L]; see [Note: One storage for equal shards]
             self._zero3_own.data if self.shares_master else torch.zeros(length, dtype=precision.master, device=device)
         )
-        self.full = (  # [G]
-            torch.empty(layout.numel, dtype=precision.compute, device=device) if self.gathers else self.zero3
-        )
+        self.full = self.zero3 if shared is None else shared.full  # [G]
+        if self.gathers:
+            self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
-        self._route = Route.plan(grid, precision, accumulation=accumulation, divide_factor=divide_factor)
+        self._route = route
         self._take_values([parameter for parameter, _ in originals])
+        if shared is not None:
+            shared.land(None)
         self._strided: list[StridedCopy] = []
         self.members = tuple(
             self._make_member(slot, original, owners)
@@ -126,7 +139,7 @@ class Handle:
     @cached_property
     def gathers(self) -> bool:
         """The full buffer is more than the ZeRO-3 shard."""
-        return not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
+        return self.shared is None and not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
 
     @property
     def trainable(self) -> bool:
@@ -178,8 +191,8 @@ class Handle:
         """Launch the gather, unless the full buffer is there or on its way."""
         if self.state is not ShardState.SHARDED:
             return
-        self.finish_refresh()
         if self.gathers:
+            self.finish_refresh()
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
             self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
         self._move_to(ShardState.GATHERING)
@@ -188,6 +201,9 @@ class Handle:
         """Finish the gather: from here on the leaves hold the parameters."""
         if self.state is not ShardState.GATHERING:
             return
+        self.finish_refresh()
+        if self.shared is not None:
+            self.shared.wait(self.label)
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
             gathering.wait()
@@ -207,7 +223,9 @@ class Handle:
         if edited:
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
-                "embedding's max_norm); the change would be lost. Change the sharded parameter between steps instead"
+                "embedding's max_norm); the change would be lost"
+                + ("" if self.gathers else ", or has damaged the compute weights: load them again")
+                + ". Change the sharded parameter between steps instead"
             )
 
     def _free_full(self) -> None:
@@ -255,6 +273,8 @@ class Handle:
                 name=self.label,
                 only_reads_shard=self.shares_master,
             )
+        if self.shared is not None:
+            self.shared.land(self._refreshing)
         self.watch.edited = False
         self.watch.loaded.clear()
         self.outdated = False
@@ -285,6 +305,7 @@ class Handle:
             master=self.precision.master,
             topology=self.topology,
             pool=buffers.scratch,
+            outgoing=buffers.outgoing,
             make_place=partial(buffers.accumulators.make, self.label),
         )
         self.gradients.inspect = self._inspect

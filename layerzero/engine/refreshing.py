@@ -21,13 +21,33 @@ class Refreshes:
     def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
         self.deferred = False
         self._handles = handles
+        shared = next((handle.shared for handle in handles if handle.shared is not None), None)
+        self._hand_over = None if shared is None else shared.hand_over
         self._topology = topology
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
         """The refresh of `handles`; None: of all. Every rank must call this."""
-        for handle in self._handles if handles is None else handles:
+        handles = self._handles if handles is None else handles
+        for handle in handles:
             handle.reshard()
+        if handles and self._hand_over is not None:
+            self._hand_over.come()
+        for handle in handles:
             handle.launch_refresh()
+        if handles and self._hand_over is not None:
+            self._hand_over.end_round()
+
+    def before_write(self, handles: Sequence[Handle] | None = None) -> None:
+        """The masters of `handles` (None: of all) are about to be written, and then launched; on every rank."""
+        for handle in self._handles if handles is None else handles:
+            handle.finish_refresh()  # it may read what is written
+            if handle.shared is not None and handle.shares_master:
+                handle.watch.edit()
+
+    def before_step(self) -> None:
+        """An optimizer is about to update masters."""
+        if self._hand_over is not None:
+            self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])
 
     def after_step(self) -> None:
         """The refresh of what an optimizer may have updated."""

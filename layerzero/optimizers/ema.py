@@ -127,8 +127,8 @@ class EMA:
 
     @torch.no_grad()
     def _write_masters(self, values: list[Tensor]) -> None:
+        self._runtime.refreshes.before_write(self._handles)
         for handle, value in zip(self._handles, values, strict=True):
-            handle.finish_refresh()  # it reads what is written here
             handle.master.copy_(value)
         self._runtime.refreshes.launch(self._handles)
 

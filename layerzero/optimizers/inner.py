@@ -154,26 +154,29 @@ class MasterState(defaultdict[Tensor, Any]):
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, notes whether any operation writes to the memory of given tensors.
+    """While active, tells before the first operation that writes to the memory of given tensors.
 
-    Attributes:
-        seen: one has.
+    Args:
+        tell: is called then.
+        refusal: raise RuntimeError with it instead.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], refusal: str | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self._seen = False
+        self._tell = tell
         self._memory = {each.untyped_storage()._cdata for each in tensors if not isinstance(each, DTensor)}
-        self._refusal = refusal  # raise RuntimeError with it instead
+        self._refusal = refusal
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and not self.seen and self._writes(func, args, kwargs):
+        if func._schema.is_mutable and not self._seen and self._writes(func, args, kwargs):
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
-            self.seen = True
+            self._seen = True
+            self._tell()
         return func(*args, **kwargs)
 
     def _writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -194,8 +197,8 @@ def final_rows(gradient: Tensor) -> Tensor | None:
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
-    """The masters of all these sharded parameters may have been written to, in a way that nobody watches."""
+    """The masters of all these sharded parameters may be about to be written to, in a way that nobody watches."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalRows)
         if parameter._local_tensor.watch is not None:
-            parameter._local_tensor.watch.edited = True
+            parameter._local_tensor.watch.edit()

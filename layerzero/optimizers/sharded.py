@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -132,6 +133,7 @@ class ShardedOptimizer(AroundAnother):
                 loss = closure()
         self._runtime.complete_gradients()
         self._runtime.micro_batches.note_step()
+        self._runtime.refreshes.before_step()
         with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
             step_once(self.inner)
         self._runtime.refreshes.after_step()
@@ -174,13 +176,14 @@ class ShardedOptimizer(AroundAnother):
         """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
-        writes = Writes(chain.from_iterable(self._masters), refusal if View.AVERAGES in self._runtime.views else None)
-        try:
-            with self._groups_of_masters(final_rows), writes:
-                return method(*args, **kwargs)
-        finally:
-            if writes.seen:
-                note_edits(member.parameter for member in self._member_at.values())
+        parameters = [member.parameter for member in self._member_at.values()]
+        writes = Writes(
+            chain.from_iterable(self._masters),
+            partial(note_edits, parameters),
+            refusal if View.AVERAGES in self._runtime.views else None,
+        )
+        with self._groups_of_masters(final_rows), writes:
+            return method(*args, **kwargs)
 
     # Groups
 

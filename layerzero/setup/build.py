@@ -12,14 +12,16 @@ from layerzero.comm.collectives import Exchange, broadcast
 from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle
+from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat import plan_layouts
+from layerzero.setup.node import Node, PlannedHandle
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.sharded import carry_over
 
-__all__ = ["build_unit", "check_buffers", "check_meta", "describe"]
+__all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
 
 InitFn = Callable[[nn.Module], None]
 
@@ -75,8 +77,35 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
                 )
 
 
+def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) -> list[PlannedHandle]:
+    """The handles of a unit: one or several for each kind of parameters. Nothing is allocated."""
+    accumulation = config.accumulation_of(plan.name, plan.module)
+    factor = config.gradient_divide_factor or topology.data_parallel
+    kinds: dict[tuple[torch.dtype, bool], list[Found]] = {}
+    for found in plan.parameters:
+        kinds.setdefault((found.parameter.dtype, found.parameter.requires_grad), []).append(found)
+    planned = []
+    for (dtype, trainable), members in kinds.items():
+        kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
+        precision = config.precision_of(dtype, trainable=trainable)
+        route = Route.plan(topology.grid, precision, accumulation=accumulation, divide_factor=factor)
+        layouts = plan_layouts(
+            [(found.name, tuple(found.parameter.shape)) for found in members],
+            num_shards=topology.data_parallel,
+            align=16 // min(precision.compute.itemsize, precision.master.itemsize),
+        )
+        planned += [PlannedHandle(kind, precision, layout, route) for layout in layouts]
+    return planned
+
+
 def build_unit(
-    plan: UnitPlan, config: LayerZeroConfig, topology: Topology, buffers: Buffers, param_init_fn: InitFn | None
+    plan: UnitPlan,
+    planned: Sequence[PlannedHandle],
+    config: LayerZeroConfig,
+    topology: Topology,
+    buffers: Buffers,
+    node: Node | None,
+    param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[Unwritten]]:
     """The unit of a plan, its parameters replaced in the model, and what its initialisation has left unwritten.
 
@@ -88,35 +117,21 @@ def build_unit(
         _take_rank_0(plan, topology)
     unwritten = _still_marked(plan, was_on_meta)
     _cast_buffers(plan, config.buffer_dtype)
-    accumulation = config.accumulation_of(plan.name, plan.module)
-    kinds: dict[tuple[torch.dtype, bool], list[Found]] = {}
-    for found in plan.parameters:
-        kinds.setdefault((found.parameter.dtype, found.parameter.requires_grad), []).append(found)
-
-    handles = []
-    for (dtype, trainable), members in kinds.items():
-        precision = config.precision_of(dtype, trainable=trainable)
-        by_name = {found.name: found for found in members}
-        layouts = plan_layouts(
-            [(found.name, tuple(found.parameter.shape)) for found in members],
-            num_shards=topology.data_parallel,
-            align=16 // min(precision.compute.itemsize, precision.master.itemsize),
+    by_name = {found.name: found for found in plan.parameters}
+    handles = [
+        Handle(
+            f"unit {plan.name!r}, {each.kind}",
+            each.layout,
+            [(by_name[slot.name].parameter, by_name[slot.name].owners) for slot in each.layout.slots],
+            label=plan.name or "the root",
+            precision=each.precision,
+            route=each.route,
+            topology=topology,
+            buffers=buffers,
+            shared=None if node is None else node.weights.share(each.layout.numel, each.precision.compute),
         )
-        for layout in layouts:
-            kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
-            handles.append(
-                Handle(
-                    f"unit {plan.name!r}, {kind}",
-                    layout,
-                    [(by_name[slot.name].parameter, by_name[slot.name].owners) for slot in layout.slots],
-                    label=plan.name or "the root",
-                    precision=precision,
-                    accumulation=accumulation,
-                    divide_factor=config.gradient_divide_factor or topology.data_parallel,
-                    topology=topology,
-                    buffers=buffers,
-                )
-            )
+        for each in planned
+    ]
     for found in plan.parameters:
         # Whoever still holds the old parameter holds no memory with it.
         found.parameter.data = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)

@@ -16,10 +16,11 @@ from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_me
 from layerzero.config import Accumulation, LayerZeroConfig, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
-from layerzero.setup.build import build_unit, check_buffers, check_meta, describe
+from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.methods import bind_methods
+from layerzero.setup.node import share_node
 from layerzero.setup.partition import partition
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
@@ -44,6 +45,7 @@ def shard_model(
     offload_grads: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
+    node_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
@@ -80,6 +82,9 @@ def shard_model(
             the CPU the setting warns, and changes nothing else.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
         prefetch: units gathered ahead of the one that computes.
+        node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
+            they share memory instead of sending each other weights and gradients; the log says if they cannot.
+            ``"off"``: they exchange. See ``docs/node_memory.md``.
         ignored_params: left as they are: whole on every rank, gradients not averaged.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
@@ -124,6 +129,7 @@ def shard_model(
             offload_grads=offload_grads,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
+            node_memory=node_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
         )
@@ -141,14 +147,18 @@ def shard_model(
     topology = Topology.from_mesh(mesh)
     device = topology.device
     transfers = _transfers(device) if offload_grads else None
-    buffers = Buffers(BufferPool(device), StoragePool(device), Accumulators(device, transfers))
+    handles = [plan_handles(plan, config, topology) for plan in plans]
+    node = share_node([each for unit in handles for each in unit], config, topology)
+    scratch = BufferPool(device)
+    outgoing = scratch if node is None else node.outgoing
+    buffers = Buffers(scratch, outgoing, StoragePool(device), Accumulators(device, transfers))
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for plan in plans:
+    for plan, planned in zip(plans, handles, strict=True):
         origins += [(found.parameter, found.name) for found in plan.parameters]
-        unit, left = build_unit(plan, config, topology, buffers, param_init_fn)
+        unit, left = build_unit(plan, planned, config, topology, buffers, node, param_init_fn)
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]

@@ -73,6 +73,7 @@ class Buffers:
     """What the handles of a model share."""
 
     scratch: BufferPool  # of exchanges
+    outgoing: BufferPool  # of what hop 1 sends: the same, or memory that the other ranks of the node read
     full: StoragePool
     accumulators: Accumulators
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,20 @@ __all__ = ["RowSpan", "Watch"]
 class Watch:
     """What has happened to the storage behind some :class:`LocalRows`."""
 
-    __slots__ = ("edited", "forbidden", "loaded", "zeroed")
+    __slots__ = ("before_edit", "edited", "forbidden", "loaded", "zeroed")
 
     def __init__(self) -> None:
         self.edited = False
+        self.before_edit: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
         self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
         self.loaded: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
         self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
+
+    def edit(self) -> None:
+        """The storage is about to be written."""
+        if not self.edited and self.before_edit is not None:
+            self.before_edit()
+        self.edited = True
 
 
 @dataclass(frozen=True, eq=False)

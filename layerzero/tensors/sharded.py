@@ -120,7 +120,7 @@ class LocalRows(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # A load is being planned. A rank without rows will not be written to, but must take part in the refresh.
         if self.watch is not None:
-            self.watch.edited = True
+            self.watch.edit()
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -337,4 +337,4 @@ def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in tree_leaves(value):
             if isinstance(tensor, LocalRows) and tensor.watch is not None:
-                tensor.watch.edited = True
+                tensor.watch.edit()

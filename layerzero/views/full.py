@@ -57,6 +57,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     finally:
         _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
     if writeback:
+        runtime.refreshes.before_write()
         for name, member in runtime.members.items():
             _write_rows(member, shown[name].detach())
         runtime.refreshes.launch()
@@ -148,6 +149,7 @@ def load_full_state_dict(
     skipped = set(left_out.missing_keys)
 
     members = {id(member.parameter): member for member in runtime.members.values()}
+    runtime.refreshes.before_write()
     with torch.no_grad():
         for names in names_of.values():
             target = targets[names[0]]

@@ -25,13 +25,19 @@ class MemoryReport:
     the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
     zero_grad sets aside; measured only), ``optimizer`` (measured only).
 
+    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and in ``reduce_buffer``
+    the gradients that others read.
+
     Attributes:
         predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
         measured: of the storages that exist now.
+        node: bytes that the ranks of the node share, all their parts and some pages for signals, as the system counts
+            them: one number for the node, which each of its ranks reports. 0 where they exchange.
     """
 
     predicted: dict[str, int]
     measured: dict[str, int]
+    node: int = 0
 
     @property
     def total(self) -> int:
@@ -46,7 +52,9 @@ class TrafficReport:
     Attributes:
         calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
             (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``.
-        bytes: by exchange.
+            Where the ranks of a node share memory, ``node_sum`` takes the place of ``hop1``, and there are no gathers;
+            ``hand_over`` counts the refreshes.
+        bytes: by exchange; of ``node_sum``, those that this rank has read in the memory of others.
         bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
             ``agree`` and ``order``, on the CPU).
     """
@@ -69,7 +77,8 @@ def memory(model: nn.Module) -> MemoryReport:
     for handle in runtime.handles:
         predicted.update(_predict(handle))
     predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
-    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime))
+    node = next((handle.shared.hand_over.memory.held_bytes for handle in runtime.handles if handle.shared), 0)
+    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime), node=node)
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
@@ -119,14 +128,15 @@ def _measure(runtime: Runtime) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:
-        measured["zero3_shard"] += _bytes(handle.zero3)
+        measured["zero3_shard"] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
         measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes
         measured["gradient_shard"] += 0 if handle.gradients is None else handle.gradients.final.place.nbytes
     measured["idle_buffer"] = buffers.full.parked_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
-    measured["reduce_buffer"] = buffers.scratch.allocated_bytes
+    pools = {id(pool): pool for pool in (buffers.scratch, buffers.outgoing)}
+    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in pools.values())
     tensors = [
         value
         for optimizer in runtime.optimizers

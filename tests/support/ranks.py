@@ -24,8 +24,9 @@ from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +35,9 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["mesh_of", "run_ranks"]
+__all__ = ["BOTH", "mesh_of", "run_ranks"]
+
+BOTH = pytest.mark.parametrize("node_memory", ["auto", "off"])  # shared memory where S > 1, and exchanges
 
 _HOST = "127.0.0.1"
 
@@ -46,6 +49,7 @@ def run_ranks(
     timeout: float = 120.0,
     pg_timeout: float = 60.0,
     store_file: Path | None = None,
+    node_memory: str = "auto",
 ):
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
@@ -54,11 +58,19 @@ def run_ranks(
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: where the ranks meet; by default a server of this process.
+        node_memory: what ``shard_model`` does where it is not told: "off" for what is said of exchanges.
 
     Raises:
         AssertionError: a rank raised (holds every traceback), or did not return in time.
     """
-    return _pool.run(fn, args, world_size, timeout, pg_timeout, store_file)
+    return _pool.run(fn, args, world_size, timeout, _Setting(pg_timeout, node_memory), store_file)
+
+
+class _Setting(NamedTuple):
+    """What a call of ranks runs under."""
+
+    pg_timeout: float
+    node_memory: str
 
 
 class _Rank:
@@ -138,7 +150,7 @@ class _Pool:
         args: tuple[Any, ...],
         world_size: int,
         timeout: float,
-        pg_timeout: float,
+        setting: _Setting,
         store_file: Path | None,
     ):
         while len(self._ranks) < world_size:
@@ -148,7 +160,7 @@ class _Pool:
         store = str(store_file) if server is None else server.port
         for rank, process in enumerate(self._ranks[:world_size]):
             process.start(fn.__module__)
-            process.pipe.send((fn, args, rank, world_size, store, pg_timeout))
+            process.pipe.send((fn, args, rank, world_size, store, setting))
         results = self._collect(world_size, timeout)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
         missing = [rank for rank in range(world_size) if rank not in results]
@@ -191,11 +203,11 @@ def _work(pipe: Connection) -> None:
     gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
     while True:
         try:
-            fn, args, rank, world_size, store, pg_timeout = pipe.recv()
+            fn, args, rank, world_size, store, setting = pipe.recv()
         except EOFError:
             return
         try:
-            value = _call(fn, args, rank, world_size, store, pg_timeout)
+            value = _call(fn, args, rank, world_size, store, setting)
             result: tuple[str, Any] = ("worn" if _keeps_groups() else "ok", value)
         except BaseException:
             result = ("error", traceback.format_exc())
@@ -213,18 +225,21 @@ def mesh_of(zero3_size: int) -> DeviceMesh:
 
 
 def _call(
-    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, pg_timeout: float
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, setting: _Setting
 ):
-    timeout = timedelta(seconds=pg_timeout)
+    timeout = timedelta(seconds=setting.pg_timeout)
     if isinstance(store_at, int):
         store = dist.TCPStore(_HOST, store_at, timeout=timeout)
     else:
         store = dist.FileStore(store_at, world_size)
         store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
+    defaults["node_memory"] = setting.node_memory
     try:
         return fn(rank, *args)
     finally:
+        defaults["node_memory"] = "auto"
         _meshes.clear()
         _clear_caches()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own

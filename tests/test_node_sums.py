@@ -1,0 +1,240 @@
+"""Gradients that are added straight out of the memory of others: when a buffer is written again, and how many."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import time
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.comm.collectives import PendingSum, _sum_in_node
+from layerzero.comm.meeting import share_memory
+from layerzero.comm.node import Region
+from layerzero.comm.node_pool import RING_BYTES, NodePool, room_for
+from layerzero.comm.signals import LINE, Signals
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import batch, blocks, loss_of, sgd, shard
+from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
+from tests.support.ranks import run_ranks
+
+NUMEL = 64
+ROUNDS = 60
+
+
+# --- sums of a node, without an engine ---
+
+
+def _pool(part: int = 1 << 16) -> tuple[Any, NodePool]:
+    topology = runtime_of(layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())).topology
+    memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
+    assert memory is not None
+    return topology.reduce, NodePool(memory, lambda error: error)
+
+
+def _value(rank: int, number: int) -> torch.Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 1000 * number + 100_000 * rank
+
+
+def _sums(rank: int, seed: int, breaks: str) -> list[int]:
+    """Many sums, one in flight behind the one that is filled, with naps of each rank's own; the numbers of wrong ones.
+
+    A reader naps between its parts, so that a buffer that was written too early is read in the midst of it.
+    """
+    lane, pool = _pool()
+    world = dist.get_world_size()
+    naps = random.Random(10 * seed + rank)
+    if breaks == "reuse":  # as soon as this rank has added it itself
+        pool._is_read = lambda buffer: True  # type: ignore[method-assign]
+        wait = pool._wait
+        pool._wait = lambda word, target: wait(word, 0)  # type: ignore[method-assign]
+    arrival = nullcontext()
+    if breaks == "arrival":
+        arrival = mock.patch.object(NodePool, "await_sent", lambda self, number: None)
+    wrong, flying = [], []
+
+    def land(number: int, pending: PendingSum, flat: torch.Tensor) -> None:
+        pending.wait()
+        target = torch.zeros(NUMEL // world)
+        parts = pending.parts()
+
+        def slowly() -> Any:
+            for part in parts:
+                if naps.random() < 0.3:
+                    time.sleep(naps.uniform(0, 0.02))
+                yield part
+
+        pending.parts = lambda: list(slowly())
+        pending.add_to(target, overwrite=True, scale=1.0)
+        pool.give(flat)
+        piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
+        expected = sum((_value(each, number)[piece] for each in range(world)), torch.zeros(()))
+        if not torch.equal(target, expected):
+            wrong.append(number)
+
+    with arrival:
+        for number in range(1, ROUNDS + 1):
+            flat = pool.take(NUMEL, torch.float32)
+            flat.fill_(-1)
+            if naps.random() < 0.3:
+                time.sleep(naps.uniform(0, 0.02))
+            flat.copy_(_value(rank, number))
+            flying.append((number, _sum_in_node(lane, flat, pool, "x"), flat))
+            if len(flying) > 1:
+                land(*flying.pop(0))
+        land(*flying.pop(0))
+    dist.barrier()
+    buffers = (pool._used - RING_BYTES) // room_for(NUMEL * 4)
+    assert breaks or buffers <= 5, f"{buffers} buffers: one filled, one in flight, two to be read, one spare"
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_buffer_is_written_before_all_have_read_it(seed: int) -> None:
+    assert run_ranks(_sums, seed, "", world_size=4) == [[]] * 4
+
+
+@pytest.mark.parametrize("breaks", ["reuse", "arrival"])
+def test_the_test_notices_a_buffer_that_is_written_or_read_too_early(breaks: str) -> None:
+    def noticed(seed: int) -> bool:
+        try:
+            return any(run_ranks(_sums, seed, breaks, world_size=4))
+        except AssertionError as error:
+            return "a rank of the node reduces something else" in str(error)
+
+    assert any(noticed(seed) for seed in range(3))
+
+
+def _different_sums(rank: int) -> str:
+    lane, pool = _pool()
+    flat = pool.take(NUMEL * (1 + rank), torch.float32)
+    pending = _sum_in_node(lane, flat, pool, "x")
+    pending.wait()
+    try:
+        pending.parts()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_ranks_that_reduce_different_things_are_told() -> None:
+    for message in run_ranks(_different_sums, world_size=2):
+        assert "a rank of the node reduces something else" in message
+
+
+def _no_room(rank: int) -> str:
+    _, pool = _pool(part=1 << 40)
+    try:
+        pool.take(1 << 36, torch.float32)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_where_there_is_no_room_for_gradients_that_is_an_error_with_a_way_out() -> None:
+    for message in run_ranks(_no_room, world_size=2):
+        assert "no room for 274877906944 more bytes" in message and "are available" in message, message
+        assert 'node_memory="off"' in message, message
+
+
+# --- signals ---
+
+
+def test_numbers_are_compared_across_their_wrap() -> None:
+    with open("/dev/zero", "r+b") as file:
+        mapping = mmap.mmap(-1, Signals.nbytes(2, 2) + LINE)
+        signals = Signals(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, words=2, timeout=1.0)
+        other = Signals(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, words=2, timeout=1.0)
+        start = (1 << 32) - 2
+        other._numbers[(1 * other._words + 1) * other._per_line] = start
+        assert signals.behind(1, start) == [] and signals.behind(1, start + 1) == [1]
+        for _ in range(4):
+            other.advance(1)
+        assert signals.behind(1, start + 4) == [] and signals.behind(1, start + 5) == [1]
+        assert other._numbers[(1 * other._words + 1) * other._per_line] == 2
+        assert signals.behind(0, 0) == [], "no other word was touched"
+
+
+def _waits(rank: int) -> float:
+    """Seconds of CPU that a wait of two seconds took."""
+    lane, pool = _pool()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2.0)
+    used = time.thread_time()
+    _sum_in_node(lane, pool.take(NUMEL, torch.float32), pool, "x").wait()
+    used = time.thread_time() - used
+    dist.barrier()
+    return used
+
+
+def test_who_waits_sleeps() -> None:
+    waited, _ = run_ranks(_waits, world_size=2)
+    assert waited < 0.5, "seconds of CPU in two seconds: a rank that spins takes them all"
+
+
+# --- with the engine, and delays ---
+
+
+def _train_with_naps(rank: int, seed: int) -> None:
+    """Each rank naps where it likes, in the midst of backwards and of additions."""
+    naps = random.Random(10 * seed + rank)
+    whole = PendingSum.add_to
+
+    def slow(self: PendingSum, *args: Any, **kwargs: Any) -> None:
+        if naps.random() < 0.3:
+            time.sleep(naps.uniform(0, 0.01))
+        whole(self, *args, **kwargs)
+
+    def nap(*_: Any) -> None:
+        if naps.random() < 0.3:
+            time.sleep(naps.uniform(0, 0.01))
+
+    with mock.patch.object(PendingSum, "add_to", slow):
+        for size, settings in ((2, {}), (4, {}), (4, {"accumulation": "full"})):
+            net = integer_net()
+            model = layerzero.shard_model(integer_net(), zero3_size=size, units=IntegerNet.UNITS, **settings)
+            for name in IntegerNet.UNITS:
+                model.get_submodule(name).register_forward_hook(nap)
+            for parameter in model.parameters():
+                parameter.register_hook(nap)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            in_lockstep(rank, (model, optimizer), (net, exact_sgd(net.parameters())), range(6))
+            assert_same_bits(model, net, f"{size} {settings}")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_training_is_exact_however_late_a_rank_is(seed: int) -> None:
+    run_ranks(_train_with_naps, seed, world_size=4)
+
+
+def _scratch(rank: int) -> None:
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for settings in ({}, {"mp_policy": low}, {"mp_policy": low, "accumulation": "full"}, {"accumulation": "full"}):
+        model = shard(blocks(12).float(), size=4, **settings)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        held = []
+        for step in range(8):
+            for micro_batch in range(2):
+                with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                    loss_of(model(batch(rank, step, micro_batch).float())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(runtime_of(model).buffers.outgoing._used - RING_BYTES)
+        itemsize = 2 if "mp_policy" in settings else 4
+        root, *units = (room_for(handle.layout.numel * itemsize) for handle in runtime_of(model).handles)
+        assert held[-1] <= root * 3 + max(units) * 5, (settings, held)
+        assert runtime_of(model).buffers.scratch.allocated_bytes == 0, "nothing is received"
+
+
+def test_scratch_is_a_few_units_whatever_the_depth() -> None:
+    run_ranks(_scratch, world_size=4)
