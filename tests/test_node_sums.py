@@ -36,7 +36,7 @@ def _pool(part: int = 1 << 16) -> tuple[Any, NodePool]:
     topology = runtime_of(layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())).topology
     memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
     assert memory is not None
-    return topology.reduce, NodePool(memory, lambda error: error)
+    return topology.zero3_reduce, NodePool(memory, lambda error: error)
 
 
 def _value(rank: int, number: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ def test_exchanges_run_behind_the_computation_of_other_units(tmp_path: Any) -> N
 
 def _lanes(rank: int) -> None:
     topology = runtime_of(shard(blocks(1))).topology
-    groups = [lane.group for lane in (topology.gather, topology.reduce, topology.replica)]
+    groups = [lane.group for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica)]
     assert len({id(group) for group in groups}) == 3, "none queues behind another"
 
 

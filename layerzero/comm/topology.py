@@ -43,8 +43,8 @@ class Topology:
     ledger: Ledger
     # Gathers and reductions have a communicator each: their interleaving may differ between ranks, the order of
     # either alone may not.
-    gather: Lane
-    reduce: Lane
+    zero3_gather: Lane
+    zero3_reduce: Lane
     replica: Lane
     # gloo, for a few bytes that the CPU must read: over all ranks, and over the node's.
     control: Lane
@@ -86,8 +86,8 @@ class Topology:
             grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
             ledger=ledger,
-            gather=Lane.over("zero3 gather", "zero3", zero3, ledger, kind),
-            reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            zero3_gather=Lane.over("zero3 gather", "zero3", zero3, ledger, kind),
+            zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
             replica=Lane.over("replica", "replica", replica, ledger, kind),
             control=Lane.over("control", "control", control, ledger, "cpu"),
             node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),

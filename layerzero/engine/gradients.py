@@ -301,7 +301,7 @@ class Carry:
         source.hand_over()
         lane, pool = gradients.topology.replica, gradients.pool
         if leg.exchange is Exchange.HOP1:
-            lane, pool = gradients.topology.reduce, gradients.outgoing
+            lane, pool = gradients.topology.zero3_reduce, gradients.outgoing
         # A second exchange is waited for later: others may need the slab until then.
         sent = source.place.lend(leg.wire, pool, copies=not is_first and not source.place.lasting)
         if target.place.lasting:

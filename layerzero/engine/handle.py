@@ -194,7 +194,9 @@ class Handle:
         if self.gathers:
             self.finish_refresh()
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
-            self._gathering = all_gather(self.topology.gather, Exchange.GATHER, self.full, self.zero3, name=self.label)
+            self._gathering = all_gather(
+                self.topology.zero3_gather, Exchange.GATHER, self.full, self.zero3, name=self.label
+            )
         self._move_to(ShardState.GATHERING)
 
     def wait(self) -> None:

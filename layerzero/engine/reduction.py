@@ -33,7 +33,7 @@ def streams_of(topology: Topology) -> Streams:
     """On what the reductions of a model run; see [Note: Streams] in storage/streams.py."""
     if streams_module(topology.device) is not None:
         return DeviceStreams(topology.device)
-    return PlayedStreams() if topology.reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
+    return PlayedStreams() if topology.zero3_reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
 
 
 class ReductionQueue:

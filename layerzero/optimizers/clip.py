@@ -60,7 +60,7 @@ def clip_grad_norm_(
     # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for lane in (topology.gather, topology.replica):
+    for lane in (topology.zero3_gather, topology.replica):
         if lane.size > 1:
             all_reduce(lane, Exchange.NORM, sent, op).wait()
     for group in extra_groups:

@@ -224,7 +224,7 @@ def _broadcast(tensor: Tensor, topology: Topology) -> None:
         return
     sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     sent = sent.to(topology.device).contiguous()
-    for lane in (topology.replica, topology.gather):
+    for lane in (topology.replica, topology.zero3_gather):
         if lane.size > 1:
             broadcast(lane, Exchange.BROADCAST, sent)
     if sent.data_ptr() != tensor.data_ptr():

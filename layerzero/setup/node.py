@@ -51,7 +51,7 @@ class Node:
 
 def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topology: Topology) -> Node | None:
     """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
-    lane = topology.reduce
+    lane = topology.zero3_reduce
     if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
         return None
     sizes = [size for each in handles for size in each.sent_bytes]
@@ -66,4 +66,4 @@ def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topolo
     if memory is None:
         return None
     explain = partial(lost, lane, Exchange.NODE_SUM, "")
-    return Node(memory, HandOver(memory, topology.gather), NodePool(memory, explain))
+    return Node(memory, HandOver(memory, topology.zero3_gather), NodePool(memory, explain))

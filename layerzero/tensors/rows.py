@@ -62,7 +62,7 @@ class RowSpan:
         topology, rest = self.topology, self.shape[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
-        for lane in (topology.replica, topology.gather):  # k = s * R + r: the replica axis is the inner one
+        for lane in (topology.replica, topology.zero3_gather):  # k = s * R + r: the replica axis is the inner one
             if lane.size > 1 and pieces.numel():
                 wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
                 all_gather(lane, Exchange.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
@@ -85,5 +85,5 @@ class RowSpan:
             if topology.replicas > 1 and topology.grid.s == s and piece.numel():
                 broadcast(topology.replica, Exchange.UNSHARD, piece, from_rank=r)
             if topology.zero3_size > 1 and piece.numel():
-                broadcast(topology.gather, Exchange.UNSHARD, piece, from_rank=s)
+                broadcast(topology.zero3_gather, Exchange.UNSHARD, piece, from_rank=s)
         return whole

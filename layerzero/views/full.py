@@ -160,7 +160,7 @@ def load_full_state_dict(
             whole = torch.empty(target.shape, dtype=dtype, device=topology.device)
             if first:
                 whole.copy_(next(state[name] for name in reversed(names) if name in state))
-            for lane in (topology.replica, topology.gather):
+            for lane in (topology.replica, topology.zero3_gather):
                 if lane.size > 1 and whole.numel():
                     broadcast(lane, Exchange.BROADCAST, whole)
             if member is None:

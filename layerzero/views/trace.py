@@ -190,7 +190,7 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
 
 
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
-    lanes = (topology.gather, topology.reduce, topology.replica, topology.control, topology.node_control)
+    lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, topology.control, topology.node_control)
     rows = {name: number for number, name in enumerate([_COMPUTE_ROW, *(lane.name for lane in lanes)])}
     node = f"node {topology.grid.r}, {topology.grid.s} of {topology.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
