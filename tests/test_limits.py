@@ -97,6 +97,11 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Loading whole tensors on some ranks only": (
         "test_limits_rows.py::test_loading_on_one_rank_only_is_an_error_on_both",
     ),
+    "`p.sum().item()`": (
+        "test_reductions.py::test_reading_a_part_as_if_it_were_the_whole_is_an_error_without_other_ranks",
+        "test_reductions.py::test_a_number_of_a_whole_parameter_is_that_of_one_process",
+    ),
+    "A mean of what was computed": ("test_reductions.py::test_a_number_of_a_whole_parameter_is_that_of_one_process",),
     "`p.numpy()`, `p.tolist()`": (
         "test_whole_states.py::test_local_rows_are_read_as_arrays_and_a_part_is_not_taken_for_the_whole",
         "test_whole_states.py::test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error",
