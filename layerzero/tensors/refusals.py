@@ -40,4 +40,5 @@ EXPLAINED = {  # by a part of torch's own error
     "mixed torch.Tensor and DTensor": _not_gathered,
     "is invalid for input of size": _cut_elsewhere,
     "must match the existing size": _cut_elsewhere,
+    "aten.set_.source_Tensor": _cut_elsewhere,  # register_parametrization
 }
