@@ -92,7 +92,7 @@ def full_state_dict(
         member = by_parameter.get(id(value))
         if member is None:
             if isinstance(value, DTensor):  # of another framework, all of whose ranks are here
-                value = value.detach().full_tensor()  # noqa: PLW2901
+                value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
                 copy = value.detach().clone()
                 state[name] = copy.cpu() if cpu else copy
