@@ -304,5 +304,5 @@ def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -
     busy.mkdir()
     (busy / "file").touch()
     os.utime(busy, (0, 0))  # a file in it is being written
-    checkpoint_folder.clear_leftovers(new)
+    checkpoint_folder.clear_leftovers(new / files.MANIFEST)
     assert {path.name for path in tmp_path.iterdir()} == {"new", busy.name, *list(names)[1:]}

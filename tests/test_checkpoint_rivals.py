@@ -7,8 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,10 @@ from layerzero import checkpoint
 from layerzero.checkpoint import files
 from layerzero.checkpoint import folder as checkpoint_folder
 from tests.support.checkpointing import everything, sharded_net
-from tests.support.crashing import CALLS, RAISED, SURVIVED, TIMEOUT, die_at, exit_codes, forks
+from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
 from tests.support.damaging import sign
 from tests.support.models import IntegerNet, different, exact_sgd, integer_net, train
 from tests.support.ranks import run_ranks
-
-TAKEN = 9
 
 
 def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
@@ -40,27 +37,6 @@ def _built(group: dist.ProcessGroup, seed: int) -> tuple[Any, Any]:
     mesh = layerzero.mesh_from_groups(group, group)
     model = layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS)
     return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-
-
-@contextmanager
-def _slow_disk(generator: random.Random) -> Iterator[None]:
-    """Every call that changes what is on the disk takes its time."""
-
-    def late(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(generator.uniform(0, 0.004))
-            return real(*args, **kwargs)
-
-        return call
-
-    reals = {name: getattr(os, name) for name in CALLS}
-    for name, real in reals.items():
-        setattr(os, name, late(real))
-    try:
-        yield
-    finally:
-        for name, real in reals.items():
-            setattr(os, name, real)
 
 
 def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, keep_last: int | None = None) -> bool:
@@ -87,7 +63,7 @@ def race(rank: int, folder: Path, rounds: int, seed: int) -> list[bool]:
         state, later = everything(model, optimizer), alike.random() < 0.5
         dist.barrier()
         time.sleep(alike.uniform(0, 0.05))
-        with _slow_disk(generator):
+        with slow_disk(generator):
             won.append(_saved(folder / str(turn), model, optimizer, {"job": job, "turn": turn}, later=later))
         if won[-1]:
             assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
@@ -119,7 +95,7 @@ def _side_by_side(rank: int, folder: Path, rounds: int, keep_last: int) -> None:
         path, state = folder / f"{'ab'[job]}-{turn}", everything(model, optimizer)
         dist.barrier()
         time.sleep(alike.uniform(0, 0.03))
-        with _slow_disk(generator):
+        with slow_disk(generator):
             assert _saved(path, model, optimizer, turn, later=bool(turn % 2), keep_last=keep_last)
         dist.barrier()
         assert checkpoint.load(path, again, its_optimizer) == turn, "the last saves of both jobs are among the last"
@@ -149,7 +125,7 @@ def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int
         die_at(turn, half=bool(turn % 2))
     generator = random.Random(turn + job)
     time.sleep(generator.uniform(0, 0.02))
-    with _slow_disk(generator):
+    with slow_disk(generator):
         try:
             won = _saved(folder / "one", model, optimizer, {"job": job}, later=bool(turn % 3))
         except checkpoint.CheckpointError:

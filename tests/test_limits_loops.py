@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
+from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import (
     WORLD,
     Chain,
@@ -325,3 +326,33 @@ def _late_penalty(rank: int) -> None:
 
 def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync() -> None:
     run_ranks(_late_penalty, world_size=WORLD, pg_timeout=10)
+
+
+class _Tower(nn.Module):
+    """Its last unit has raw data as its input; the backward of the others comes after that of the tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.tower = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, raw: Tensor) -> Tensor:
+        return self.far(self.near(hidden)) + self.tower(raw)
+
+
+def _stays_gathered(rank: int) -> None:
+    model = layerzero.shard_model(_Tower(), mesh=mesh_of(2), units=["near", "far", "tower"])
+    units = {unit.name: unit for unit in runtime_of(model).units}
+    for needs in (False, True):
+        raw = torch.ones(2, 4, requires_grad=needs)
+        hidden = torch.ones(2, 4, requires_grad=True) * 1
+        seen: list[set[str]] = []
+        hidden.register_hook(lambda _, seen=seen: seen.append({name for name, unit in units.items() if unit.gathered}))
+        loss = model(hidden, raw * 1).sum()
+        assert not any(unit.gathered for unit in units.values() if unit.name)
+        loss.backward()
+        assert len(seen) == 1 and "far" not in seen[0] and ("tower" in seen[0]) is not needs, seen
+        assert not any(unit.gathered for unit in units.values())
+
+
+def test_a_unit_on_raw_data_stays_gathered_until_the_backward_ends() -> None:
+    run_ranks(_stays_gathered, world_size=2)

@@ -249,8 +249,20 @@ def test_batch_norm_beside_bf16_may_be_left_out() -> None:
     run_ranks(_batch_norm_left_out, world_size=WORLD)
 
 
-def _load_on_one_rank(rank: int) -> str:
-    model = _shard(integer_net())
+def _load_on_one_rank_first(rank: int, on: int) -> None:
+    model, state = _shard(integer_net(), units=IntegerNet.UNITS), integer_net(1).state_dict()
+    if rank == on:
+        model.load_state_dict(state)
+    for _ in range(2):  # nothing has changed, and it is said again
+        _refused(lambda: _train(model), rf"first forward.*load_full_state_dict.*changed is .*'first'.* on rank {on}")
+    layerzero.load_full_state_dict(model, state if rank == 0 else None)
+    _train(model)
+    assert not different(full_parameters(model), dict(integer_net(1).named_parameters()))
+
+
+def _load_on_one_rank_later(rank: int) -> str:
+    model = _shard(integer_net(), units=IntegerNet.UNITS)
+    _train(model)
     with pytest.raises(RuntimeError) as caught:
         if rank == 0:
             model.load_state_dict(integer_net(1).state_dict())
@@ -259,5 +271,8 @@ def _load_on_one_rank(rank: int) -> str:
 
 
 def test_loading_on_one_rank_only_is_an_error_on_both() -> None:
-    messages = run_ranks(_load_on_one_rank, world_size=WORLD, pg_timeout=3, timeout=60)
-    assert any("changed" in message or "load" in message for message in messages), messages
+    for on in (0, 1):  # before the first forward, where all ranks meet, at once: before the groups' timeout
+        run_ranks(_load_on_one_rank_first, on, world_size=WORLD, pg_timeout=60, timeout=30)
+    first, second = run_ranks(_load_on_one_rank_later, world_size=WORLD, pg_timeout=3, timeout=60)
+    assert "changed outside optimizer.step()" in first and "ranks [1] did not take part" in first, first
+    assert "rank 0" in second and "changed outside optimizer.step()" in second, second

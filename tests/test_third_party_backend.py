@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 
 import layerzero
+from layerzero.comm.topology import new_group_like
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
 from tests.support.models import different, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, train
@@ -116,3 +119,16 @@ def _bound(rank: int) -> None:
 def test_groups_of_some_ranks_are_not_split_off_from_all() -> None:
     """There is no backend here that splits. What torch does first, where it would, is to ask what to split."""
     run_ranks(_bound, world_size=WORLD, pg_timeout=20)
+
+
+def _timeouts(rank: int) -> None:
+    register()
+    ranks = list(range(WORLD))
+    for backend, expected in ((NAME, default_pg_timeout), ("gloo", timedelta(seconds=45))):
+        like = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=45))
+        made = new_group_like(ranks, like=like, device_type="cpu")._get_backend(torch.device("cpu"))
+        assert (made._gloo if backend == NAME else made).options._timeout == expected, backend
+
+
+def test_groups_have_the_timeout_that_the_backend_tells_or_torchs() -> None:
+    run_ranks(_timeouts, world_size=WORLD)

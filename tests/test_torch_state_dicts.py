@@ -291,3 +291,17 @@ def _other_names(rank: int) -> None:
 
 def test_parameters_are_found_by_every_name_that_they_have() -> None:
     run_ranks(_other_names, world_size=2)
+
+
+def _wrong_rows(rank: int) -> None:
+    model, _ = _sharded("SGD", 2)
+    before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    for shape in ((9, 5), (4, 5), (6, 1), (1, 5)):
+        state = {**_net(1).state_dict(), "first.weight": torch.zeros(shape)}
+        with pytest.raises((ValueError, RuntimeError)):
+            set_model_state_dict(model, state if rank == 0 else {}, options=FULL_FROM_RANK_0)
+        assert torch.equal(_whole(model.first.weight), before["first.weight"]), shape
+
+
+def test_a_whole_tensor_of_another_shape_is_not_cut_to_fit() -> None:
+    run_ranks(_wrong_rows, world_size=2)

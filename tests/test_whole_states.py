@@ -14,9 +14,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layerzero
+from layerzero.megatron import ProcessGroups, ShardedChunk
 from tests.support.models import (
     IntegerNet,
     TiedTransformer,
@@ -245,3 +248,41 @@ def _save_naively(rank: int) -> None:
 
 def test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error() -> None:
     run_ranks(_save_naively, world_size=2)
+
+
+def _ignored_dtensor(rank: int) -> None:
+    """Of another framework: cut by torch over all ranks."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for placement in (Shard(0), Replicate()):
+        net, other = integer_net(), integer_net(seed=1)
+        net.shift = nn.Parameter(distribute_tensor(net.shift.detach(), mesh, [placement]))
+        model = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS, ignored_params=[net.shift])
+        state = layerzero.full_state_dict(model, rank0_only=False)
+        assert type(state["shift"]) is Tensor
+        assert not different(state, integer_net().state_dict())
+        layerzero.load_full_state_dict(model, other.state_dict() if rank == 0 else None)
+        assert isinstance(model.shift, DTensor) and model.shift.placements == (placement,)
+        state = layerzero.full_state_dict(model)
+        assert not different(state, other.state_dict() if rank == 0 else {})
+
+
+def test_an_ignored_dtensor_is_whole_in_a_whole_state_and_is_cut_as_it_was() -> None:
+    run_ranks(_ignored_dtensor, world_size=WORLD)
+
+
+def _chunk(rank: int) -> None:
+    alone, everyone = [dist.new_group([each]) for each in range(2)][rank], dist.group.WORLD
+    groups = ProcessGroups(everyone, everyone, tensor=alone, pipeline=alone, model=alone, embedding=None)
+    chunk = ShardedChunk(integer_net(), None, groups)
+    layerzero.shard_model(chunk, mesh=mesh_of(2))
+    part = {name: value for name, value in integer_net(seed=1).state_dict().items() if name.startswith("first")}
+    assert "missing" in _raised(lambda: chunk.load_state_dict(part))
+    result = chunk.load_state_dict({**part, "stranger": torch.zeros(1)}, strict=False)
+    assert len(result.missing_keys) == 5 and result.unexpected_keys == ["stranger"]
+    expected = integer_net()
+    expected.load_state_dict(part, strict=False)
+    assert not different(layerzero.full_state_dict(chunk, rank0_only=False), expected.state_dict())
+
+
+def test_a_megatron_chunk_takes_a_part_of_a_whole_state_where_it_is_told_to() -> None:
+    run_ranks(_chunk, world_size=2)

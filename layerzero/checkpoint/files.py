@@ -25,7 +25,7 @@ import secrets
 import shutil
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +52,7 @@ __all__ = [
     "publish",
     "publish_file",
     "remove",
+    "take_name",
     "tensor_bytes",
     "write_file",
 ]
@@ -236,32 +237,40 @@ def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequenc
     if len(text) > MANIFEST_BYTES:
         raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
     write_file(partial / MANIFEST, [text])
+    take_name(partial, path, lambda: _is_at(manifest, path))
+
+
+def take_name(partial: Path, path: Path, is_there: Callable[[], bool]) -> None:
+    """Rename a whole checkpoint to `path`, if nobody else has it; see [Note: Two jobs at one name].
+
+    Args:
+        is_there: what was in `partial` is now at `path`.
+
+    Raises:
+        NameTaken: there is something at `path`.
+        CheckpointError: another job has removed the checkpoint at once.
+    """
     flush_folder(partial)
-    _take_name(manifest, path)
-    try:
-        flush_folder(path.parent)
-    except OSError as error:  # the checkpoint exists
-        warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=2)
-
-
-def _take_name(manifest: Manifest, path: Path) -> None:
-    """Rename a whole checkpoint to `path`, if nobody else has it; see [Note: Two jobs at one name]."""
     if os.path.lexists(path):
         raise NameTaken.at(path)
     try:
-        os.rename(manifest.folder, path)
+        os.rename(partial, path)
     except OSError:
-        if not _is_at(manifest, path):  # NFS may report a failure of a rename whose success it had no time to report
+        if not is_there():  # NFS may report a failure of a rename whose success it had no time to report
             if os.path.lexists(path):
                 raise NameTaken.at(path) from None
             raise
     else:
-        if not _is_at(manifest, path):
+        if not is_there():
             raise CheckpointError(
                 f"{path} does not hold what has just been renamed to it: another job has removed it (keep_last counts "
                 "the checkpoints of all jobs in a folder: give each run a folder of its own), or this file system does "
                 "not rename folders in one step, and cannot hold checkpoints"
             )
+    try:
+        flush_folder(path.parent)
+    except OSError as error:  # the checkpoint exists
+        warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=3)
 
 
 def _is_at(manifest: Manifest, path: Path) -> bool:

@@ -39,7 +39,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
     Raises:
         OSError: something could not be removed.
     """
-    clear_leftovers(path)
+    clear_leftovers(path / MANIFEST)
     if keep_last is not None:
         rotate(path, keep_last)
 
@@ -54,10 +54,10 @@ def rotate(path: Path, keep_last: int) -> None:
                 _remove_checkpoint(manifest)
 
 
-def clear_leftovers(path: Path) -> None:
-    """Remove what saves have left beside the new checkpoint `path` that died a day ago."""
-    now = (path / MANIFEST).stat().st_mtime  # by the clock of the file system, as all the others
-    for leftover in path.parent.iterdir():
+def clear_leftovers(written_last: Path) -> None:
+    """Remove what saves that died a day ago have left beside a new checkpoint, whose last file is given."""
+    now = written_last.stat().st_mtime  # by the clock of the file system, as all the others
+    for leftover in written_last.parent.parent.iterdir():
         if is_partial(leftover):
             with suppress(FileNotFoundError):  # it has become a checkpoint, or another job was faster
                 if now - _last_written(leftover) > _DEAD_AFTER:  # others may be writing: another job, an import
@@ -74,7 +74,7 @@ def _remove_checkpoint(manifest: Manifest) -> None:
 
 
 def _last_written(partial: Path) -> float:
-    inside = list(partial.iterdir()) if partial.is_dir() else []
+    inside = list(partial.rglob("*")) if partial.is_dir() else []
     return max(path.lstat().st_mtime for path in [partial, *inside])
 
 

@@ -10,6 +10,11 @@ from layerzero.engine.handle import Handle
 
 __all__ = ["Refreshes"]
 
+_ALL_ALIKE = (
+    "change them on every rank, to the same values (layerzero.load_full_state_dict takes the first rank's), or call "
+    "layerzero.refresh(model) on every rank afterwards"
+)
+
 
 class Refreshes:
     """Launches the refresh of handles; it is awaited where each is next gathered.
@@ -20,6 +25,7 @@ class Refreshes:
 
     def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
         self.deferred = False
+        self._comes_first = True  # a forward of which all ranks know that it comes, whether they have edited or not
         self._handles = handles
         shared = next((handle.shared for handle in handles if handle.shared is not None), None)
         self._hand_over = None if shared is None else shared.hand_over
@@ -66,22 +72,25 @@ class Refreshes:
         """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
         edited = [handle for handle in self._handles if handle.watch.edited]
         if edited:
-            names = [handle.name for handle in edited]
-            subject = (
-                "refresh of parameters that were changed outside optimizer.step(); change them on every rank, to the "
-                "same values (layerzero.load_full_state_dict takes the first rank's), or call layerzero.refresh(model) "
-                "on every rank afterwards"
-            )
-            loaded = {
-                f"digest of the whole tensor for {name!r}": digest
-                for handle in edited
-                for name, digest in handle.watch.loaded.items()
-            }
-            agree(subject, {"changed": names, **loaded}, ranks=self._topology.ranks)
+            self._agree(f"refresh of parameters that were changed outside optimizer.step(); {_ALL_ALIKE}", edited)
             self.launch(edited)
 
     def before_forward(self) -> None:
         """What is left, at the latest."""
         if self.deferred:
             self.launch_due()
+        if self._comes_first:
+            edited = [handle for handle in self._handles if handle.watch.edited]
+            self._agree(f"first forward; if parameters are changed before it, {_ALL_ALIKE}", edited)
+            self._comes_first = False
+            self.launch(edited)
         self.launch_edited()
+
+    def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
+        loaded = {
+            f"digest of the whole tensor for {name!r}": digest
+            for handle in edited
+            for name, digest in handle.watch.loaded.items()
+        }
+        changed = [handle.name for handle in edited]
+        agree(subject, {"changed": changed, **loaded}, ranks=self._topology.ranks)

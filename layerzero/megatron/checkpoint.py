@@ -1,13 +1,15 @@
 """Checkpoints of all pipeline stages and tensor ranks: a folder with a layerzero checkpoint for each model chunk.
 
 [Note: When a Megatron checkpoint exists]
-Each part exists when it is whole, on its own. The folder counts only once it holds the marker, which is written when
-all parts exist.
+All parts are written into one hidden folder, ``.NAME.TOKEN.partial``. When all of them exist it gets a marker, which
+holds the token, and is renamed to ``NAME``. The token is drawn for each save and the same on all ranks, so that no job
+writes into or removes what another one writes; see [Note: Two jobs at one name] in ``checkpoint/files.py``.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,24 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint.files import discard, flush_folder, make_folder, write_file
+from layerzero.checkpoint.files import (
+    CheckpointError,
+    NameTaken,
+    make_folder,
+    new_token,
+    partial_of,
+    remove,
+    take_name,
+    write_file,
+)
+from layerzero.checkpoint.folder import clear_leftovers
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.groups import ProcessGroups, together
+from layerzero.megatron.groups import ProcessGroups, tell_all, together
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 
 __all__ = ["load", "save"]
 
 _MARKER = "complete"
-_LAYOUT = "layout-"  # with which names of parts begin
 
 
 def save(
@@ -35,29 +46,37 @@ def save(
     """Write a checkpoint of the whole model. All ranks must call this, between a step and the next forward.
 
     Args:
-        path: a folder that all ranks share and that does not hold a checkpoint. What a save has left in it that died is
-            removed.
+        path: a folder that does not exist yet, on a file system that all ranks share. It appears when all of it is on
+            the disk, and not before.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
-        FileExistsError, CheckpointError, ...: what ``layerzero.checkpoint.save`` raises, on all ranks of the stage;
-            RuntimeError on the others.
+        FileExistsError: there is something at `path`, also if another job has been faster.
+        CheckpointError: a rank could not write, with what it met; nothing is left at `path`.
+        TypeError, ValueError: what ``layerzero.checkpoint.save`` raises; RuntimeError on the ranks of other stages.
     """
-    folder, groups = Path(path), model_chunks[0].groups
-    together("layerzero.megatron.save", groups, _make_room(folder) if dist.get_rank() == 0 else None)
+    folder, groups = Path(path).absolute(), model_chunks[0].groups
+    mine = new_token()
+    token = tell_all(groups, mine)[0]
+    first, partial = token == mine, partial_of(folder, token)
+    _together("save", groups, _make_room(folder, partial) if first else None)
+    parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
-        for index, chunk in enumerate(model_chunks):
+        for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
-            checkpoint.save(folder / _part(groups, index), chunk, inner, {"extra": extra, "grad_scaler": scale})
+            checkpoint.save(part, chunk, inner, {"extra": extra, "grad_scaler": scale})
     except Exception as error:
         failure = error
-    together("layerzero.megatron.save", groups, failure)
-    if dist.get_rank() == 0:
-        write_file(folder / _MARKER, [])
-        flush_folder(folder)
-    together("layerzero.megatron.save", groups, None)  # nobody goes on before it is there
+    try:
+        _together("save", groups, failure)
+        written = {part.name for of_rank in tell_all(groups, parts) for part in of_rank}
+        _together("save", groups, _publish(partial, folder, written, token) if first else None)
+    except Exception:
+        if first:
+            remove(partial)  # nobody else has a name for it
+        raise
 
 
 def load(
@@ -79,33 +98,69 @@ def load(
         failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
     elif missing := [part.name for part in parts if not part.exists()]:
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
-    together("layerzero.megatron.load", groups, failure)
+    _together("load", groups, failure)
     result: Any = None
     try:
         for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
             result = checkpoint.load(part, chunk, None if optimizer is None else optimizer.sharded[index])
     except Exception as error:
         failure = error
-    together("layerzero.megatron.load", groups, failure)
+    _together("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
 
 
-def _make_room(folder: Path) -> Exception | None:
-    """Make the folder, or empty it of the parts that a save has left which died; returns what is in the way."""
+def _make_room(folder: Path, partial: Path) -> Exception | None:
+    """Make the folder to write into; returns what is in the way."""
     try:
-        if (folder / _MARKER).exists():
-            raise FileExistsError(f"{folder} holds a checkpoint already, which is never overwritten")
-        make_folder(folder)
-        for part in folder.glob(f"{_LAYOUT}*"):
-            discard(part)
-    except OSError as error:
+        if folder.name.startswith("."):
+            raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
+        if os.path.lexists(folder):
+            whole = (folder / _MARKER).exists()
+            raise FileExistsError(f"{NameTaken.at(folder)}" + ("" if whole else ". (It holds none that is complete.)"))
+        make_folder(folder.parent)
+        partial.mkdir()
+    except (OSError, ValueError) as error:
         return error
     return None
+
+
+def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
+    """Make a checkpoint of the parts in `partial`; returns what is in the way."""
+
+    def is_there() -> bool:
+        try:
+            return (folder / _MARKER).read_text() == token
+        except OSError:
+            return False
+
+    try:
+        if missing := sorted(part for part in written if not (partial / part).is_dir()):
+            raise CheckpointError(f"{partial} lacks {missing}, seen from the first rank: do all ranks share it?")
+        write_file(partial / _MARKER, [token.encode()])
+        take_name(partial, folder, is_there)
+    except (OSError, CheckpointError) as error:
+        return error
+    try:
+        clear_leftovers(folder / _MARKER)
+    except OSError as error:  # the new checkpoint is there
+        warnings.warn(f"what a dead save has left in {folder.parent} could not be removed: {error}", stacklevel=3)
+    return None
+
+
+def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """:func:`together`, with the same kind of error on all ranks where they can turn to another path for it."""
+    try:
+        together(f"layerzero.megatron.{call}", groups, failure)
+    except RuntimeError as error:
+        for kind in (FileExistsError, FileNotFoundError, NameTaken, CheckpointError):
+            if failure is None and f": {kind.__name__}: " in str(error):
+                raise kind(str(error)) from None
+        raise
 
 
 def _part(groups: ProcessGroups, chunk: int) -> str:
     tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
     sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
-    return f"{_LAYOUT}{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"
+    return f"layout-{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"

@@ -149,13 +149,13 @@ class ShardedChunk(nn.Module):
         """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones, as
         :meth:`state_dict` has them or ``dist_checkpointing.load`` returns for :meth:`sharded_state_dict`.
 
-        Of whole ones, the first data-parallel rank's are what all ranks get, and all must be there. All data-parallel
-        ranks must call this. `strict` is about sharded ones: what a load that was not strict has not found is missing
-        on the ranks that have rows of it.
+        Of whole ones, the first data-parallel rank's are what all ranks get. All data-parallel ranks must call this.
+        Where `strict` is False, what was missing and unexpected is returned; of sharded ones, what a load that was not
+        strict has not found is missing on the ranks that have rows of it.
         """
         if assign:
             raise ValueError("assign=True would take the sharded parameters out of the model; leave it False")
         if any(value is NOT_FOUND or isinstance(value, RowShardedTensor) for value in state_dict.values()):
             found = {name: value for name, value in state_dict.items() if value is not NOT_FOUND}
             return self.module.load_state_dict(found, strict=strict)
-        return load_full_state_dict(self, state_dict)
+        return load_full_state_dict(self, state_dict, strict=strict)

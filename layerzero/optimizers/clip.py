@@ -28,7 +28,8 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their total norm is at most `max_norm`; return the norm before that.
 
     The norm is that of one process holding the whole model. Gradients that backwards inside ``no_sync`` have left
-    unreduced are reduced first. All ranks must call this.
+    unreduced are reduced first. All ranks must call this. Parameters in `ignored_params` and `ignored_modules` are left
+    out: their gradients are neither counted nor scaled.
 
     Args:
         model: from :func:`layerzero.shard_model`.

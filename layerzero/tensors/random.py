@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["call_whole", "draw_whole", "draws", "is_drawing", "makes_alike"]
+__all__ = ["call_whole", "draw_whole", "draws", "is_drawing", "is_truncating", "makes_alike"]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
@@ -78,7 +79,7 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: ``nn.init.trunc_normal_`` with bounds for which it draws in another way.
     """
     caller = sys._getframe(2)
-    if caller.f_code is not _TRUNC_NORMAL.__code__:
+    if not is_truncating(caller):
         return draw_whole(func, args, kwargs)
     given = caller.f_locals
     if "accept_buf" in given:
@@ -90,6 +91,11 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return draw_whole(func, args, kwargs)
     settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
     return draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+
+
+def is_truncating(caller: FrameType) -> bool:
+    """It is ``nn.init.trunc_normal_``, which looks whether all is within its bounds: so it is, on all ranks at once."""
+    return caller.f_code is _TRUNC_NORMAL.__code__
 
 
 def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -39,4 +39,6 @@ def _cut_elsewhere(func: Any, span: RowSpan) -> str:
 EXPLAINED = {  # by a part of torch's own error
     "mixed torch.Tensor and DTensor": _not_gathered,
     "is invalid for input of size": _cut_elsewhere,
+    "must match the existing size": _cut_elsewhere,
+    "aten.set_.source_Tensor": _cut_elsewhere,  # register_parametrization
 }

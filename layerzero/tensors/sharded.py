@@ -30,8 +30,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.tensors.moves import CALLS, Absent
+from layerzero.tensors.parts import REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.tensors.refusals import EXPLAINED, moves_rows
+from layerzero.tensors.refusals import EXPLAINED
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.whole import Sharded
 
@@ -63,24 +64,28 @@ class LocalRows(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
-        _refuse_moving_rows(func, ours.span)
+        refuse_exchange(func, args, ours.span)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
             if draws(func, ours.span):
                 return draw_whole(func, args, kwargs)
-            out = _norm_of_nothing(func, args) if _is_norm(func) else None
+            out = of_nothing(func, args)
             if out is None:
                 out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return out
         aliases = any(result.alias_info is not None for result in func._schema.returns)
         watch = ours.watch if aliases else None
-        return tree_map_only(
-            Tensor,
-            lambda t: t if isinstance(t, cls) or t.ndim == 0 else cls(t, ours.span, watch),
-            out,
-        )
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
+
+    def _made(self, func: Any, result: Tensor, watch: Watch | None) -> Tensor:
+        """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
+        if result.ndim:
+            return LocalRows(result, self.span, watch)
+        if self.span.topology.data_parallel == 1:
+            return result
+        return LocalPart(result, self.span, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalRows:
         return type(self)(rows, self.span, None)
@@ -160,6 +165,8 @@ class RowShardedTensor(Sharded):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in CALLS and isinstance(args[0], cls):
                     return CALLS[func](*args)
+                if func in REDUCTIONS and args and isinstance(args[0], cls):
+                    return REDUCTIONS[func](*args, **kwargs)
                 if is_drawing(func, args, kwargs):
                     return call_whole(func, args, kwargs)
                 out = func(*args, **kwargs)
@@ -280,33 +287,8 @@ def _readable(rows: LocalRows) -> Tensor:
     return plain(rows)
 
 
-_KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
-
-
-def _is_norm(func: Any) -> bool:
-    return func._schema.name in ("aten::linalg_vector_norm", "aten::_foreach_norm")
-
-
-def _norm_of_nothing(func: Any, args: Sequence[Any]) -> Any:
-    """The total norms of tensors of which some have no row here; None where torch can do it.
-
-    torch refuses the infinite norm of an empty tensor, though what such a rank adds to the whole norm is 0.
-    """
-    if isinstance(args[0], Tensor):
-        whole = len(args) < 3 or args[2] is None  # no dim given
-        return plain(args[0]).new_zeros(()) if args[0].numel() == 0 and whole else None
-    if all(tensor.numel() for tensor in args[0]):
-        return None
-    filled = [tensor for tensor in args[0] if tensor.numel()]
-    norms = iter(func(filled, *args[1:]) if filled else ())
-    return [next(norms) if tensor.numel() else plain(tensor).new_zeros(()) for tensor in args[0]]
-
-
-def _refuse_moving_rows(func: Any, span: RowSpan) -> None:
-    if func.namespace in ("_c10d_functional", "c10d") and not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(moves_rows(func.__name__, span))
 
 
 def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) -> None:

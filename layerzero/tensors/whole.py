@@ -37,6 +37,11 @@ class UnevenShard(Shard):
         self.starts = tuple(starts)  # of the pieces along one axis of the mesh, and the end of the last one
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would take what lies at the same place
+            raise ValueError(
+                f"a tensor with {curr_local_size} rows was given for a parameter (or a piece of one) that has "
+                f"{self.starts[-1] - self.starts[0]}"
+            )
         return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Exchange, broadcast
@@ -91,6 +92,8 @@ def full_state_dict(
     for name, value in held.items():
         member = by_parameter.get(id(value))
         if member is None:
+            if isinstance(value, DTensor):  # of another framework, all of whose ranks are here
+                value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
                 copy = value.detach().clone()
                 state[name] = copy.cpu() if cpu else copy
@@ -163,7 +166,9 @@ def load_full_state_dict(
             for lane in (topology.replica, topology.zero3_gather):
                 if lane.size > 1 and whole.numel():
                     broadcast(lane, Exchange.BROADCAST, whole)
-            if member is None:
+            if member is None and isinstance(target, DTensor):  # of another framework
+                target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
+            elif member is None:
                 target.copy_(whole)
             else:
                 _write_rows(member, whole)

@@ -1,16 +1,19 @@
-"""Processes that die, or are refused, at a chosen call of the operating system."""
+"""Processes that die, are refused or are late at calls of the operating system."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # of os, that change what is on the disk
-SURVIVED, RAISED, WRONG = 0, 7, 8
+SURVIVED, RAISED, WRONG, TAKEN = 0, 7, 8, 9
 TIMEOUT = timedelta(seconds=20)
 forks = multiprocessing.get_context("forkserver")
 
@@ -36,6 +39,27 @@ def die_at(turn: int, *, half: bool) -> None:
 
     for name in CALLS:
         setattr(os, name, deadly(name))
+
+
+@contextmanager
+def slow_disk(generator: random.Random) -> Iterator[None]:
+    """Every call that changes what is on the disk takes its time."""
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(generator.uniform(0, 0.004))
+            return real(*args, **kwargs)
+
+        return call
+
+    reals = {name: getattr(os, name) for name in CALLS}
+    for name, real in reals.items():
+        setattr(os, name, late(real))
+    try:
+        yield
+    finally:
+        for name, real in reals.items():
+            setattr(os, name, real)
 
 
 def exit_codes(ranks: list[Any]) -> list[int]:

@@ -1,0 +1,195 @@
+"""Two jobs that save all their stages to one path at the same time: what is reported as saved can be loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import layerzero
+import layerzero.megatron
+from layerzero import checkpoint
+from layerzero.checkpoint import CheckpointError
+from layerzero.megatron import ProcessGroups, ShardedChunk
+from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
+from tests.support.models import IntegerNet, different, full_parameters, integer_net
+from tests.support.ranks import run_ranks
+
+_UNITS = [f"module.{name}" for name in IntegerNet.UNITS]
+_save = checkpoint.save
+
+
+def _groups(ranks: list[list[int]], rank: int) -> ProcessGroups:
+    """Of jobs of two ranks: two pipeline stages without data parallelism."""
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    pipeline = next(group for job in ranks if (group := dist.new_group(job)) and rank in job)
+    return ProcessGroups(zero1=alone, zero3=alone, tensor=alone, pipeline=pipeline, model=pipeline, embedding=None)
+
+
+def _chunks(groups: ProcessGroups, seed: int) -> list[ShardedChunk]:
+    """Two model chunks, as with interleaving; each stage has weights of its own."""
+    mesh = layerzero.mesh_from_groups(groups.zero1, groups.zero3)
+    chunks = []
+    for chunk in range(2):
+        module = integer_net(100 * seed + 10 * dist.get_rank(groups.pipeline) + chunk)
+        chunks.append(ShardedChunk(module, None, groups))
+        layerzero.shard_model(chunks[-1], mesh=mesh, units=_UNITS)
+    return chunks
+
+
+def _weights(chunks: list[ShardedChunk]) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}.{name}": value for index, each in enumerate(chunks) for name, value in full_parameters(each).items()
+    }
+
+
+def _saved(path: Path, chunks: list[ShardedChunk], extra: Any) -> bool:
+    try:
+        layerzero.megatron.save(path, chunks, None, extra)
+    except FileExistsError as error:
+        assert "exists already" in str(error)
+        return False
+    return True
+
+
+def _race(rank: int, folder: Path, rounds: int) -> list[bool]:
+    jobs = [[0, 1], [2, 3]]
+    job, groups = rank // 2, _groups(jobs, rank)
+    chunks, again = _chunks(groups, job), _chunks(groups, 2)
+    generator, alike = random.Random(rank), random.Random(50 + job)
+    won = []
+    for turn in range(rounds):
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.add_(1)
+        path, state = folder / str(turn), _weights(chunks)
+        dist.barrier()
+        time.sleep(alike.uniform(0, 0.03))
+        with slow_disk(generator):
+            won.append(_saved(path, chunks, {"job": job, "turn": turn}))
+        for _ in range(2):  # the second time after the other job has ended, too
+            if won[-1]:
+                assert layerzero.megatron.load(path, again) == {"job": job, "turn": turn}
+                wrong = different(_weights(again), state)
+                assert not wrong, f"job {job} saved in round {turn}, and loads other {wrong}"
+            dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted(map(str, range(rounds))), f"nothing is left of who came too late: {left}"
+    return won
+
+
+def test_of_two_jobs_that_save_all_stages_to_one_path_one_gets_it_and_can_load_it(tmp_path: Path) -> None:
+    first, first_peer, second, second_peer = run_ranks(_race, tmp_path, 10)
+    assert first == first_peer and second == second_peer, "all ranks of a job are told the same"
+    for turn, winners in enumerate(zip(first, second, strict=True)):
+        assert sum(winners) == 1, f"round {turn}: {winners}"
+    assert any(first) and any(second), "the race is one"
+
+
+def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}.{job}.store", 2)
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    chunks = _chunks(_groups([[0, 1]], rank), job)
+    dist.barrier()
+    (folder / f"ready-{job}-{rank}").touch()
+    while len(list(folder.glob("ready-*"))) < 4:
+        time.sleep(0.001)
+    if victim == (job, rank):
+        die_at(turn, half=bool(turn % 2))
+    generator = random.Random(turn + job)
+    time.sleep(generator.uniform(0, 0.02))
+    with slow_disk(generator):
+        try:
+            won = _saved(folder / "one", chunks, {"job": job})
+        except RuntimeError:
+            os._exit(RAISED)
+    os._exit(SURVIVED if won else TAKEN)
+
+
+def _loads(rank: int, winners: dict[Path, int]) -> None:
+    groups = _groups([[0, 1]], rank)
+    again, states = _chunks(groups, 2), [_weights(_chunks(groups, job)) for job in (0, 1)]
+    for folder, job in winners.items():
+        assert layerzero.megatron.load(folder / "one", again) == {"job": job}, folder
+        assert not different(_weights(again), states[job]), folder
+
+
+def kill_one_of_two(folder: Path, turns: list[int]) -> int:
+    """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
+    launched: dict[Path, list[Any]] = {}
+    winners: dict[Path, int] = {}
+    for index, turn in enumerate(turns):
+        place = folder / str(turn)
+        place.mkdir()
+        victim = (index % 2, index // 2 % 2)
+        ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
+        launched[place] = [forks.Process(target=_rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
+        for process in launched[place]:
+            process.start()
+        exits = exit_codes(launched[place])
+        assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
+        assert -signal.SIGKILL in exits, f"{place}: call {turn} was never made: {exits}"
+        returned = {index // 2 for index, code in enumerate(exits) if code == SURVIVED}
+        assert len(returned) <= 1, f"{place}: both say that they have saved: {exits}"
+        if returned:
+            winners[place] = returned.pop()
+        else:
+            assert TAKEN not in exits or (place / "one").exists(), f"{place}: nobody has the name: {exits}"
+    run_ranks(_loads, winners, world_size=2)
+    return len(winners)
+
+
+def test_a_job_that_dies_while_it_saves_its_stages_takes_nothing_with_it(tmp_path: Path) -> None:
+    assert kill_one_of_two(tmp_path, [0, 5, 12, 19]) >= 2
+
+
+def _corners(rank: int, folder: Path) -> None:
+    groups = _groups([[0, 1]], rank)
+    chunks, again = _chunks(groups, 0), _chunks(groups, 1)
+    layerzero.megatron.save(folder / "one", chunks, None, 3)
+    dist.barrier()
+    if rank == 0:
+        (folder / "one" / "complete").write_bytes(b"")  # as it was before saves had tokens
+        (folder / "half").mkdir()
+        (folder / "half" / "file").touch()
+    dist.barrier()
+    assert layerzero.megatron.load(folder / "one", again) == 3
+    assert not different(_weights(again), _weights(chunks))
+    with pytest.raises(FileExistsError, match="holds none that is complete"):
+        layerzero.megatron.save(folder / "half", chunks)
+    assert (folder / "half" / "file").exists(), "whosever it is"
+    with pytest.raises((ValueError, RuntimeError), match="must not start with a dot"):
+        layerzero.megatron.save(folder / ".hidden", chunks)
+    with pytest.raises((TypeError, RuntimeError), match="cannot be put into a checkpoint"):
+        layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
+    with (
+        mock.patch.object(checkpoint, "save", _elsewhere if rank == 1 else checkpoint.save),
+        pytest.raises(
+            CheckpointError, match=r"lacks \['layout-1-2-tensor-000-stage-001-chunk-000', .*do all ranks share"
+        ),
+    ):
+        layerzero.megatron.save(folder / "two", chunks)
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["half", "one"], "nothing is left of what failed"
+
+
+def _elsewhere(path: Path, *args: Any) -> None:
+    """As on a rank with a disk of its own: the first rank does not see what this one has written."""
+    _save(path, *args)
+    shutil.rmtree(path)
+
+
+def test_what_is_in_the_way_of_a_save_of_all_stages_is_named_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_corners, tmp_path, world_size=2)

@@ -1,0 +1,175 @@
+"""Numbers of whole sharded parameters and gradients: the right one, or an error; never this rank's part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from tests.support.models import IntegerNet, integer_batch, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: p.norm(),
+    "infinite norm": lambda p: torch.linalg.vector_norm(p, math.inf),
+    "mean": lambda p: p.mean(),
+    "mean of column sums": lambda p: p.mean(0).sum(),
+    "mean over all dims": lambda p: p.mean(tuple(range(p.ndim))),
+    "mean in double": lambda p: p.mean(dtype=torch.double),
+    "mean over rows": lambda p: p.mean(0),
+    "mean over rows, kept": lambda p: p.mean(0, keepdim=True),
+    "max": lambda p: p.max(),
+    "min": lambda p: p.min(),
+    "amax": lambda p: p.amax(),
+    "amin": lambda p: (-p).amin(),
+    "any": lambda p: (p > 3).any(),
+    "all": lambda p: (p > -3).all(),
+    "prod": lambda p: p.sign().prod(),
+    "count": lambda p: (p > 0).sum(),
+    "largest of integers": lambda p: p.to(torch.int32).max(),
+    "is finite": lambda p: torch.isfinite(p).all(),
+    "sum, doubled": lambda p: 2 * p.sum(),
+    "root of a sum": lambda p: p.square().sum().sqrt(),
+}
+MAYBE: dict[str, Callable[[Tensor], Tensor]] = {  # right or refused
+    "mean of squares": lambda p: p.square().mean(),
+    "mean of squares over rows": lambda p: p.square().mean(0, keepdim=True),
+    "mean of each row": lambda p: p.mean(-1),
+    "mean of row sums": lambda p: p.flatten(1).sum(1).mean(),
+    "mean of column sums": lambda p: p.sum(0).mean(),
+    "mean of column sums, kept": lambda p: p.sum(0, keepdim=True).mean(),
+    "mean of a transposed one": lambda p: p.mT.mean() if p.ndim > 1 else p.mean(),
+    "mean of a slice": lambda p: p[:, :1].mean() if p.ndim > 1 else p[:1].mean(),
+    "argmax": lambda p: p.argmax(),
+    "argmax over rows": lambda p: p.argmax(0),
+    "max over rows": lambda p: p.max(0).values,
+    "standard deviation": lambda p: p.std(),
+    "median": lambda p: p.median(),
+    "mse": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
+    "l1": lambda p: nn.functional.l1_loss(p, torch.zeros_like(p)),
+    "huber": lambda p: nn.functional.huber_loss(p, torch.zeros_like(p)),
+    "mean without NaN": lambda p: p.nanmean(),
+    "normalised": lambda p: nn.functional.normalize(p, dim=0),
+    "centred": lambda p: p - p.mean(),
+    "centred by column": lambda p: p - p.mean(0, keepdim=True),
+}
+
+
+class Few(nn.Module):
+    """Parameters with many, few and unequal numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        shapes = ((7, 3), (2, 5), (9,), (1,), (4, 4), (5, 1))
+        drawn = [torch.randint(-8, 8, shape, generator=generator).float() for shape in shapes]
+        self.all = nn.ParameterList(nn.Parameter(value) for value in drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(p.sum() for p in self.all)
+
+
+def _outcome(where: str, call: Callable[[], Any]) -> Any:
+    """What `call` returns; None if it raises on a rank."""
+    try:
+        made: Any = call()
+    except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError, UserWarning) as error:
+        assert "Timed out" not in str(error) and "onnection" not in str(error), (where, error)
+        made = None
+    done = [False] * WORLD
+    dist.all_gather_object(done, made is not None)
+    return made if all(done) else None
+
+
+def _reduce(rank: int) -> set[str]:
+    refused = set()
+    for size in (2, 4):
+        model, alone = layerzero.shard_model(Few(), mesh=mesh_of(size)), Few()
+        for ours, theirs in zip(model.all, alone.all, strict=True):
+            for name, reduce in REDUCTIONS.items():
+                where = f"{name} of {list(theirs.shape)} with S = {size}"
+                try:
+                    got, expected = reduce(ours), reduce(theirs)
+                except NotImplementedError as error:
+                    raise AssertionError(where) from error
+                torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, at=where: f"{at}: {text}")
+            for name, reduce in MAYBE.items() if size == 2 else ():
+                where = f"{name} of {list(theirs.shape)} with S = {size}"
+                made = _outcome(where, lambda reduce=reduce, ours=ours: reduce(ours))
+                whole = None if made is None else _outcome(where, lambda made=made: made.full_tensor())
+                if whole is None:
+                    refused.add(name)
+                else:
+                    torch.testing.assert_close(whole, reduce(theirs), msg=lambda text, at=where: f"{at}: {text}")
+    return refused
+
+
+def test_a_number_of_a_whole_parameter_is_that_of_one_process() -> None:
+    for refused in run_ranks(_reduce, world_size=WORLD, pg_timeout=15):
+        assert "mse" in refused, refused
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "p.sum().item()": lambda p: p.sum().item(),
+    "float(p.norm())": lambda p: float(p.norm()),
+    "int": lambda p: int(p.sum()),
+    "bool((p > 3).any())": lambda p: bool((p > 3).any()),
+    "if p.max() is zero": lambda p: 1 if not p.max() else 2,
+    "p.mean().item()": lambda p: p.mean().item(),
+    "2 * sum": lambda p: (2 * p.detach().sum()).item(),
+    "of a product": lambda p: (p.square() * 2).sum().item(),
+    "one of the column sums": lambda p: p.sum(0)[0].item(),
+    "equal": lambda p: bool((p == p.clone()).all()),
+    "stacked": lambda p: torch.stack([p.norm(), p.norm()]).sum().item(),
+}
+
+
+def _read(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    inputs, targets = integer_batch(rank=rank)
+    (model(inputs) * targets).sum().backward()
+    optimizer.step()
+    parameter = model.first.weight
+    for tensor in (parameter, parameter.grad, optimizer.state_dict()["state"]["first.weight"]["exp_avg_sq"]):
+        for name, read in READS.items():
+            if rank == 0:  # as who logs does; nothing is waited for
+                with pytest.raises(RuntimeError, match=r"first\.weight.*full_tensor\(\)"):
+                    pytest.fail(f"{name} is {read(tensor)}")
+        whole = tensor.detach().full_tensor()
+        norm = tensor.norm().full_tensor().item()
+        assert norm == pytest.approx(whole.norm().item()) and f"{tensor.norm()}"
+        rows = tensor.to_local().span.rows
+        mine = whole[rows.start : rows.stop]
+        for of_rows in (tensor.to_local().detach(), tensor.detach().to_local(), tensor.data.to_local()):
+            assert of_rows.sum().item() == mine.sum().item() and len(of_rows) == len(mine)
+            assert float(of_rows.square().mean()) == float(mine.square().mean()) or not len(rows)
+            assert bool((of_rows == mine).all())
+    penalty = sum(p.to_local().square().sum() for p in model.parameters())
+    assert penalty.item() >= 0
+    penalty.backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True).full_tensor() > 0
+
+
+def test_reading_a_part_as_if_it_were_the_whole_is_an_error_without_other_ranks() -> None:
+    run_ranks(_read, world_size=WORLD, pg_timeout=15)
+
+
+def _alone(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), units=IntegerNet.UNITS)
+    expected = integer_net().first.weight
+    assert model.first.weight.detach().sum().item() == expected.sum().item()
+    assert float(model.first.weight.detach().mean()) == float(expected.mean().detach())
+
+
+def test_one_rank_has_the_whole() -> None:
+    run_ranks(_alone, world_size=1)
