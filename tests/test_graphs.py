@@ -395,4 +395,5 @@ def _train_and_forget(rank: int) -> None:
 
 
 def test_nothing_grows_over_steps_and_a_deleted_model_is_freed() -> None:
-    run_ranks(_train_and_forget, world_size=WORLD)
+    # In shared memory, how many buffers wait for others to read them is a matter of timing.
+    run_ranks(_train_and_forget, world_size=WORLD, node_memory="off")

@@ -76,7 +76,7 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, _BeforeForward):
-            if hook.runtime.model is not model:
+            if not hook.is_roots:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
             return hook.runtime
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
@@ -113,6 +113,11 @@ class _Hook:
         self.unit = unit
         self._weak = weakref.ref(runtime)
         self._kept = runtime if unit.module is runtime.model else None  # see [Note: Who keeps whom]
+
+    @property
+    def is_roots(self) -> bool:
+        """It is a hook of the whole model."""
+        return self._kept is not None
 
     @property
     def runtime(self) -> Runtime:

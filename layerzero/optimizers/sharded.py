@@ -88,6 +88,7 @@ class ShardedOptimizer(AroundAnother):
     def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
         self.inner = inner
         self._runtime = runtime
+        self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
         self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
@@ -277,7 +278,7 @@ class ShardedOptimizer(AroundAnother):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        loaded = by_own_names(loaded, self, self._runtime.model)
+        loaded = by_own_names(loaded, self, self._model)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         holder = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(holder)):
@@ -329,7 +330,7 @@ class ShardedOptimizer(AroundAnother):
         member = self._member_at.get(id(parameter))
         if member is not None:
             return member.name
-        return next(name for name, own in self._runtime.model.named_parameters() if own is parameter)
+        return next(name for name, own in self._model.named_parameters() if own is parameter)
 
 
 class _StateView(MutableMapping[Tensor, dict[str, Any]]):
