@@ -70,6 +70,7 @@ class Runtime:
         self.reduces = True  # False inside no_sync
         self.shows_full = False  # inside layerzero.unsharded
         self.shows_averages = False  # inside EMA.swapped
+        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
         self.members = {member.name: member for handle in self.handles for member in handle.members}
@@ -177,6 +178,8 @@ class Runtime:
         return not self._is_running(unit) and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
+        if self.torn is not None:
+            raise RuntimeError(self.torn)
         if self.before_first_forward is not None:
             self.before_first_forward()
             self.before_first_forward = None

@@ -85,6 +85,7 @@ class ShardedOptimizer(AroundAnother):
 
     def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
         self.inner = inner
+        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self._runtime = runtime
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
@@ -124,6 +125,8 @@ class ShardedOptimizer(AroundAnother):
         """
         if self._runtime.shows_averages:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
+        if torn := self._runtime.torn or self.torn:
+            raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None
         if closure is not None:
@@ -320,6 +323,10 @@ class ShardedOptimizer(AroundAnother):
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
         """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
         return [self._name(parameter) for parameter in group["params"]]
+
+    def state_by_name(self) -> dict[str, Mapping[str, Any]]:
+        """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
+        return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
     def _name(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))
