@@ -27,6 +27,7 @@ from layerzero.checkpoint.untrusted import CheckpointError
 __all__ = ["Piece", "Scheme", "Sums", "read_pieces", "sums_of"]
 
 CHUNK = 8 << 20  # bytes: a reader of one row reads so much, and a terabyte of files has 4 MB of sums
+_SMALLEST = 1 << 20  # that is read: each chunk costs memory
 WHOLE = 2**63  # a chunk that every file fits into
 _STEP = 512 << 10  # bytes that are summed while they are in the cache
 _THREADS = 4  # that read and sum at once
@@ -74,7 +75,7 @@ class Scheme:
         """Raise ValueError unless layerzero knows it."""
         if type(self.algorithm) is not str or self.algorithm not in _WIDTHS:
             raise ValueError(f"checksums by {self.algorithm!r}, which this layerzero does not know")
-        if type(self.chunk) is not int or self.chunk < 1:
+        if type(self.chunk) is not int or self.chunk < _SMALLEST:
             raise ValueError(f"checksums over {self.chunk!r} bytes")
 
     def hasher(self) -> Any:

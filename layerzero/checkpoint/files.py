@@ -62,6 +62,7 @@ FORMAT = "layerzero-checkpoint"
 VERSION = 2  # in version 1, a file has one SHA-256
 _PIECE = 1 << 20  # bytes of a tensor that are summed and written while they are in the cache
 _AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
+_SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
 
@@ -359,8 +360,8 @@ def _write_all(descriptor: int, data: Any) -> int:
 
 def _begin_flush(descriptor: int, start: int, stop: int) -> None:
     """Let the disk begin with what has been written, while more is; :func:`os.fsync` waits for all of it."""
-    if _sync_file_range is not None and not os.environ.get('NOSFR'):
-        _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), 2)
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(folder: Path) -> None:
