@@ -183,7 +183,7 @@ def _addresses(model: nn.Module, optimizer: Any) -> list[int]:
 def _save_large(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     model, optimizer = _large(2)
     _step(model, optimizer)
-    checkpoint.save(folder / "one", model, optimizer)
+    checkpoint.save(folder / "one", model, optimizer, {"same": model.one})
     return everything(model, optimizer)
 
 
@@ -210,9 +210,11 @@ def _load_large(rank: int, folder: Path, expected: dict[str, torch.Tensor]) -> N
             if rank == 0:
                 _flip(folder / "one" / file, offset)
             dist.barrier()
-    checkpoint.load(folder / "one", model, optimizer)
+    same = checkpoint.load(folder / "one", model, optimizer)["same"]
     assert not (wrong := different(everything(model, optimizer), expected)), wrong
     assert _addresses(model, optimizer) == addresses, "read into the memory that was there"
+    assert torch.equal(same.full_tensor(), expected["model.one"])
+    assert not same.to_local().numel() or same.to_local().data_ptr() not in addresses
     _step(model, optimizer)
     assert not (wrong := different(everything(model, optimizer), before)), wrong
 
