@@ -101,7 +101,7 @@ def _verify(
 
 @app.command("inspect")
 def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")]) -> None:
-    """Verify the SHA-256 of every file of a checkpoint, and list its tensors.
+    """Compare the checksums of every file of a checkpoint, and list its tensors.
 
     Exit status: 0 if it is whole, 1 if it is damaged or incomplete.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, files
+from layerzero.checkpoint.checksums import Scheme
 from layerzero.checkpoint.storage import Contents
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
@@ -126,6 +128,13 @@ def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(damaged: Pat
     run_ranks(_unharmed, damaged, world_size=2)
 
 
+ODD_CHUNKS: tuple[Any, ...] = (None, "1", 0, -1, 1, True, 8.0e6, [8 << 20])
+
+
+def _with_chunk(chunk: Any) -> Scheme:
+    return Scheme("sha256", chunk)
+
+
 def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> None:
     shutil.copy(damaged / DATA, damaged.parent / DATA)
     odd = (
@@ -150,11 +159,22 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
         sign(damaged, sequence=sequence)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             files.Manifest.read(damaged)
-    for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}):
+    for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}, [10, "x"], [10, 3], [10, "0" * 31], [10, None]):
         table = {DATA: entry}
         known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": table}
+        known["checksums"] = asdict(Scheme.best())
         (damaged / files.MANIFEST).write_bytes(files._manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            files.Manifest.read(damaged)
+    for scheme in (Scheme("md5", 8 << 20), Scheme(["sha256"], 8 << 20), Scheme({}, 1), *map(_with_chunk, ODD_CHUNKS)):
+        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": {}}
+        (damaged / files.MANIFEST).write_bytes(files._manifest_text({**known, "checksums": asdict(scheme)}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            files.Manifest.read(damaged)
+    for checksums in (None, [], "sha256", {}, {"algorithm": "sha256"}, {"algorithm": "sha256", "chunk": 1, "more": 1}):
+        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": {}, "checksums": checksums}
+        (damaged / files.MANIFEST).write_bytes(files._manifest_text(known))
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
             files.Manifest.read(damaged)
     sign(damaged, {DATA: DATA})
     with pytest.raises(CheckpointError, match=r"manifest\.json does not list the file 'contents\.json'"):

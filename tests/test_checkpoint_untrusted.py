@@ -8,6 +8,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, convert, files, untrusted
+from layerzero.checkpoint.checksums import Scheme
 from layerzero.checkpoint.untrusted import CONTENTS_BYTES, printable
 from layerzero.cli import app
 from tests.support.checkpointing import everything, train
@@ -89,6 +91,7 @@ def test_a_huge_table_of_contents_is_refused_before_it_is_parsed(intact: Path, t
         file.truncate(30 << 30)
     table = {file.name: [file.stat().st_size, "0" * 64] for file in path.iterdir() if file.name != files.MANIFEST}
     known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": table}
+    known["checksums"] = asdict(Scheme.version_1())
     (path / files.MANIFEST).write_bytes(files._manifest_text(known))
     _cheaply(lambda: checkpoint.reader(path, verify=False), "contents.json has .* at most 536,870,912 bytes")
 

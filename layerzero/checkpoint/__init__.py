@@ -1,12 +1,13 @@
 """Checkpoints: sharded, durable, free of code, and for any number of ranks.
 
 A checkpoint is a folder: one safetensors file a rank, ``contents.json``, and ``manifest.json`` with the sizes and
-SHA-256 of the others. See docs/checkpoints.md.
+checksums of the others. See docs/checkpoints.md.
 """
 
-from layerzero.checkpoint.api import PendingSave, load, per_rank, save, save_async
+from layerzero.checkpoint.api import PendingSave, per_rank, save, save_async
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.interchange import load_dcp, reader
+from layerzero.checkpoint.loading import load
 
 __all__ = ["CheckpointError", "PendingSave", "latest", "load", "load_dcp", "per_rank", "reader", "save", "save_async"]

@@ -1,7 +1,7 @@
 """What everything that reads ``contents.json`` relies on.
 
 [Note: Who wrote a checkpoint]
-A SHA-256 that matches says that a file is as it was written, and not that layerzero wrote it. Rows that no file holds
+A checksum that matches says that a file is as it was written, and not that layerzero wrote it. Rows that no file holds
 would be loaded as whatever was in memory, and sizes can ask for more memory than there is. So the table of tensors and
 every reference to it are compared with each other and with the sizes of the files, before anything is allocated.
 """

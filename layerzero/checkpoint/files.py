@@ -2,7 +2,7 @@
 
 [Note: When a checkpoint exists]
 All files of a checkpoint are written into ``.NAME.TOKEN.partial``, each flushed to the disk. The manifest comes last:
-it names every other file with its size and SHA-256. Only then is the folder renamed to ``NAME``. Whatever dies in
+it names every other file with its size and checksums. Only then is the folder renamed to ``NAME``. Whatever dies in
 between leaves a name with a leading dot, which nothing here takes for a checkpoint; and a folder without an intact
 manifest is none.
 
@@ -25,14 +25,15 @@ import secrets
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from layerzero.checkpoint.checksums import Piece, Scheme, Sums, read_pieces, sums_of
 from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
 __all__ = [
@@ -59,8 +60,11 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
-VERSION = 1
-_PIECE = 1 << 20  # bytes of a tensor that are hashed and written while they are in the cache
+VERSION = 2  # in version 1, a file has one SHA-256
+_PIECE = 1 << 20  # bytes of a tensor that are summed and written while they are in the cache
+_AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
 
 
@@ -78,7 +82,7 @@ class FileRecord:
 
     name: str
     size: int  # bytes
-    sha256: str  # hexadecimal
+    sums: str  # hexadecimal, of all its chunks
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,14 @@ class Manifest:
     """All other files of a checkpoint, and its place in the order of saves.
 
     Attributes:
+        scheme: of the sums of all files.
         sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
         token: of the save that wrote it, see [Note: Two jobs at one name].
     """
 
     folder: Path
     files: Mapping[str, FileRecord]
+    scheme: Scheme
     sequence: int
     token: str | None = None
 
@@ -112,14 +118,17 @@ class Manifest:
         text = read_capped(path, MANIFEST_BYTES)
         try:
             content = parse(path, text)
-            if content["format"] == FORMAT and content["version"] != VERSION:
+            version = content["version"]
+            if content["format"] == FORMAT and version not in (1, VERSION):
                 raise CheckpointError(
-                    f"{path} has format version {content['version']}; this layerzero reads version {VERSION}"
+                    f"{path} has format version {version}; this layerzero reads versions 1 to {VERSION}"
                 )
-            known = {key: content[key] for key in ("format", "version", "sequence", "files", *_optional(content))}
+            needed = ("format", "version", "sequence", "files", *(("checksums",) if version != 1 else ()))
+            known = {key: content[key] for key in (*needed, *_optional(content))}
             intact = text == _manifest_text(known)
             sequence = known["sequence"]
-            records = {name: FileRecord(name, size, digest) for name, (size, digest) in known["files"].items()}
+            records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
+            scheme = Scheme.version_1() if version == 1 else Scheme(**known["checksums"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact or known["format"] != FORMAT:
@@ -128,7 +137,13 @@ class Manifest:
             raise CheckpointError(f"{path} was not written by layerzero: a number is none")
         if type(token := known.get("token", "")) is not str:
             raise CheckpointError(f"{path} was not written by layerzero: its token is {token!r}")
-        manifest = cls(folder, records, sequence, token or None)
+        try:
+            scheme.check()
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
+            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are none")
+        manifest = cls(folder, records, scheme, sequence, token or None)
         for record in records.values():
             manifest._check_presence(record)
         return manifest
@@ -154,39 +169,45 @@ class Manifest:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
         return self.folder / name
 
-    def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the SHA-256 of some files, or of all.
+    @property
+    def fingerprint(self) -> str:
+        """Differs from that of every other checkpoint."""
+        files = sorted((record.name, record.size, record.sums) for record in self.files.values())
+        return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
+
+    def read_pieces(self, name: str, pieces: Sequence[Piece], *, compare: bool = True) -> None:
+        """Bytes of the file `name`; `compare` them with the sums of the chunks in which they lie.
 
         Raises:
-            CheckpointError: a file is not what was written; names it.
+            CheckpointError: the file is not what was written; names it.
         """
+        path, record = self.path_of(name), self.files[name]
+        read_pieces(path, record.size, record.sums if compare else None, self.scheme, pieces)
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
         for name in self.files if names is None else names:
-            path = self.path_of(name)
-            try:
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
-            self._compare(name, digest)
+            self.read_pieces(name, [Piece(0, self.files[name].size, None)])
 
     def verify_text(self, name: str, text: bytes) -> None:
         """:meth:`verify` of a file that has been read. Raises CheckpointError."""
-        self._compare(name, hashlib.sha256(text))
-
-    def _compare(self, name: str, digest: Any) -> None:
-        if digest.hexdigest() != self.files[name].sha256:
-            raise CheckpointError(f"{self.path_of(name)} is damaged: its SHA-256 is not the one that was written")
+        if sums_of(text, self.scheme) != self.files[name].sums:
+            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
     """Write a new file, of objects with a buffer, through to the disk."""
-    digest, size = hashlib.sha256(), 0
+    sums = Sums(Scheme.best())
     with open(path, "xb", buffering=0) as file:
+        begun = 0
         for piece in content:
-            digest.update(piece)
-            size += _write_all(file.fileno(), piece)
+            sums.update(piece)
+            _write_all(file.fileno(), piece)
+            if sums.size - begun >= _AHEAD:
+                _begin_flush(file.fileno(), begun, sums.size)
+                begun = sums.size
         os.fsync(file.fileno())
-    return FileRecord(path.name, size, digest.hexdigest())
+    return FileRecord(path.name, sums.size, sums.hexdigest())
 
 
 def host_values(tensor: Tensor) -> Tensor:
@@ -225,15 +246,15 @@ def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequenc
         NameTaken: there is something at `path`.
     """
     files = {record.name: record for record in records}
-    manifest = Manifest(partial, files, sequence, token)
+    manifest = Manifest(partial, files, Scheme.best(), sequence, token)
     try:
         for record in files.values():
             manifest._check_presence(record)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
-    table = {name: [record.size, record.sha256] for name, record in sorted(files.items())}
+    table = {name: [record.size, record.sums] for name, record in sorted(files.items())}
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, "token": token}
-    text = _manifest_text(known)
+    text = _manifest_text({**known, "checksums": asdict(manifest.scheme)})
     if len(text) > MANIFEST_BYTES:
         raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
     write_file(partial / MANIFEST, [text])
@@ -346,6 +367,12 @@ def _write_all(descriptor: int, data: Any) -> int:
     return written
 
 
+def _begin_flush(descriptor: int, start: int, stop: int) -> None:
+    """Let the disk begin with what has been written, while more is; :func:`os.fsync` waits for all of it."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
+
+
 def flush_folder(folder: Path) -> None:
     """Let the names in a folder be on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -353,10 +380,3 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(file: Any) -> Any:
-    digest = hashlib.sha256()  # Python 3.10 has no file_digest
-    while piece := file.read(_PIECE):
-        digest.update(piece)
-    return digest

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.storage import StorageReader
 
-from layerzero.checkpoint.api import Source, load_from
 from layerzero.checkpoint.checks import StoredTensor
+from layerzero.checkpoint.common import LostEachOther, told
 from layerzero.checkpoint.files import Manifest
+from layerzero.checkpoint.loading import Source, load_from
 from layerzero.checkpoint.storage import Contents, Reader
 from layerzero.checkpoint.values import Decoder, Encoder
 from layerzero.engine.runtime import Runtime
@@ -71,9 +74,35 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return Source(Contents({}, document, tensors), source, names, verify=lambda: None)
+        return _DcpFiles(Contents({}, document, tensors), names, source, os.fspath(path), runtime)
 
     load_from(opened, os.fspath(path), model, optimizer, strict=strict)
+
+
+class _DcpFiles:
+    """A source of tensors that torch reads; see :class:`layerzero.checkpoint.loading.Source`."""
+
+    def __init__(
+        self, contents: Contents, fingerprint: object, source: FileSystemReader, path: str, runtime: Runtime
+    ) -> None:
+        self.contents = contents
+        self.fingerprint = fingerprint
+        self.twice = False
+        self._source = source
+        self._path = path
+        self._group = runtime.topology.control.group
+
+    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=self._group)
+        except CheckpointException as error:
+            raise told("read", self._path, error) from None
+        except RuntimeError as error:
+            raise LostEachOther(f"{self._path} could not be read: ranks have lost each other: {error}") from error
+
+    def read_again(self) -> None:
+        """Nothing is read in place."""
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
@@ -115,7 +144,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     torch, with the optimizer's state by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it.
 
     Args:
-        verify: compare the SHA-256 of all files first; each process that makes a reader reads them all.
+        verify: compare the checksums of all files first; each process that makes a reader reads them all.
 
     Raises:
         FileNotFoundError, CheckpointError: as :func:`load`.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layerzero.engine.runtime import Runtime
 from layerzero.storage.device import finish_copies, host_memory
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "finish_pending", "staging_of"]
 
 
 class _Waitable(Protocol):
@@ -62,3 +63,17 @@ class Staging:
 def _padded(tensor: Tensor) -> int:
     """Bytes, so that the next tensor is aligned for every dtype."""
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
+
+
+def staging_of(runtime: Runtime) -> Staging:
+    if runtime.staging is None:
+        runtime.staging = Staging(runtime.topology.device)
+    return cast("Staging", runtime.staging)
+
+
+def finish_pending(runtime: Runtime) -> None:
+    """Wait for a save in the background, and raise its error."""
+    staging = staging_of(runtime)
+    if staging.pending is not None:
+        pending, staging.pending = staging.pending, None
+        pending.wait()

@@ -1,143 +1,40 @@
-"""What a model and an optimizer hold, as names and tensors; and how it is put back.
+"""What a load changes: what fits is decided before anything is read, and put back when all of it is known.
 
 [Note: Nothing changes before all is known]
-A load compares every name, shape and dtype with what the checkpoint's table says, then reads everything into memory of
-its own, and only when that has worked on all ranks writes to the model and the optimizer.
+A load compares every name, shape and dtype with what the checkpoint's table says. Then it reads every byte that this
+rank wants and compares its checksum: what needs new memory anyway is kept, the rest goes by in a small buffer. Only
+when that has worked on all ranks is anything changed: masters and optimizer state that have memory already are now read
+into it, most likely from the page cache, and compared once more. New memory for them would cost more than this second
+reading, and as many bytes again as the state has.
+
+What is left is a disk that could be read and a moment later cannot. Then nothing can be undone: the load is an error on
+all ranks, and the model and the optimizer refuse to be used until a load has succeeded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checks import StoredTensor
+from layerzero.checkpoint.names import Names
 from layerzero.checkpoint.stepping import GroupCheck, as_kept, key_of
 from layerzero.checkpoint.storage import Contents
-from layerzero.checkpoint.values import Decoder, Encoder, references
+from layerzero.checkpoint.values import Decoder, references
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.rows import Watch
-from layerzero.tensors.sharded import LocalRows, plain, sharded
+from layerzero.tensors.sharded import plain, sharded
 
-__all__ = ["Names", "Restore", "encode_all"]
-
-
-class Names:
-    """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
-
-    Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
-    checkpoints leave it out.
-
-    Attributes:
-        targets: by stored name: parameters, persistent buffers, and modules with an extra state.
-        members: by stored name.
-        odd: names in the state dict that stand for none of these.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.entries: dict[str, Any] = {}  # by stored name: what is saved
-        self.targets: dict[str, Tensor | nn.Module] = {}
-        self.odd: list[str] = []
-        model = runtime.model
-        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        # Names do not tell: a wrapper may hide itself from state dicts, which go through modules in this order.
-        owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
-        state = {_plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-        extra = [name for name in state if name.endswith(_EXTRA)]
-        owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
-        first_name: dict[int, str] = {}
-        for name, value in state.items():
-            target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
-            if target is None:
-                self.odd.append(name)
-                continue
-            self.entries[name], self.targets[name] = value, target
-            first_name.setdefault(id(target), name)
-        self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
-        for own_name, parameter in model.named_parameters(remove_duplicate=False):
-            self._stored[own_name] = first_name.get(id(parameter), _plain_name(own_name))
-        self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-
-    def of_rows(self, rows: LocalRows) -> str:
-        """Of the parameter that a sharded tensor is cut like."""
-        return self._stored[rows.span.name]
-
-    def to_stored(self, name: str) -> str:
-        """The stored name of what the optimizer calls `name`."""
-        return self._stored.get(name, name)
-
-
-_EXTRA = "_extra_state"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def encode_all(
-    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, rank: int
-) -> tuple[dict[str, Any], Encoder]:
-    """The document of a checkpoint, and the encoder that has its tensors.
-
-    Raises:
-        TypeError: something cannot be put into a checkpoint; names it.
-    """
-    names = Names(runtime)
-    if names.odd:
-        raise TypeError(
-            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
-            "extra state of a module: a hook made it, and a load could not put it back"
-        )
-    encoder = Encoder(rank, names.of_rows)
-    stepped: dict[str, Any] | None = None
-    if optimizer is not None:
-        stepped = {"class": type(optimizer.inner).__name__, **_renamed(optimizer.state_dict(), names.to_stored)}
-        _check_state(names, stepped["state"])
-    document = {
-        "model": encoder.encode(dict(names.entries), "model"),
-        "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
-        "extra": encoder.encode_tree(extra, "extra"),
-    }
-    encoder.digest_tensors("extra")
-    return document, encoder
-
-
-def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
-    for name, values in state.items():
-        for key, value in values.items():
-            if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
-                shape = list(value.shape)
-                raise TypeError(f"optimizer.state.{name}.{key} has shape {shape}: neither its parameter's nor a number")
-
-
-def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
-    """An optimizer's state dict under other names of parameters."""
-    return {
-        "state": {rename(name): values for name, values in state_dict["state"].items()},
-        "param_groups": [
-            {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
-            for group in state_dict["param_groups"]
-        ],
-    }
-
-
-def _number(value: Any) -> Any:
-    """A hyperparameter, of which a tensor of one number is stored as the number."""
-    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+__all__ = ["Restore"]
 
 
 @dataclass(frozen=True)
@@ -153,14 +50,22 @@ class Restore:
 
     Args:
         rank: of this rank among those that saved, if they were as many; else None.
+        twice: the source can be read a second time, into memory of the model and the optimizer.
 
     Attributes:
         problems: what does not fit, a line each; those entries are left out.
-        tensors: by key, what is to be read; sharded or whole, on the CPU.
+        tensors: by key, what is to be read; sharded or whole. New memory on the CPU, but for those `in_place`.
+        in_place: keys of the tensors that the model or the optimizer holds, which may be written to after all is known.
     """
 
     def __init__(
-        self, runtime: Runtime, optimizer: ShardedOptimizer | None, contents: Contents, *, rank: int | None
+        self,
+        runtime: Runtime,
+        optimizer: ShardedOptimizer | None,
+        contents: Contents,
+        *,
+        rank: int | None,
+        twice: bool = False,
     ) -> None:
         self.problems: list[str] = []
         self.tensors: dict[str, Tensor] = {}
@@ -173,6 +78,7 @@ class Restore:
         self._rank = rank
         self._landings: list[_Landing] = []
         self._uses: dict[str, list[Member | None]] = {}  # by key: the parameters that it is cut like; None: whole
+        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
@@ -183,6 +89,7 @@ class Restore:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
+        self.in_place = self._can_hold() if twice else frozenset()
         for key, members in self._uses.items():
             self.tensors[key] = self._memory(key, members)
 
@@ -208,7 +115,7 @@ class Restore:
             self.problems.append(f"unexpected: {name}")
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        member = self._names.members.get(names[0]) or self._runtime.member_of(target)
+        member = self._names.members.get(names[0]) or self._runtime.parameters.member_of(target)
         dtype = target.dtype if member is None else member.master.dtype
         keys: dict[str, str] = {}  # to the first name that has it
         for name in names:
@@ -220,7 +127,7 @@ class Restore:
             else:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
-            self._use(key, member)
+            self._use(key, member, member.master if member is not None and len(keys) == 1 else None)
             if index == 0:
                 self._landings.append(_Landing(key, target if member is None else member))
                 first = (name, key)
@@ -249,6 +156,7 @@ class Restore:
             for name in optimizer.parameter_names(group)
         }
         state: dict[str, Any] = {}
+        held = optimizer.state_by_name()
         for name, values in stored.get("state", {}).items():
             if name not in here:
                 self.problems.append(f"unexpected in the optimizer: {name}")
@@ -267,8 +175,9 @@ class Restore:
             wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
             self.problems += wrong
             if not wrong:
-                for key in keys.values():
-                    self._use(key, member if self._stored[key].shape else None)
+                for entry, key in keys.items():
+                    home = held.get(here[name], {}).get(entry)
+                    self._use(key, member if self._stored[key].shape else None, home)
                 state[here[name]] = values
                 self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]
@@ -300,15 +209,30 @@ class Restore:
         else:
             self._use(key, member)
 
-    def _use(self, key: str, member: Member | None) -> None:
+    def _use(self, key: str, member: Member | None, home: Tensor | None = None) -> None:
         """The stored tensor `key` is wanted: the rows of `member` that are on this rank, or all of them."""
         self._uses.setdefault(key, []).append(member)
+        if member is not None and isinstance(home, Tensor):
+            self._homes[key] = home
+
+    def _can_hold(self) -> frozenset[str]:
+        """The keys whose rows are wanted once, and by memory that can take their bytes as they are."""
+        able: list[tuple[int, int, str]] = []  # where it begins and ends
+        for key, home in self._homes.items():
+            (member, *others), stored = self._uses[key], self._stored[key]
+            if member is not None and not others and _takes_bytes(home, member, stored):
+                able.append((home.data_ptr(), home.data_ptr() + home.nbytes, key))
+        able.sort()
+        apart = all(one[1] <= other[0] for one, other in pairwise(able))
+        return frozenset(key for _, _, key in able) if apart else frozenset()
 
     def _memory(self, key: str, members: list[Member | None]) -> Tensor:
         """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
         stored, first = self._stored[key], members[0]
         if first is None or not all(member is not None and member.span.cut_like(first.span) for member in members):
             return torch.empty(stored.shape, dtype=stored.dtype)
+        if key in self.in_place:
+            return sharded(self._homes[key].detach(), first.span, Watch())
         rows = torch.empty(len(first.span.rows), *stored.shape[1:], dtype=stored.dtype)
         return sharded(rows, first.span, Watch())
 
@@ -333,20 +257,26 @@ class Restore:
             if not _equal(plain(self.tensors[key]), plain(self.tensors[other]))
         ]
 
-    @torch.no_grad()
-    def commit(self) -> Any:
-        """Write it all; returns ``extra``. Every rank must call this."""
+    def prepare(self) -> Any:
+        """Put back what is no tensor of the model, and let everything come to rest; returns ``extra``."""
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
         self._runtime.refreshes.before_write()
+        return extra
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write it all, or take it for written where it was read in place. Every rank must call this."""
+        for key in self.in_place:
+            increment_version(self._homes[key])  # graphs that hold it are out of date
         for landing in self._landings:
-            target = landing.target.master if isinstance(landing.target, Member) else landing.target
-            target.copy_(self._rows(landing.key, landing.target))
+            if landing.key not in self.in_place:
+                target = landing.target.master if isinstance(landing.target, Member) else landing.target
+                target.copy_(self._rows(landing.key, landing.target))
         self._runtime.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)
-        return extra
 
     def _commit_optimizer(self, optimizer: ShardedOptimizer, settings: list[dict[str, Any]]) -> None:
         groups = [
@@ -358,6 +288,17 @@ class Restore:
             kept, loaded = self._kept[name], self._decoder.decode(values)
             state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
+
+
+def _takes_bytes(home: Tensor, member: Member, stored: StoredTensor) -> bool:
+    return (
+        type(home) in (Tensor, nn.Parameter)
+        and home.layout is torch.strided
+        and home.dtype == stored.dtype
+        and home.shape == (len(member.span.rows), *stored.shape[1:])
+        and home.is_contiguous()
+        and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
+    )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["Member"]
+__all__ = ["Member", "Parameters"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,3 +35,34 @@ class Member:
             return bool(torch._C._will_engine_execute_node(self.accumulates))  # type: ignore[attr-defined]
         except RuntimeError:  # autograd.grad for the leaf itself
             return True
+
+
+class Parameters:
+    """Whose a parameter is that somebody holds: an optimizer, for instance.
+
+    Args:
+        members: of the model, by name.
+        ignored: parameters of it that were left alone.
+    """
+
+    def __init__(self, members: Mapping[str, Member], ignored: Iterable[nn.Parameter]) -> None:
+        self._members = members
+        self._member_of = WeakIdKeyDictionary({member.parameter: member for member in members.values()})
+        self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
+        self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
+
+    def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
+        """Know the parameters that the model had before sharding, and their names: an optimizer may hold them."""
+        for parameter, name in origins:
+            self._origins[parameter] = self._members[name]
+
+    def member_of(self, parameter: Tensor) -> Member | None:
+        """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
+        member: Member | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
+        if member is None:
+            member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
+        return member
+
+    def is_ignored(self, parameter: Tensor) -> bool:
+        """The model had it when it was sharded, and shard_model was told to leave it alone."""
+        return parameter in self._ignored

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.comm.order import GatherOrder
 from layerzero.comm.topology import Topology
 from layerzero.comm.whereabouts import LostExchange
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.member import Member
+from layerzero.engine.member import Parameters
 from layerzero.engine.micro_batches import MicroBatches
 from layerzero.engine.outside import refuse_transforms
 from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_backward, is_calling_itself
@@ -72,13 +71,12 @@ class Runtime:
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.views: list[View] = []  # the contexts that are entered
+        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
         self.members = {member.name: member for handle in self.handles for member in handle.members}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
-        self._member_of = WeakIdKeyDictionary({member.parameter: member for member in self.members.values()})
-        self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
-        self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
+        self.parameters = Parameters(self.members, ignored)
         self._running: list[Call] = []  # calls of units under way, outermost first
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
@@ -108,24 +106,6 @@ class Runtime:
                 "the sharded model is gone: nothing refers to it any more; keep the model that was sharded"
             )
         return model
-
-    # Parameters
-
-    def remember_origins(self, origins: Sequence[tuple[nn.Parameter, str]]) -> None:
-        """Know the parameters that the model had before sharding: an optimizer may hold them."""
-        for parameter, name in origins:
-            self._origins[parameter] = self.members[name]
-
-    def member_of(self, parameter: Tensor) -> Member | None:
-        """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
-        member: Member | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
-        if member is None:
-            member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
-        return member
-
-    def is_ignored(self, parameter: Tensor) -> bool:
-        """The model had it when it was sharded, and shard_model was told to leave it alone."""
-        return parameter in self._ignored
 
     # Forward
 
@@ -188,6 +168,8 @@ class Runtime:
         return not self._is_running(unit) and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
+        if self.torn is not None:
+            raise RuntimeError(self.torn)
         if self.before_first_forward is not None:
             self.before_first_forward()
             self.before_first_forward = None

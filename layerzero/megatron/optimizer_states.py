@@ -43,7 +43,7 @@ class Stepped(NamedTuple):
         """The sharded parameters of one of the optimizer's groups."""
         runtime = runtime_of(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
-            member = runtime.member_of(parameter)
+            member = runtime.parameters.member_of(parameter)
             if member is None:
                 raise NotImplementedError(
                     f"the optimizer steps {name!r}, which is not sharded; use layerzero.megatron.save and load"

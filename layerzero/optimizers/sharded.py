@@ -87,6 +87,7 @@ class ShardedOptimizer(AroundAnother):
 
     def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
         self.inner = inner
+        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self._runtime = runtime
         self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
@@ -106,7 +107,7 @@ class ShardedOptimizer(AroundAnother):
         for old, masters in zip(old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
-                    member = runtime.member_of(parameter)
+                    member = runtime.parameters.member_of(parameter)
                     inner.state[master] = cut_state(old_state[parameter], member)
         runtime.optimizers.add(self)
 
@@ -127,6 +128,8 @@ class ShardedOptimizer(AroundAnother):
         """
         if View.AVERAGES in self._runtime.views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
+        if torn := self._runtime.torn or self.torn:
+            raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None
         if closure is not None:
@@ -193,12 +196,14 @@ class ShardedOptimizer(AroundAnother):
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
-        require_one_kind(self.inner, param_group, [p for p in parameters if self._runtime.is_ignored(p)], parameters)
+        require_one_kind(
+            self.inner, param_group, [p for p in parameters if self._runtime.parameters.is_ignored(p)], parameters
+        )
         shown: list[Tensor] = []
         masters: list[Tensor] = []
         for parameter in parameters:
-            member = self._runtime.member_of(parameter)
-            if member is None and not self._runtime.is_ignored(parameter):
+            member = self._runtime.parameters.member_of(parameter)
+            if member is None and not self._runtime.parameters.is_ignored(parameter):
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
                     "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
@@ -325,6 +330,10 @@ class ShardedOptimizer(AroundAnother):
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
         """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
         return [self._name(parameter) for parameter in group["params"]]
+
+    def state_by_name(self) -> dict[str, Mapping[str, Any]]:
+        """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
+        return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
     def _name(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))

@@ -30,7 +30,7 @@ def guard_optimizers(runtime: Runtime) -> None:
             return  # an optimizer around a sharded one, which it steps; what else it does is seen by the parameters
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                member = runtime.member_of(parameter)
+                member = runtime.parameters.member_of(parameter)
                 if member is not None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded; "

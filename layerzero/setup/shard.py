@@ -163,7 +163,7 @@ def shard_model(
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     runtime = Runtime(model, units_built, config, topology, buffers, ignored)
-    runtime.remember_origins(origins)
+    runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not sync_module_states):
         runtime.before_first_forward = refusal_of(unwritten, runtime.members, topology.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from layerzero import checkpoint
 from layerzero.checkpoint import files
+from layerzero.checkpoint.checksums import Scheme, sums_of
 from tests.support.checkpointing import sharded_net, train
 
 DATA = "rank-00000.safetensors"
@@ -36,13 +38,17 @@ def nested(depth: int) -> Any:
     return value
 
 
-def sign(path: Path, listed: dict[str, str] | None = None, sequence: Any = 0, **more: Any) -> None:
+def sign(
+    path: Path, listed: dict[str, str] | None = None, sequence: Any = 0, scheme: Scheme | None = None, **more: Any
+) -> None:
     """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
     listed = listed or {file.name: file.name for file in path.iterdir() if file.name != files.MANIFEST}
+    scheme = scheme or Scheme.best()
     table = {}
     for name, file in listed.items():
         content = (path / file).read_bytes()
-        table[name] = [len(content), files.hashlib.sha256(content).hexdigest()]
+        table[name] = [len(content), sums_of(content, scheme)]
     known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table, **more}
-    (path / files.MANIFEST).unlink()
+    known = {"checksums": asdict(scheme), **known}
+    (path / files.MANIFEST).unlink(missing_ok=True)
     (path / files.MANIFEST).write_bytes(files._manifest_text(known))

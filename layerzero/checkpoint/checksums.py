@@ -1,0 +1,257 @@
+"""Sums over the chunks of a file, by which damage is noticed in what is read, and no more has to be read for it.
+
+[Note: What a checksum is for]
+Disks, networks and copies that were cut short change bytes by accident. Any good hash of 128 bits notices that, and a
+fast one costs next to nothing beside the disk: XXH3-128, of the package xxhash. Nothing here stops an enemy, who would
+write new sums beside new bytes; a cryptographic hash would not either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.checkpoint.untrusted import CheckpointError
+
+__all__ = ["Piece", "Scheme", "Sums", "read_pieces", "sums_of"]
+
+CHUNK = 8 << 20  # bytes: a reader of one row reads so much, and a terabyte of files has 4 MB of sums
+_SMALLEST = 1 << 20  # that is read: each chunk costs memory
+WHOLE = 2**63  # a chunk that every file fits into
+_STEP = 512 << 10  # bytes that are summed while they are in the cache
+_THREADS = 4  # that read and sum at once
+_XXH3, _SHA256 = "xxh3-128", "sha256"
+_WIDTHS = {_XXH3: 32, _SHA256: 64}  # hexadecimal digits of one sum
+
+
+def _xxh3() -> Any:
+    from xxhash import xxh3_128  # noqa: PLC0415 - an extra
+
+    return xxh3_128()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How files are summed.
+
+    Attributes:
+        chunk: bytes of a file that have one sum; the last chunk may be shorter.
+    """
+
+    algorithm: str
+    chunk: int
+
+    @staticmethod
+    @cache
+    def best() -> Scheme:
+        """The fastest that is installed here."""
+        with suppress(ModuleNotFoundError):
+            _xxh3()
+            return Scheme(_XXH3, CHUNK)
+        return Scheme(_SHA256, CHUNK)
+
+    @classmethod
+    def version_1(cls) -> Scheme:
+        """Of checkpoints that have one SHA-256 for each file."""
+        return cls(_SHA256, WHOLE)
+
+    @property
+    def is_chunked(self) -> bool:
+        """A part of a file can be compared without the rest of it."""
+        return self.chunk < WHOLE
+
+    def check(self) -> None:
+        """Raise ValueError unless layerzero knows it."""
+        if type(self.algorithm) is not str or self.algorithm not in _WIDTHS:
+            raise ValueError(f"checksums by {self.algorithm!r}, which this layerzero does not know")
+        if type(self.chunk) is not int or self.chunk < _SMALLEST:
+            raise ValueError(f"checksums over {self.chunk!r} bytes")
+
+    def hasher(self) -> Any:
+        """A new sum over nothing, with ``update`` and ``hexdigest``."""
+        if self.algorithm == _SHA256:
+            return hashlib.sha256()
+        try:
+            return _xxh3()
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "the checkpoint has XXH3 checksums, and xxhash is not installed: "
+                'pip install "torch-layerzero[checkpoint]"'
+            ) from error
+
+    def count(self, size: int) -> int:
+        """The chunks of a file of `size` bytes; an empty file has one, of nothing."""
+        return max(1, -(-size // self.chunk))
+
+    def fits(self, sums: object, size: int) -> bool:
+        """It can be the sums of a file of `size` bytes."""
+        return type(sums) is str and len(sums) == self.count(size) * _WIDTHS[self.algorithm]
+
+    def of_chunk(self, sums: str, index: int) -> str:
+        width = _WIDTHS[self.algorithm]
+        return sums[index * width : (index + 1) * width]
+
+
+class Sums:
+    """The sums of a file that comes piece by piece."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.size = 0
+        self._scheme = scheme
+        self._done: list[str] = []
+        self._hasher = scheme.hasher()
+
+    def update(self, piece: Any) -> None:
+        """The next bytes: any object with a buffer."""
+        rest = memoryview(piece)
+        while rest.nbytes:
+            room = (len(self._done) + 1) * self._scheme.chunk - self.size
+            part = rest[:room]
+            self._hasher.update(part)
+            self.size += part.nbytes
+            if part.nbytes == room:
+                self._done.append(self._hasher.hexdigest())
+                self._hasher = self._scheme.hasher()
+            rest = rest[room:]
+
+    def hexdigest(self) -> str:
+        """Those of all chunks, one after the other."""
+        last = [] if self._done and self.size % self._scheme.chunk == 0 else [self._hasher.hexdigest()]
+        return "".join([*self._done, *last])
+
+
+def sums_of(text: bytes, scheme: Scheme) -> str:
+    """Of a file that has been read."""
+    sums = Sums(scheme)
+    sums.update(text)
+    return sums.hexdigest()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file that are wanted.
+
+    Attributes:
+        into: one-dimensional, uint8, ``stop - start`` of them, on any device; None: they are compared only.
+    """
+
+    start: int
+    stop: int
+    into: Tensor | None
+
+
+def read_pieces(path: Path, size: int, sums: str | None, scheme: Scheme, pieces: Sequence[Piece]) -> None:
+    """Read pieces of a file, and compare the sums of all chunks in which they lie, as they come.
+
+    Args:
+        sums: of the whole file; None: nothing is compared.
+        pieces: in the order of the file, none within another.
+
+    Raises:
+        CheckpointError: the file is not what was written, or cannot be read. What was to be filled has any contents.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    try:
+        stretches = list(_stretches(size, sums, scheme, pieces))
+        with ThreadPoolExecutor(max(1, min(_THREADS, len(stretches)))) as pool:
+            jobs = [pool.submit(_read_stretch, descriptor, scheme, stretch) for stretch in stretches]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    except _Damage as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+class _Damage(Exception):
+    """Bytes that are not what was written."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Bytes of a file that are read in one go.
+
+    Attributes:
+        pieces: inside it, in order. What lies between them is read for the sum alone.
+        sum: of them all; None: not known.
+    """
+
+    start: int
+    stop: int
+    pieces: Sequence[Piece]
+    sum: str | None
+
+
+def _stretches(size: int, sums: str | None, scheme: Scheme, pieces: Sequence[Piece]) -> Iterator[_Stretch]:
+    chunk = scheme.chunk if sums is not None else CHUNK
+    cut: dict[int, list[Piece]] = {}  # by chunk
+    for piece in pieces:
+        for index in range(piece.start // chunk, -(-piece.stop // chunk)):
+            start, stop = max(piece.start, index * chunk), min(piece.stop, (index + 1) * chunk)
+            into = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
+            cut.setdefault(index, []).append(Piece(start, stop, into))
+    for index, inside in cut.items():
+        if sums is None:
+            yield from (_Stretch(piece.start, piece.stop, [piece], None) for piece in inside if piece.into is not None)
+        else:
+            stop = min(size, (index + 1) * chunk)
+            yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
+
+
+def _read_stretch(descriptor: int, scheme: Scheme, stretch: _Stretch) -> None:
+    hasher = None if stretch.sum is None else scheme.hasher()
+    scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
+    at = stretch.start
+    for piece in stretch.pieces:
+        _stream(descriptor, at, piece.start, None, scratch, hasher)
+        _stream(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
+        at = piece.stop
+    _stream(descriptor, at, stretch.stop, None, scratch, hasher)
+    if hasher is not None and hasher.hexdigest() != stretch.sum:
+        raise _Damage(f"bytes {stretch.start:,} to {stretch.stop:,} have another {scheme.algorithm} than was written")
+
+
+def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
+    """Bytes `start` to `stop` of a file, summed if there is a `hasher`, and put where they belong."""
+    direct = into is not None and into.device.type == "cpu"
+    for at in range(start, stop, _STEP):
+        length = min(_STEP, stop - at)
+        if direct:
+            assert into is not None
+            part = memoryview((ctypes.c_char * length).from_address(into.data_ptr() + at - start))
+        else:
+            part = memoryview(scratch)[:length]
+        _fill(descriptor, part, at)
+        if hasher is not None:
+            hasher.update(part)
+        if into is not None and not direct:
+            into[at - start : at - start + length].copy_(torch.frombuffer(scratch, dtype=torch.uint8, count=length))
+
+
+def _fill(descriptor: int, part: memoryview, at: int) -> None:
+    done = 0
+    while done < part.nbytes:
+        count = os.preadv(descriptor, [part[done:]], at + done)
+        if count == 0:
+            raise _Damage(f"it ends at byte {at + done:,}")
+        done += count

@@ -1,0 +1,154 @@
+"""load, of whatever tensors can be read from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable
+from layerzero.checkpoint.files import CheckpointError, Manifest
+from layerzero.checkpoint.reading import Files
+from layerzero.checkpoint.staging import finish_pending
+from layerzero.checkpoint.state import Restore
+from layerzero.checkpoint.storage import Contents
+from layerzero.checkpoint.untrusted import printable
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.engine.view import View
+from layerzero.optimizers.sharded import ShardedOptimizer
+
+__all__ = ["Source", "load", "load_from"]
+
+
+def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
+    """Put a checkpoint into a sharded model and optimizer.
+
+    Each rank reads its own rows and compares their checksums, before anything is changed. All data-parallel ranks must
+    call this. Ranks, `zero3_size` and units need not be those that saved.
+
+    Args:
+        path: from :func:`save`, :func:`save_async`, or :func:`latest`.
+        optimizer: None leaves out the optimizer state that the checkpoint may have. Its parameter groups take the
+            hyperparameters that their parameters were saved with, whatever the groups were.
+        strict: False loads what fits and warns about the rest.
+
+    Returns:
+        The ``extra`` that was saved; tensors on the CPU, sharded ones cut as the model now is.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed; if a file
+            could be read and then, a moment later, could not, the message says so, and the model and the optimizer
+            refuse to be used until a load has succeeded.
+        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+
+    Example::
+
+        path = layerzero.checkpoint.latest("runs/1")
+        extra = layerzero.checkpoint.load(path, model, optimizer) if path else {"step": 0}
+    """
+    path = Path(path)
+
+    def opened(runtime: Runtime) -> Source:
+        control = runtime.topology.control
+        return Files(Manifest.read(path), rank=control.rank, ranks=control.size)
+
+    return load_from(opened, os.fspath(path), model, optimizer, strict=strict)
+
+
+class Source(Protocol):
+    """A checkpoint that a rank has opened.
+
+    Attributes:
+        fingerprint: the same on all ranks if all have opened the same one.
+        twice: :meth:`read_again` works.
+    """
+
+    contents: Contents
+    fingerprint: object
+    twice: bool
+
+    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
+        """Fill the tensors, of those `in_place` only see that they can be filled. Every rank must call this."""
+
+    def read_again(self) -> None:
+        """Fill those in place."""
+
+
+def load_from(
+    opened: Callable[[Runtime], Source],
+    path: str,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    *,
+    strict: bool,
+) -> Any:
+    """:func:`load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
+    runtime = runtime_of(model)
+    control = runtime.topology.control
+    fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
+    failure: Exception | None = None
+    source: Source | None = None
+    restore: Restore | None = None
+    try:
+        finish_pending(runtime)
+        check_usable(runtime, optimizer)
+        if View.AVERAGES in runtime.views:
+            raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
+        source = opened(runtime)
+        fields["files"] = source.fingerprint
+        same = source.contents.topology.get("data_parallel") == control.size
+        rank = control.rank if same else None
+        restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice)
+        if restore.problems and strict:
+            raise ValueError(printable(f"{path} does not fit: " + "; ".join(restore.problems)))
+    except Exception as error:
+        failure = error
+    agree_or_raise("checkpoint.load", runtime, fields, failure)
+    assert source is not None and restore is not None
+    try:
+        source.read(restore.tensors, restore.in_place)
+        if twins := restore.twin_problems():
+            raise ValueError(printable("; ".join(twins)))
+    except LostEachOther:
+        raise
+    except Exception as error:
+        failure = error
+    agree_or_raise("checkpoint.load", runtime, {}, failure)
+    extra = _commit(runtime, optimizer, source, restore, path)
+    if restore.problems and control.rank == 0:
+        said = printable("; ".join(restore.problems))
+        warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
+    return extra
+
+
+def _commit(runtime: Runtime, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str) -> Any:
+    """Change the model and the optimizer, which is the point of no return; returns ``extra``."""
+    extra = restore.prepare()
+    torn = runtime.torn, optimizer.torn if optimizer is not None else None
+    said = printable(
+        f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
+        "checkpoint before you go on"
+    )
+    failure: Exception | None = None
+    _mark(runtime, optimizer, said, said)
+    try:
+        source.read_again()
+    except Exception as error:
+        failure = CheckpointError(f"{error}. A moment ago it was right; now {said}")
+        failure.__cause__ = error
+    agree_or_raise("checkpoint.load", runtime, {}, failure)
+    restore.commit()
+    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # what was left out may still be torn
+    return extra
+
+
+def _mark(runtime: Runtime, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None) -> None:
+    runtime.torn = of_model
+    if optimizer is not None:
+        optimizer.torn = of_optimizer

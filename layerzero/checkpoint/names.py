@@ -1,0 +1,131 @@
+"""What a model and an optimizer hold, by the names that it has in a checkpoint; and all of it as a document.
+
+Values that are no tensors, and references to those that are, become JSON; see values.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.values import Encoder
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.tensors.sharded import LocalRows
+
+__all__ = ["Names", "encode_all"]
+
+
+class Names:
+    """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
+
+    Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
+    checkpoints leave it out.
+
+    Attributes:
+        targets: by stored name: parameters, persistent buffers, and modules with an extra state.
+        members: by stored name.
+        odd: names in the state dict that stand for none of these.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.entries: dict[str, Any] = {}  # by stored name: what is saved
+        self.targets: dict[str, Tensor | nn.Module] = {}
+        self.odd: list[str] = []
+        model = runtime.model
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        # Names do not tell: a wrapper may hide itself from state dicts, which go through modules in this order.
+        owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
+        state = {_plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        extra = [name for name in state if name.endswith(_EXTRA)]
+        owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
+        first_name: dict[int, str] = {}
+        for name, value in state.items():
+            target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
+            if target is None:
+                self.odd.append(name)
+                continue
+            self.entries[name], self.targets[name] = value, target
+            first_name.setdefault(id(target), name)
+        self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
+        for own_name, parameter in model.named_parameters(remove_duplicate=False):
+            self._stored[own_name] = first_name.get(id(parameter), _plain_name(own_name))
+        self.members = {self._stored[member.name]: member for member in runtime.members.values()}
+
+    def of_rows(self, rows: LocalRows) -> str:
+        """Of the parameter that a sharded tensor is cut like."""
+        return self._stored[rows.span.name]
+
+    def to_stored(self, name: str) -> str:
+        """The stored name of what the optimizer calls `name`."""
+        return self._stored.get(name, name)
+
+
+_EXTRA = "_extra_state"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def encode_all(
+    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, rank: int
+) -> tuple[dict[str, Any], Encoder]:
+    """The document of a checkpoint, and the encoder that has its tensors.
+
+    Raises:
+        TypeError: something cannot be put into a checkpoint; names it.
+    """
+    names = Names(runtime)
+    if names.odd:
+        raise TypeError(
+            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
+            "extra state of a module: a hook made it, and a load could not put it back"
+        )
+    encoder = Encoder(rank, names.of_rows)
+    stepped: dict[str, Any] | None = None
+    if optimizer is not None:
+        stepped = {"class": type(optimizer.inner).__name__, **_renamed(optimizer.state_dict(), names.to_stored)}
+        _check_state(names, stepped["state"])
+    document = {
+        "model": encoder.encode(dict(names.entries), "model"),
+        "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
+        "extra": encoder.encode_tree(extra, "extra"),
+    }
+    encoder.digest_tensors("extra")
+    return document, encoder
+
+
+def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
+    for name, values in state.items():
+        for key, value in values.items():
+            if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                shape = list(value.shape)
+                raise TypeError(f"optimizer.state.{name}.{key} has shape {shape}: neither its parameter's nor a number")
+
+
+def _renamed(state_dict: Mapping[str, Any], rename: Any) -> dict[str, Any]:
+    """An optimizer's state dict under other names of parameters."""
+    return {
+        "state": {rename(name): values for name, values in state_dict["state"].items()},
+        "param_groups": [
+            {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def _number(value: Any) -> Any:
+    """A hyperparameter, of which a tensor of one number is stored as the number."""
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
