@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.finite import OwnGradients
-from layerzero.megatron.groups import ProcessGroups
+from layerzero.megatron.groups import NOT_FOUND, ProcessGroups
 from layerzero.tensors.sharded import RowShardedTensor, plain
 from layerzero.views.full import load_full_state_dict
 
-__all__ = ["NOT_FOUND", "ShardedChunk"]
-
-NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
+__all__ = ["ShardedChunk"]
 
 
 class ShardedChunk(nn.Module):

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from torch import Tensor, nn
 
 from layerzero.engine.member import Member
-from layerzero.megatron.chunk import NOT_FOUND
+from layerzero.megatron.groups import NOT_FOUND
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.sharded import sharded
 

@@ -11,7 +11,9 @@ from layerzero.comm.agreement import agree
 from layerzero.comm.topology import groups_so_far, new_group_like
 from layerzero.storage.device import default_device_type
 
-__all__ = ["ProcessGroups", "process_groups", "tell_all", "together"]
+__all__ = ["NOT_FOUND", "ProcessGroups", "process_groups", "tell_all", "together"]
+
+NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
-from layerzero.megatron.chunk import NOT_FOUND, ShardedChunk
+from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.dist_states import describe
-from layerzero.megatron.groups import ProcessGroups, together
+from layerzero.megatron.groups import NOT_FOUND, ProcessGroups, together
 from layerzero.optimizers.elementwise import state_after_a_step
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.sharded import RowShardedTensor, plain

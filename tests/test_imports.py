@@ -1,0 +1,97 @@
+"""The shape of the package: which folder may import which, and how large things are."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "layerzero"
+# From the ground up; a folder may import itself and those before it.
+FLOORS = [
+    ("layout", "storage"),
+    ("comm",),
+    ("tensors",),
+    ("config", "config_file"),
+    ("engine",),
+    ("setup", "optimizers", "views"),
+    ("checkpoint", "verification"),
+    ("megatron",),
+]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Modules of the package that are imported when the program runs, wherever in the file."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("layerzero."):
+            assert child.module is not None
+            yield child.module
+        yield from _imports(child)
+
+
+def _modules() -> dict[str, set[str]]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = set(_imports(ast.parse(path.read_text(encoding="utf-8"))))
+    return found
+
+
+def _floor(module: str) -> int | None:
+    room = module.split(".")[1]
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, imported in _modules().items()
+        for other in imported
+        if "." in module and (mine := _floor(module)) is not None and (theirs := _floor(other)) is not None
+        if theirs > mine
+    ]
+    assert not wrong, wrong
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = _modules()
+    for start in modules:
+        seen: set[str] = set()
+        waiting = list(modules[start])
+        while waiting:
+            module = waiting.pop()
+            assert module != start, f"{start} is in a circle of imports"
+            if module not in seen:
+                seen.add(module)
+                waiting += modules.get(module, ())
+
+
+def _code_lines(path: Path) -> int:
+    """Without comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    documents: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            documents.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in skipped
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - documents)
+
+
+def test_nothing_is_too_large_to_be_read() -> None:
+    long = {str(path): lines for path in PACKAGE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 400}
+    assert not long, long
+    assert sum(map(_code_lines, (PACKAGE / "engine").glob("*.py"))) <= 2000
+    rooms = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert len(rooms) <= 17, rooms
