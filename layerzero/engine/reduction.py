@@ -43,7 +43,7 @@ class ReductionQueue:
         self.order = list(order)
         self.streams = streams
         self._next = 0  # in order: the first one not started in this pass
-        self._carried: list[Gradients] = []
+        self._carried: list[Gradients] = []  # started in this pass
         self._landings: list[deque[Awaited]] = [deque() for _ in _IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
@@ -71,6 +71,7 @@ class ReductionQueue:
         """Reduce what backwards inside no_sync have left behind."""
         for gradients in self.order:
             self.make_way_for(gradients)
+            self._carried.append(gradients)
             self._start(gradients.carry_rest())
         self.settle()
 
@@ -107,6 +108,7 @@ class ReductionQueue:
         gradients = self.order[self._next]
         self._next += 1
         self.make_way_for(gradients)
+        self._carried.append(gradients)
         return gradients.carry(across_replicas=across_replicas)
 
     def _start(self, carry: Carry | None) -> None:
@@ -117,7 +119,6 @@ class ReductionQueue:
 
     def _follow(self, carry: Carry) -> None:
         """One more is on its way."""
-        self._carried.append(carry.gradients)
         for landings, landed, most in zip(self._landings, carry.landings, _IN_FLIGHT, strict=False):
             landings.append(landed)
             self.streams.bound(landings, most)
