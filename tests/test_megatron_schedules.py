@@ -119,7 +119,9 @@ def _holds(rank: int, cases: list[Case]) -> None:
 
 
 def test_few_units_are_gathered_at_once_and_none_while_a_stage_waits() -> None:
-    run_ranks(_holds, [PIPELINE.but(layers=12), INTERLEAVED.but(layers=24, micro_batches=2)], world_size=4)
+    run_ranks(
+        _holds, [PIPELINE.but(layers=12), INTERLEAVED.but(layers=24, micro_batches=2)], world_size=4, node_memory="off"
+    )
 
 
 def _resumes(rank: int, folder: str, cases: list[Case]) -> None:
