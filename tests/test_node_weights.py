@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,35 +375,3 @@ def _mixed() -> nn.Module:
 
 def test_training_gives_the_bits_that_exchanges_give() -> None:
     run_ranks(_programs, world_size=4)
-
-
-# --- processes that end ---
-
-
-def _end_while_a_refresh_flies(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    store = dist.FileStore(str(folder / "store"), 4)
-    store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
-    model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
-    dist.barrier()
-    if rank >= 2:  # the other node never comes
-        time.sleep(60)
-    layerzero.refresh(model)
-    (handle,) = runtime_of(model).handles
-    assert handle._refreshing is not None and not handle._refreshing.done()
-
-
-def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
-    forks = multiprocessing.get_context("forkserver")
-    ranks = [forks.Process(target=_end_while_a_refresh_flies, args=(rank, tmp_path)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks[:2]:
-        process.join(45)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert codes == [0, 0, None, None], codes
