@@ -308,7 +308,6 @@ def _go_on_until_killed(rank: int, folder: Path, act: Callable[[nn.Module, int],
 def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     act: Callable[[nn.Module, int], None], seed: int, tmp_path: Path
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
     delay = random.Random(seed).uniform(0.0, 0.7)
     ranks = [_forks.Process(target=_go_on_until_killed, args=(r, tmp_path, act, delay), daemon=True) for r in range(2)]
     for process in ranks:
@@ -322,7 +321,35 @@ def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     assert codes == [0, -signal.SIGKILL], (codes, said)
     assert act is _meet or "rank 1 has died or has ended" in said, f"before the timeout: {said}"
     assert said, "within the timeouts of the store"
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in os.listdir("/dev/shm") if "layerzero" in name]
+
+
+def _end_while_a_refresh_flies(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
+    store = dist.FileStore(str(folder / "store"), 4)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    model = layerzero.shard_model(blocks(1), zero3_size=2)
+    dist.barrier()
+    if rank >= 2:  # the other node never comes
+        time.sleep(60)
+    layerzero.refresh(model)
+    handle = runtime_of(model).handles[0]
+    assert handle._refreshing is not None and not handle._refreshing.done()
+
+
+def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
+    ranks = [_forks.Process(target=_end_while_a_refresh_flies, args=(rank, tmp_path)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks[:2]:
+        process.join(45)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert codes == [0, 0, None, None], codes
 
 
 # --- one process that is missing ---

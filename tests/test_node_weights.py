@@ -31,6 +31,7 @@ from tests.support.ranks import run_ranks
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LATE = 0.3  # seconds
+VERY_LATE = 1.5  # where a rank that does not wait must come in time to do harm, however busy the machine is
 
 
 # --- a rank that is late ---
@@ -42,13 +43,14 @@ class _Slow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(64))
-        self.nap = 0.0
+        self.late = LATE
+        self.naps = False
         self.seen: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.weight.detach().clone()
-        if self.nap:
-            time.sleep(self.nap)
+        if self.naps:
+            time.sleep(self.late)
         self.seen.append(torch.equal(before, self.weight.detach()) and bool((before == before[0]).all()))
         return x + self.weight.float().sum()
 
@@ -92,7 +94,7 @@ def _swap(model: nn.Module, optimizer: Any, turn: int) -> None:
         for _, rows in ema._rows.values():
             rows.add_(1 + turn)
     with ema.swapped():
-        time.sleep(2 * LATE)
+        time.sleep(2 * model.late)
 
 
 WRITES = (_write_by_step, _write_by_edit, _write_data, _write_whole, _load, _load_plain, _swap)
@@ -104,10 +106,11 @@ def _late_reads(rank: int, write: Callable[..., None], policy: MixedPrecisionPol
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=policy)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
     if not honest:
+        model.late = VERY_LATE
         _be_careless()
     try:
-        for turn in range(3):
-            model.nap = LATE if rank % 2 == late else 0.0
+        for turn in range(3 if honest else 1):
+            model.naps = rank % 2 == late
             with torch.no_grad():
                 model(torch.zeros(2))
             write(model, optimizer, turn)
@@ -157,7 +160,7 @@ def _read_early(rank: int, honest: bool) -> bool:
     def late(self: SharedWeights, works: Any) -> None:
         value = own.clone()
         own.fill_(torch.nan)
-        time.sleep(LATE)
+        time.sleep(LATE if honest else VERY_LATE)
         own.copy_(value)
         land(self, works)
 

@@ -21,6 +21,7 @@ do the same.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,7 @@ from layerzero.comm.node_pool import FIRST_FREE_WORD
 
 __all__ = ["HandOver", "SharedWeights", "words_for"]
 
+_NAP = 5e-4  # seconds
 _COME = FIRST_FREE_WORD
 _FIRST_HANDLE = _COME + 1
 
@@ -84,6 +86,10 @@ class HandOver:
 
     def _land(self, landing: Sequence[tuple[Works, int]]) -> None:
         for works, word in landing:
+            while not works.done():
+                if not threading.main_thread().is_alive():  # the process ends, and would wait for this thread
+                    return
+                time.sleep(_NAP)
             try:
                 for work in works.each:
                     work.wait()
@@ -92,8 +98,6 @@ class HandOver:
             self.memory.signals.advance(word)
 
     def wait(self, word: int, target: int, name: str) -> None:
-        if not self.memory.signals.behind(word, target):
-            return
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
