@@ -239,6 +239,10 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_optimizers.py::test_apex_never_sees_an_empty_tensor",
     ),
     # --- settings and platforms ---
+    '`node_memory="auto"` shares memory': (
+        "test_node_weights.py::test_an_edit_in_a_forward_is_an_error",
+        "test_node_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
+    ),
     "Inside Megatron": (
         "integrations/test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",
     ),
@@ -259,7 +263,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_gradients.py::test_a_penalty_in_every_micro_batch",
         "test_limits_loops.py::test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync",
     ),
-    "With backends other than gloo": (
+    "With a backend that runs on the CPU and is not gloo": (
         "test_third_party_backend.py::test_all_ranks_launch_alike_however_late_each_exchange_is",
     ),
     "After `init_process_group(device_id=...)`": (

@@ -84,6 +84,8 @@ class Refreshes:
             self._agree(f"first forward; if parameters are changed before it, {_ALL_ALIKE}", edited)
             self._comes_first = False
             self.launch(edited)
+            if self._hand_over is not None:
+                self._hand_over.begin()
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
