@@ -35,7 +35,7 @@ from tests.support.models import (
     in_lockstep,
     integer_net,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_sharing as run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -284,7 +284,8 @@ def _go_on_until_killed(rank: int, folder: Path, act: Callable[[nn.Module, int],
     store = dist.FileStore(str(folder / "store"), 2)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    model = layerzero.shard_model(blocks(3), zero3_size=2, units=("units.0", "units.1", "units.2"))
+    units = ("units.0", "units.1", "units.2")
+    model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, node_memory="auto")
     dist.barrier()
     if rank == 1:
 
@@ -330,7 +331,7 @@ def _end_while_a_refresh_flies(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 4)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
-    model = layerzero.shard_model(blocks(1), zero3_size=2)
+    model = layerzero.shard_model(blocks(1), zero3_size=2, node_memory="auto")
     dist.barrier()
     if rank >= 2:  # the other node never comes
         time.sleep(60)

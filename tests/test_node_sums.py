@@ -23,7 +23,7 @@ from layerzero.comm.signals import LINE, Signals
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_sharing as run_ranks
 
 NUMEL = 64
 ROUNDS = 60

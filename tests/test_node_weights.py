@@ -26,7 +26,7 @@ from tests.support.models import (
     integer_batch,
     integer_net,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_sharing as run_ranks
 
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)

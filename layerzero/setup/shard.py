@@ -45,7 +45,7 @@ def shard_model(
     offload_grads: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
-    node_memory: str = "auto",
+    node_memory: str = "off",
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,

@@ -35,7 +35,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["BOTH", "mesh_of", "run_ranks"]
+__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing"]
 
 BOTH = pytest.mark.parametrize("node_memory", ["auto", "off"])  # shared memory where S > 1, and exchanges
 
@@ -49,7 +49,7 @@ def run_ranks(
     timeout: float = 120.0,
     pg_timeout: float = 60.0,
     store_file: Path | None = None,
-    node_memory: str = "auto",
+    node_memory: str = "off",
 ):
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
@@ -58,12 +58,17 @@ def run_ranks(
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: where the ranks meet; by default a server of this process.
-        node_memory: what ``shard_model`` does where it is not told: "off" for what is said of exchanges.
+        node_memory: what ``shard_model`` does where it is not told.
 
     Raises:
         AssertionError: a rank raised (holds every traceback), or did not return in time.
     """
     return _pool.run(fn, args, world_size, timeout, _Setting(pg_timeout, node_memory), store_file)
+
+
+def run_sharing(fn: Callable[..., Any], *args: Any, **settings: Any):
+    """:func:`run_ranks` whose models share the memory of their node."""
+    return run_ranks(fn, *args, **{"node_memory": "auto", **settings})
 
 
 class _Setting(NamedTuple):
@@ -239,7 +244,7 @@ def _call(
     try:
         return fn(rank, *args)
     finally:
-        defaults["node_memory"] = "auto"
+        defaults["node_memory"] = "off"
         _meshes.clear()
         _clear_caches()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own
