@@ -146,7 +146,7 @@ def _machine() -> dict[str, str]:
         "processor": processor,
         "cores": str(os.cpu_count()),
         "memory": f"{memory / 2**20:.0f} GiB",
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         **packages,
     }
