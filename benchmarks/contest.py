@@ -67,10 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.again:
         for job in jobs:
             results.records.pop(Results.key(*job), None)
+    until = time.monotonic() + 60 * args.minutes
     with two_nodes(args.rate) if args.where == "two-nodes" else one_machine() as nodes:
         for turn in range(args.rounds):
             for job in jobs if turn % 2 == 0 else reversed(jobs):
                 if len(results.record(*job)["runs"]) <= turn:
+                    if time.monotonic() > until:
+                        print("out of time; the same command goes on", flush=True)
+                        return 0
                     _run(job, args, settings, results, nodes)
                     results.save(path)
     return 0
@@ -120,6 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of all rounds together")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, help="seconds for the measured steps of one contestant")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later than that")
     parser.add_argument("--rate", default="1gbit", help="of the cable between two nodes, in each direction")
     parser.add_argument("--again", action="store_true", help="measure anew what has been measured")
     parser.add_argument("--results", type=Path, help="file; by default benchmarks/results/WHERE.json")
@@ -141,7 +146,7 @@ def _machine() -> dict[str, str]:
         "processor": processor,
         "cores": str(os.cpu_count()),
         "memory": f"{memory / 2**20:.0f} GiB",
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         **packages,
     }

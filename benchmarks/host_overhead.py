@@ -6,8 +6,8 @@ One process plays rank 0 of 64 on torch's fake process group, whose collectives 
 model is 32 small units, so that what is left of a pass, beyond the plain model's time, is the cost of hooks, views,
 buffer handling and launches. On a GPU this is the time that the host needs to run ahead of the device.
 
-The plain model and the contestants take turns; the median of this thread's CPU time is printed. Nothing is exchanged,
-so the numbers in the tensors mean nothing.
+The plain model and the contestants take turns; printed is this thread's CPU time: the median, and the quartiles that it
+lies between. Nothing is exchanged, so the numbers in the tensors mean nothing.
 """
 
 from __future__ import annotations
@@ -148,14 +148,17 @@ def report(contestants: list[Contestant], args: argparse.Namespace) -> None:
         f"torch {torch.__version__}, rank 0 of {args.world_size} on the fake process group, {args.units} units; "
         "us of CPU time per unit and pass beyond the plain model's"
     )
-    print(f"{'':<34}{'forward':>12}{'backward, accumulating':>26}{'backward, reducing':>22}")
+    print(f"{'':<34}{'forward':>20}{'backward, accumulating':>26}{'backward, reducing':>22}")
     base = {kind: statistics.median(times) for kind, times in contestants[0].seconds.items()}
     for each in contestants:
-        shown = {
-            kind: (statistics.median(times) - (base[kind] if each is not contestants[0] else 0)) / args.units * 1e6
-            for kind, times in each.seconds.items()
-        }
-        print(f"{each.name:<34}{shown['forward']:>12.1f}{shown['accumulate']:>26.1f}{shown['reduce']:>22.1f}")
+        shown = {}
+        for kind, times in each.seconds.items():
+            quarters = statistics.quantiles(times, n=4)
+            low, middle, high = (
+                (seconds - (base[kind] if each is not contestants[0] else 0)) / args.units * 1e6 for seconds in quarters
+            )
+            shown[kind] = f"{middle:.0f} ({low:.0f} - {high:.0f})"
+        print(f"{each.name:<34}{shown['forward']:>20}{shown['accumulate']:>26}{shown['reduce']:>22}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@ for every tensor, so no framework has to be believed and none is favoured. It lo
 the largest sum counts: after a micro-batch that does not end the step, after the last backward, and after the update.
 Activations are gone at each of them; token batches are left out by the caller. Buffers that only C++ holds are not
 seen; the peak of the process's memory, measured beside it, has them.
+
+[Note: Memory that ranks share]
+A mapping that several ranks share is memory once, however many of them have it, and every tensor in it is a view. So
+tensors in shared mappings are not counted; each rank counts its share of all pages that the file behind the mapping
+has, touched or not. The kernel counts touched pages as resident in each process: that is put right in the peak.
 """
 
 from __future__ import annotations
@@ -15,20 +20,65 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["model_state_bytes", "peak_bytes", "reset_peak", "resident_bytes", "return_freed_memory"]
+__all__ = [
+    "Shared",
+    "model_state_bytes",
+    "peak_bytes",
+    "reset_peak",
+    "resident_bytes",
+    "return_freed_memory",
+    "shared_memory",
+]
 
 _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
-def model_state_bytes(*, apart_from: Iterable[Tensor] = ()) -> int:
-    """Bytes of all live CPU tensors' storages. See [Note: What model state is]."""
+class Shared(NamedTuple):
+    """What this process shares with others; see [Note: Memory that ranks share]."""
+
+    addresses: tuple[range, ...]
+    held: int  # bytes of pages that exist, for all who share them together
+    resident: int  # bytes of them that this process has touched
+
+
+def shared_memory() -> Shared:
+    """All shared mappings of files without a name (Linux)."""
+    addresses, files, resident, inside = [], set(), 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):  # the head of a mapping: addresses, permissions, offset, device, inode, path
+            inside = fields[1].endswith("s") and len(fields) > 5 and fields[5].startswith("/memfd:")
+            if inside:
+                begin, end = (int(each, 16) for each in fields[0].split("-"))
+                addresses.append(range(begin, end))
+                files.add(int(fields[4]))
+        elif inside and fields[0] == "Rss:":
+            resident += int(fields[1]) * 1024
+    blocks = {}
+    for file in os.listdir("/proc/self/fd") if files else ():
+        with suppress(OSError):  # the one that lists them
+            found = os.stat(f"/proc/self/fd/{file}")
+            if found.st_ino in files:
+                blocks[found.st_dev, found.st_ino] = found.st_blocks
+    return Shared(tuple(addresses), 512 * sum(blocks.values()), resident)
+
+
+def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) -> int:
+    """Bytes of all live CPU tensors' storages. See [Note: What model state is].
+
+    Args:
+        sharers: ranks among which this one's shared memory is divided.
+    """
     gc.collect()
+    shared = shared_memory()
     ignored = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
     storages: dict[int, int] = {}
     for found in gc.get_objects():
@@ -42,9 +92,11 @@ def model_state_bytes(*, apart_from: Iterable[Tensor] = ()) -> int:
             if tensor.layout != torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() and storage.data_ptr() not in ignored:
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            address = storage.data_ptr()
+            others = address in ignored or any(address in mapping for mapping in shared.addresses)
+            if storage.nbytes() and address and not others:
+                storages[address] = storage.nbytes()
+    return sum(storages.values()) + shared.held // sharers
 
 
 def resident_bytes() -> int:
@@ -68,9 +120,10 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_bytes() -> int:
-    """The highest resident memory since :func:`reset_peak`."""
+def peak_bytes(*, sharers: int = 1) -> int:
+    """The highest resident memory since :func:`reset_peak`, with this rank's share of what it shares."""
+    shared = shared_memory()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024 - shared.resident + shared.held // sharers
     raise RuntimeError("the kernel does not report VmHWM")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,8 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.contestants import ENTRIES
-from benchmarks.results import FOLDER, Results, Row
+from benchmarks.figures import Figure, Panel, figures_of
+from benchmarks.results import Results, published
 
 __all__ = ["IMAGES", "draw"]
 
@@ -27,73 +26,61 @@ _COLOURS = {
     "optimizer": "#b0504f",
     "compute": "#9a9a9a",
 }
+_LINES = ("#222222", "#c02050")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Step time, bytes on the wire and memory of one file of results; returns the paths written."""
-    wire = "bytes over the slow link per step" if results.link_bytes_per_second else "bytes over the loopback per step"
-    return [
-        _figure(results, folder / f"{results.where}-step-time.png", "step time, s", lambda row: row.median),
-        _figure(results, folder / f"{results.where}-bytes.png", f"{wire}, MB", lambda row: row.wire_bytes / 1e6),
-        _memory(results, folder / f"{results.where}-memory.png"),
-    ]
+    """The figures of one file of results; returns the paths written."""
+    return [_draw(figure, folder / f"{figure.name}.png") for figure in figures_of(results)]
 
 
-def _figure(results: Results, path: Path, title: str, value: Callable[[Row], float]) -> Path:
-    """One panel for each A, a row of panels for each reduce dtype."""
-    cells = results.cells()
-    micro_batches = sorted({a for a, _ in cells})
-    reduces = list(dict.fromkeys(reduce for _, reduce in cells))
-    size = (4.2 * len(micro_batches) + 2.5, 4.4 * len(reduces))
-    figure, panels = plt.subplots(len(reduces), len(micro_batches), figsize=size, squeeze=False, sharey=True)
-    for line, reduce in zip(panels, reduces, strict=True):
-        for panel, a in zip(line, micro_batches, strict=True):
-            _bars(panel, [row for row in results.rows(a, reduce) if row.runs], value)
-            panel.set_title(f"A = {a}, reduction in {reduce}", fontsize=9)
-    figure.suptitle(f"{title} ({results.where.replace('-', ' ')})")
-    return _save(figure, path)
-
-
-def _bars(panel: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
-    places = {name: -index for index, name in enumerate(ENTRIES)}  # the same order in all panels
-    top = max((value(row) for row in rows), default=1.0)
-    for row in rows:
-        height = value(row)
-        panel.barh(places[row.name], height, color=_COLOURS[row.entry.family])
-        panel.text(height + top / 100, places[row.name], f"{height:.3g}", va="center", fontsize=7)
-    panel.set_yticks(list(places.values()), [ENTRIES[name].label for name in places], fontsize=7)
-    panel.set_xlim(0, 1.15 * top)
-    panel.grid(axis="x", alpha=0.3)
-
-
-def _memory(results: Results, path: Path) -> Path:
-    """Peak and model state, at the largest A that has results."""
-    a, reduce = max(results.cells(), key=lambda cell: (cell[0], cell[1] == "fp32"))
-    rows = [row for row in results.rows(a, reduce) if row.runs]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
-    _bars(panels[0], rows, lambda row: row.state_bytes / 1e6)
-    panels[0].set_title("model state", fontsize=9)
-    _bars(panels[1], rows, lambda row: row.peak_bytes / 1e6)
-    panels[1].set_title("peak above imports", fontsize=9)
-    figure.suptitle(f"memory of a rank, MB (A = {a}, reduction in {reduce}, {results.where.replace('-', ' ')})")
-    return _save(figure, path)
-
-
-def _save(figure: plt.Figure, path: Path) -> Path:
+def _draw(figure: Figure, path: Path) -> Path:
+    columns = max(map(len, figure.rows))
+    most = max(len(panel.bars) for row in figure.rows for panel in row)
+    size = (6.2 * columns, (0.27 * most + 1.4) * len(figure.rows))
+    canvas, places = plt.subplots(len(figure.rows), columns, figsize=size, squeeze=False)
+    for row, line in zip(figure.rows, places, strict=True):
+        for panel, place in zip(row, line, strict=False):
+            _panel(panel, place)
+        for place in line[len(row) :]:
+            place.remove()
+    canvas.suptitle(figure.title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=110)
+    plt.close(canvas)
     return path
+
+
+def _panel(panel: Panel, place: Axes) -> None:
+    top = max([bar.value.high for bar in panel.bars] + [line.at for line in panel.lines])
+    for index, bar in enumerate(panel.bars):
+        value, colour = bar.value, _COLOURS[bar.family]
+        place.barh(-index, value.middle - bar.apart, color=colour)
+        if bar.apart:
+            place.barh(-index, bar.apart, left=value.middle - bar.apart, color=colour, alpha=0.4)
+        if value.high > value.low:
+            whisker = [[value.middle - value.low], [value.high - value.middle]]
+            place.errorbar(value.middle, -index, xerr=whisker, color="black", capsize=2, linewidth=0.9)
+        place.text(value.high + top / 80, -index, f"{value.middle:.3g}", va="center", fontsize=7)
+    for line, colour in zip(panel.lines, _LINES, strict=False):
+        place.axvline(line.at, color=colour, linestyle="--", linewidth=1, label=f"{line.label}: {line.at:.3g}")
+    if panel.lines:
+        place.legend(fontsize=6, loc="lower right")
+    place.set_yticks([-index for index in range(len(panel.bars))], [bar.label for bar in panel.bars], fontsize=7)
+    place.tick_params(axis="x", labelsize=7)
+    place.set_xlim(0, 1.12 * top)
+    place.set_title(panel.title, fontsize=9)
+    place.grid(axis="x", alpha=0.3)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, nargs="*", help="by default all of benchmarks/results/")
+    parser.add_argument("results", type=Path, nargs="*", help="by default what was measured last")
     parser.add_argument("--folder", type=Path, default=IMAGES)
     args = parser.parse_args()
-    for path in args.results or sorted(FOLDER.glob("*.json")):
-        for image in draw(Results.load(path), args.folder):
+    for results in [Results.load(path) for path in args.results] or [each for each in published() if not each.earlier]:
+        for image in draw(results, args.folder):
             print(image)
     return 0
 

@@ -1,7 +1,21 @@
 """Measured runs on disk, and the rows that tables and plots read from them.
 
-A file holds one place (one machine, or two emulated nodes) and one model. Its records are keyed by contestant, A and
-reduce dtype, so that a contest can be resumed, or repeated for some of the contestants.
+A file holds one place (one machine, or two emulated nodes), one model and one machine. Its records are keyed by
+contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some of the contestants. What was
+measured elsewhere or with another engine is a file of its own, in results/earlier: numbers of two machines never share
+a table.
+
+[Note: The bound of a synchronous step]
+What crosses the link once a step can hide behind the computation that surrounds it, and behind nothing else. Hop 2
+sends gradients that exist from the last micro-batch's backward on; the refresh sends weights that the next step's
+first forward uses. A step is synchronous if these weights come from these gradients, and if no weight is updated before
+all gradients are known, as clipping by their norm demands. So it takes at least
+
+    compute + max(0, hop 2 - last backward) + max(0, refresh - first forward)
+
+with compute as measured for "compute alone", hop 2 and refresh as bytes over the link's speed, and for a micro-batch of
+A a forward of compute / 3A and a backward of twice that: the matrix products of a backward are twice those of its
+forward. Left out is whatever else costs time: the optimizer, exchanges inside the node, adding up gradients, headers.
 """
 
 from __future__ import annotations
@@ -13,15 +27,32 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.contestants import ENTRIES, Entry
 from benchmarks.network import bits_per_second
-from benchmarks.task import REDUCE_DTYPES
+from benchmarks.task import COMPUTE_DTYPE, REDUCE_DTYPES
 
-__all__ = ["FOLDER", "Results", "Row", "summarise"]
+__all__ = ["FOLDER", "Range", "Results", "Row", "published", "ratio_of", "summarise"]
 
 FOLDER = Path(__file__).parent / "results"
+
+
+class Range(NamedTuple):
+    """A middle, and what it lies between."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def ratio_of(above: Range, below: Range) -> Range:
+    return Range(above.middle / below.middle, above.low / below.high, above.high / below.low)
+
+
+def published() -> list[Results]:
+    """All that the pages show, what was measured earlier last."""
+    return [Results.load(path) for folder in (FOLDER, FOLDER / "earlier") for path in sorted(folder.glob("*.json"))]
 
 
 def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
@@ -47,6 +78,7 @@ class Results:
     settings: dict[str, Any]  # of the task and the network: the same for all records
     machine: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    earlier: str = ""  # how what was measured earlier differs from what is measured now; empty: it is now
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -58,6 +90,11 @@ class Results:
         whole = path.with_suffix(".partial")
         whole.write_text(json.dumps(self.__dict__, indent=1) + "\n")
         os.replace(whole, path)  # an interrupted contest loses nothing
+
+    @property
+    def name(self) -> str:
+        """Of its part of the page, and of its images."""
+        return f"{self.where}-earlier" if self.earlier else self.where
 
     @staticmethod
     def key(name: str, micro_batches: int, reduce: str) -> str:
@@ -87,9 +124,27 @@ class Results:
 
     def formula_bytes(self, reduce: str) -> float:
         """What one node of the hybrid must send per step: S ranks, (1 - 1/R) N/S elements each, there and back."""
+        return self._crossing_bytes(REDUCE_DTYPES[reduce].itemsize) + self._crossing_bytes(COMPUTE_DTYPE.itemsize)
+
+    def _crossing_bytes(self, width: int) -> float:
         replicas = self.settings["ranks"] // self.settings["node_size"]
-        width = REDUCE_DTYPES[reduce].itemsize + 2  # gradients one way, bf16 weights the other
         return (1 - 1 / replicas) * float(self.settings["parameters"]) * width
+
+    def bound(self, micro_batches: int, reduce: str) -> Range | None:
+        """Seconds of a step. See [Note: The bound of a synchronous step]; without a slow link it is compute alone."""
+        compute = self.row("compute", micro_batches, reduce)
+        if compute is None or not compute.runs:
+            return None
+        return Range(*(self._bound(seconds, micro_batches, reduce) for seconds in compute.seconds_range))
+
+    def _bound(self, compute: float, micro_batches: int, reduce: str) -> float:
+        speed = self.link_bytes_per_second
+        if speed is None:
+            return compute
+        forward = compute / micro_batches / 3
+        hop2 = self._crossing_bytes(REDUCE_DTYPES[reduce].itemsize) / speed
+        refresh = self._crossing_bytes(COMPUTE_DTYPE.itemsize) / speed
+        return compute + max(0.0, hop2 - 2 * forward) + max(0.0, refresh - forward)
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -115,9 +170,19 @@ class Row:
         return statistics.median(self.seconds)
 
     @property
+    def seconds_range(self) -> Range:
+        """Median of all steps, between the medians of runs; of one run, between its fastest and its slowest step."""
+        each = [statistics.median(run["seconds"]) for run in self.runs] if len(self.runs) > 1 else self.seconds
+        return Range(self.median, min(each), max(each))
+
+    @property
     def wire_bytes(self) -> float:
         """Sent per step by the node that sends more."""
-        return statistics.median(max(run["wire_bytes"]) for run in self.runs)
+        return self.wire_range.middle
+
+    @property
+    def wire_range(self) -> Range:
+        return _range([max(run["wire_bytes"]) for run in self.runs])
 
     @property
     def state_bytes(self) -> int:
@@ -133,7 +198,11 @@ class Row:
     @property
     def peak_bytes(self) -> float:
         """Of the rank that needs most, above what its imports need."""
-        return statistics.median(max(run["peak_bytes"]) for run in self.runs)
+        return self.peak_range.middle
+
+    @property
+    def peak_range(self) -> Range:
+        return _range([max(run["peak_bytes"]) for run in self.runs])
 
     @property
     def losses(self) -> list[float]:
@@ -145,3 +214,7 @@ class Row:
         """Counted by layerzero for one node's ranks, on the axis between replicas."""
         ledger = self.runs[0]["ledger"]
         return float(ledger["replica"]) if "replica" in ledger else None
+
+
+def _range(values: Sequence[float]) -> Range:
+    return Range(statistics.median(values), min(values), max(values))

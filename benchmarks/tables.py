@@ -1,6 +1,6 @@
-"""Write the measured tables and verdicts into docs/benchmarks.md: ``python -m benchmarks.tables``.
+"""Write the measured tables into docs/benchmarks.md and README.md: ``python -m benchmarks.tables``.
 
-The text between two markers belongs to this script, so that the page cannot drift from benchmarks/results/.
+The text between two markers belongs to this script, so that no page can drift from benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -11,33 +11,54 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.results import FOLDER, Results, Row
-from benchmarks.verdicts import LOSS_TOLERANCE, losses_agree, verdicts
+from benchmarks.contestants import ENTRIES
+from benchmarks.results import Range, Results, Row, published, ratio_of
 
-__all__ = ["PAGE", "page_with", "render"]
+__all__ = ["LOSS_TOLERANCE", "PAGE", "README", "losses_agree", "page_with", "readme_with", "render", "summary"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+README = PAGE.parents[1] / "README.md"
+LOSS_TOLERANCE = 0.005  # relative: bf16 keeps 8 bits, and contestants round at different places
 _REFERENCE = "layerzero"  # whose step time is 1
-_JUDGED = 4  # the A of the bars
+_COMPARED = 4  # the A of the comparison
+_OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges")
+# A peer's variants count as one: it is compared with the fastest of them.
+_PEERS = {
+    "FSDP2 HSDP at its fastest": ("fsdp2-hsdp", "fsdp2-hsdp-keep", "fsdp2-hsdp-no-sync"),
+    "FSDP1 hybrid at its fastest": ("fsdp1-hybrid", "fsdp1-hybrid-zero2"),
+    "FSDP2 full sharding at its fastest": ("fsdp2-full", "fsdp2-full-no-sync"),
+    "DeepSpeed ZeRO-3, hpZ": ("deepspeed-hpz",),
+    "DeepSpeed ZeRO-1 at its fastest": ("deepspeed-zero1", "deepspeed-zero1-bf16"),
+}
 
 
 def page_with(page: str, results: Sequence[Results]) -> str:
     """The page with the generated parts written anew."""
     for each in results:
-        begin, end = f"<!-- {each.where} -->", f"<!-- end of {each.where} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not pattern.search(page):
-            raise ValueError(f"the page has no {begin} ... {end}")
-        text = f"{begin}\n\n{render(each)}\n{end}"
-        page = pattern.sub(lambda _, text=text: text, page)
+        page = _replaced(page, each.name, render(each))
     return page
+
+
+def readme_with(page: str, results: Sequence[Results]) -> str:
+    """README.md with its short tables written anew."""
+    for each in results:
+        if not each.earlier:
+            page = _replaced(page, f"{each.name}, in short", summary(each))
+    return page
+
+
+def _replaced(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if not pattern.search(page):
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return pattern.sub(lambda _: f"{begin}\n\n{text}\n{end}", page)
 
 
 def render(results: Results) -> str:
     """Everything the page says about one file of results."""
     parts = [_header(results)]
-    if results.link_bytes_per_second is not None:
-        parts += [_verdict_table(results, reduce) for a, reduce in results.cells() if a == _JUDGED]
+    parts += [_comparison(results, a, reduce) for a, reduce in results.cells() if a == _COMPARED]
     parts += [_table(results, a, reduce) for a, reduce in results.cells()]
     return "\n".join(parts)
 
@@ -48,7 +69,8 @@ def _header(results: Results) -> str:
     dates = sorted(run["date"][:10] for record in results.records.values() for run in record["runs"])
     days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no runs"
     return (
-        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['ranks']} ranks, hybrids with S = "
+        (f"**Measured earlier. {results.earlier}**\n\n" if results.earlier else "")
+        + f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['ranks']} ranks, hybrids with S = "
         f"{settings['node_size']}, micro-batches of {settings['batch_size'] * settings['seq_len']} tokens"
         + (f", link of {settings['rate']}" if "rate" in settings else "")
         + f". {machine['processor']}, {machine['cores']} cores, {machine['memory']}, Linux {machine['kernel']}, "
@@ -57,67 +79,124 @@ def _header(results: Results) -> str:
     )
 
 
-def _verdict_table(results: Results, reduce: str) -> str:
+def _comparison(results: Results, micro_batches: int, reduce: str) -> str:
+    """Step times of others over ours."""
+    rows = {row.name: row for row in results.rows(micro_batches, reduce) if row.runs}
+    ours = [rows[name] for name in _OURS if name in rows]
+    others: dict[str, Range] = {}
+    for what, names in _PEERS.items():
+        fastest = _fastest(rows, names)
+        if fastest is not None:
+            others[what] = fastest.seconds_range
     lines = [
-        f"**Bars, A = {_JUDGED}, reduction in {reduce}**\n",
-        "| bar | layerzero | measured | needed | verdict | held against |",
-        "| --- | --- | ---: | ---: | --- | --- |",
+        f"**Step times of others over those of layerzero, A = {micro_batches}, reduction in {reduce}**\n",
+        "| | " + " | ".join(row.entry.label.removeprefix("layerzero ") for row in ours) + " |",
+        "| --- |" + " ---: |" * len(ours),
     ]
-    for verdict in verdicts(results, _JUDGED, reduce):
-        label = results.row(verdict.ours, _JUDGED, reduce)
-        assert label is not None
-        sign = "≥" if verdict.at_least else "≤"
-        lines.append(
-            f"| {verdict.bar} | {_short(label)} | {verdict.measured:.3g} | {sign} {verdict.needed:g} "
-            f"| {'met' if verdict.met else '**missed**'} | {verdict.peer} |"
-        )
+    for what, seconds in others.items():
+        ratios = (_ranged(ratio_of(seconds, row.seconds_range), 2) for row in ours)
+        lines.append(f"| {what} | " + " | ".join(ratios) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _short(row: Row) -> str:
-    return row.entry.label.removeprefix("layerzero").lstrip(", ")
 
 
 def _table(results: Results, micro_batches: int, reduce: str) -> str:
     rows = results.rows(micro_batches, reduce)
-    reference = next((row.median for row in rows if row.name == _REFERENCE and row.runs), None)
-    wire = "link, MB" if results.link_bytes_per_second is not None else "loopback, MB"
+    measured = [row for row in rows if row.runs]
+    reference = next((row.seconds_range for row in measured if row.name == _REFERENCE), None)
+    bound = results.bound(micro_batches, reduce)
+    has_link = results.link_bytes_per_second is not None
+    of_bound, wire = ("/ bound", "link") if has_link else ("/ compute", "loopback")
     lines = [
         f"**A = {micro_batches}, reduction in {reduce}**\n",
-        f"| | step, s | (min - max, steps) | ratio | {wire} | ledger, MB | state, MB | scratch, MB | peak, MB | loss |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| | step, s | runs, steps | ratio | {of_bound} | {wire}, MB | ledger, MB | state, MB | scratch, MB "
+        "| peak, MB | loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    measured = [row for row in rows if row.runs]
     common, apart = losses_agree(measured)
     for row in rows:
         if not row.runs:
-            reason = (row.problem or "").strip().splitlines()[-1]
-            lines.append(f"| {row.entry.label} | not measured: {reason} | | | | | | | | |")
+            lines.append(f"| {row.entry.label} | not measured: {_reason(row)} | | | | | | | | | |")
             continue
         ledger = "" if row.ledger_bytes is None else f"{row.ledger_bytes / 1e6:.1f}"
-        ratio = "" if reference is None else f"{row.median / reference:.2f}"
         scratch = f"{row.scratch_bytes / 1e6:.1f}" if row.scratch_bytes else ""
         loss = "" if row.entry.family == "compute" else f"{row.losses[common - 1]:.4f}"
         lines.append(
-            f"| {row.entry.label} | {row.median:.3f} | {min(row.seconds):.2f} - {max(row.seconds):.2f}, "
-            f"{len(row.seconds)} | {ratio} | {row.wire_bytes / 1e6:.1f} | {ledger} | {row.state_bytes / 1e6:.1f} "
-            f"| {scratch} | {row.peak_bytes / 1e6:.0f} | {loss} |"
+            f"| {row.entry.label} | {_ranged(row.seconds_range, 3)} | {len(row.runs)}, {len(row.seconds)} "
+            f"| {_ratio(row.seconds_range, reference)} | {_ratio(row.seconds_range, bound)} "
+            f"| {_ranged(row.wire_range, 1, 1e6)} | {ledger} | {row.state_bytes / 1e6:.1f} "
+            f"| {scratch} | {_ranged(row.peak_range, 0, 1e6)} | {loss} |"
+        )
+    if has_link and bound is not None:
+        lines.append(
+            f"| bound of a synchronous step | {_ranged(bound, 3)} | | {_ratio(bound, reference)} | 1 "
+            f"| {results.formula_bytes(reduce) / 1e6:.1f} | | | | | |"
         )
     agree = "agree" if apart <= LOSS_TOLERANCE else "**DO NOT AGREE**"
     lines.append(f"\nLosses after step {common} {agree}: they lie {100 * apart:.2f} % apart.\n")
     return "\n".join(lines)
 
 
+def summary(results: Results) -> str:
+    """The few lines of README.md: each scheme at its fastest."""
+    cells = [cell for cell in results.cells() if cell[0] == _COMPARED]
+    tables = {reduce: {row.name: row for row in results.rows(a, reduce) if row.runs} for a, reduce in cells}
+    schemes = {ENTRIES[name].label: (name,) for name in _OURS} | _PEERS
+    titles = [f"step, s, {reduce}" for reduce in tables] + [f"state, MB, {reduce}" for reduce in tables]
+    lines = ["| A = 4 | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
+    for what, names in schemes.items():
+        if any(name in rows for rows in tables.values() for name in names):
+            fastest = [_fastest(rows, names) for rows in tables.values()]
+            steps = ["" if row is None else _ranged(row.seconds_range, 2) for row in fastest]
+            states = ["" if row is None else f"{row.state_bytes / 1e6:.0f}" for row in fastest]
+            lines.append(f"| {what} | " + " | ".join(steps + states) + " |")
+    bounds = {reduce: results.bound(a, reduce) for a, reduce in cells}
+    what = "compute alone" if results.link_bytes_per_second is None else "bound of a synchronous step"
+    steps = ["" if bound is None else _ranged(bound, 2) for bound in bounds.values()]
+    lines.append(f"| {what} | " + " | ".join(steps) + " |" + " |" * len(steps))
+    return "\n".join(lines) + "\n"
+
+
+def _fastest(rows: dict[str, Row], names: Sequence[str]) -> Row | None:
+    return min((rows[name] for name in names if name in rows), key=lambda row: row.median, default=None)
+
+
+def losses_agree(rows: Sequence[Row]) -> tuple[int, float]:
+    """The last step that all contestants of a table took, and how far their losses after it lie apart, relative."""
+    trained = [row.losses for row in rows if row.runs and row.entry.family != "compute"]
+    if not trained:
+        return 0, 0.0
+    steps = min(map(len, trained))
+    final = [losses[steps - 1] for losses in trained]
+    return steps, (max(final) - min(final)) / min(final)
+
+
+def _reason(row: Row) -> str:
+    return (row.problem or "").strip().splitlines()[-1]
+
+
+def _ratio(above: Range, below: Range | None) -> str:
+    if below is None:
+        return ""
+    return "1" if above == below else _ranged(ratio_of(above, below), 2)
+
+
+def _ranged(value: Range, digits: int, unit: float = 1.0) -> str:
+    """The middle, and in parentheses what it lies between where the digits show it."""
+    middle, low, high = (f"{each / unit:.{digits}f}" for each in value)
+    return middle if low == high else f"{middle} ({low} - {high})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="*", help="by default all of benchmarks/results/")
-    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the page as it is")
+    parser.add_argument("--print", action="store_true", help="to the terminal, and leave the pages as they are")
     args = parser.parse_args()
-    results = [Results.load(path) for path in args.results or sorted(FOLDER.glob("*.json"))]
+    results = [Results.load(path) for path in args.results] or published()
     if args.print:
         print("\n".join(map(render, results)))
     else:
         PAGE.write_text(page_with(PAGE.read_text(), results))
+        README.write_text(readme_with(README.read_text(), results))
     return 0
 
 

@@ -103,7 +103,7 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
     measure.reset_peak()
     for step in range(PEAK_STEPS):
         take_step(contestant, make_batches(job.task, rank=rank, step=step))
-    peak = measure.peak_bytes()
+    peak = measure.peak_bytes(sharers=job.task.node_size)
     return {
         "marks": marks,
         "losses": losses,
@@ -141,10 +141,11 @@ def take_step(contestant: Contestant, batches: list[Tensor], state_bytes: dict[s
         losses.append(contestant.backward(batch, last=last))
         if state_bytes is not None and (last or index == 0):
             moment = "after the last backward" if last else "between micro-batches"
-            state_bytes[moment] = measure.model_state_bytes(apart_from=batches)
+            state_bytes[moment] = measure.model_state_bytes(apart_from=batches, sharers=contestant.task.node_size)
     contestant.update()
     if state_bytes is not None:
-        state_bytes["between steps"] = measure.model_state_bytes(apart_from=batches)
+        sharers = contestant.task.node_size
+        state_bytes["between steps"] = measure.model_state_bytes(apart_from=batches, sharers=sharers)
     return float(torch.stack(losses).float().mean())
 
 

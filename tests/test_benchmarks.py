@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import mmap
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,13 @@ import torch
 
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
+from benchmarks.figures import figures_of
 from benchmarks.launch import RanksFailed, run_job
-from benchmarks.results import FOLDER, Results, summarise
-from benchmarks.tables import PAGE, page_with, render
+from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarise
+from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render, summary
 from benchmarks.task import Task, make_batches, make_model
-from benchmarks.verdicts import LOSS_TOLERANCE, losses_agree, verdicts
+from benchmarks.verdicts import main as print_verdicts
+from benchmarks.verdicts import verdicts
 from benchmarks.worker import Job, take_step
 from tests.support.ranks import run_ranks
 
@@ -51,7 +56,7 @@ def test_contestants_train_alike_and_hybrids_send_what_the_formula_says(reduce: 
     task = Task(micro_batches=2, reduce=reduce, **TINY)
     numel = sum(parameter.numel() for parameter in make_model(task).parameters())
     results = Results("two-nodes", {"ranks": 4, "node_size": 2, "parameters": numel})
-    for name in ("layerzero", "layerzero-full"):
+    for name in ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges"):
         sent = sum(rank[name][1]["replica"] for rank in ranks[:2])
         assert sent == pytest.approx(results.formula_bytes(reduce), rel=0.03)
 
@@ -69,6 +74,9 @@ def test_a_contest_keeps_its_results_and_goes_on_where_it_stopped(tmp_path: Path
     capsys.readouterr()
     assert contest.main(command) == 0
     assert capsys.readouterr().out == ""  # nothing was left to do
+    assert contest.main([*command, "--again", "--minutes=-1"]) == 0
+    assert "goes on" in capsys.readouterr().out
+    assert len(Results.load(path).record("layerzero", 2, "fp32")["runs"]) == 1, "what was there is kept until then"
     with pytest.raises(SystemExit, match="another --results"):
         contest.main([*command, "--layers=3"])
 
@@ -116,11 +124,44 @@ def test_model_state_counts_each_storage_once_and_leaves_batches_out() -> None:
     assert half.numel() == 500
 
 
-def example(**seconds: float) -> Results:
+def test_shared_memory_counts_once_for_those_who_share_it() -> None:
+    file = os.memfd_create("shared")
+    try:
+        os.ftruncate(file, 1 << 20)
+        os.posix_fallocate(file, 0, 1 << 19)
+        before, peak = measure.model_state_bytes(sharers=2), measure.peak_bytes(sharers=2)
+        mapping = mmap.mmap(file, 1 << 20)
+        weights = torch.frombuffer(mapping, dtype=torch.float32, count=1 << 16, offset=0).fill_(1)
+        neighbours = torch.frombuffer(mapping, dtype=torch.float32, count=1 << 15, offset=1 << 17)  # a part of them
+        private = torch.zeros(1000)
+        assert measure.model_state_bytes(sharers=2) - before == (1 << 18) + private.nbytes
+        shared = measure.shared_memory()
+        assert (shared.held, shared.resident) == (1 << 19, weights.nbytes) and neighbours[0] == 1
+        assert measure.peak_bytes(sharers=2) - measure.peak_bytes(sharers=4) == 1 << 17
+        assert measure.peak_bytes() >= peak
+    finally:
+        os.close(file)
+
+
+@pytest.mark.parametrize(("name", "count"), [("layerzero", 1), ("layerzero-exchanges", 0)])
+def test_hybrids_share_the_memory_of_a_node_unless_told_otherwise(name: str, count: int) -> None:
+    assert run_ranks(shared_mappings, name) == [count] * 4
+
+
+def shared_mappings(rank: int, name: str) -> int:
+    task = Task(micro_batches=2, reduce="fp32", **TINY)
+    contestant = ENTRIES[name].load()(task)
+    take_step(contestant, make_batches(task, rank=rank, step=0))
+    return len(measure.shared_memory().addresses)
+
+
+def example(where: str = "two-nodes", **seconds: float) -> Results:
     """Results of runs that took `seconds` a step; names with `_` for `-`."""
     settings = {"ranks": 4, "node_size": 2, "parameters": 1_000_000, "rate": "1gbit", "batch_size": 1, "seq_len": 8}
+    if where == "one-machine":
+        del settings["rate"]
     machine = {"processor": "P", "cores": "2", "memory": "1 GiB", "kernel": "6", "python": "3", "torch": "2"}
-    results = Results("two-nodes", settings, machine, ["python -m benchmarks.contest"])
+    results = Results(where, settings, machine, ["python -m benchmarks.contest"])
     for name, each in seconds.items():
         results.record(name.replace("_", "-"), 4, "fp32")["runs"].append(
             {
@@ -140,18 +181,102 @@ def example(**seconds: float) -> Results:
 def test_verdicts_compare_with_the_fastest_configuration_of_a_peer() -> None:
     results = example(layerzero=1.0, fsdp2_hsdp=3.0, fsdp2_hsdp_keep=1.4, fsdp2_full=7.0, compute=0.5)
     found = {verdict.bar: verdict for verdict in verdicts(results, 4, "fp32")}
-    assert len(found) == 6
+    assert len(found) == 5
     hsdp = found["times faster than FSDP2 HSDP"]
     assert hsdp.measured == pytest.approx(1.4) and not hsdp.met and "kept" in hsdp.peer
     assert found["times faster than FSDP2 full sharding"].met
-    assert found["model state below every hybrid peer's, ratio"].measured == pytest.approx(5 / 7)
-    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 100_000, "accumulator": 7}
-    found = {verdict.bar: verdict for verdict in verdicts(results, 4, "fp32")}
-    assert found["model state below every hybrid peer's, ratio, without our scratch"].measured == pytest.approx(4 / 7)
+    assert found["model state with scratch, over every hybrid peer's"].measured == pytest.approx(5 / 7)
     # N (1 - 1/R) (4 + 2) = 3 MB: exactly what was sent
     assert found["bytes on the link off the formula by"].measured == pytest.approx(0.0)
-    bound = found["step over max(compute alone, bytes / speed)"]
-    assert bound.measured == pytest.approx(2.0) and not bound.met and "compute" in bound.peer
+    bound = found["step over the bound"]
+    assert bound.measured == pytest.approx(2.0) and not bound.met and "0.50 s" in bound.peer
+
+
+def test_verdicts_are_printed_and_are_on_no_page(tmp_path: Path, capsys: Any) -> None:
+    results = example(layerzero=1.0, fsdp2_hsdp=3.0, compute=0.5)
+    results.save(tmp_path / "two-nodes.json")
+    assert print_verdicts([str(tmp_path / "two-nodes.json")]) == 0
+    assert "MISSED layerzero" in capsys.readouterr().out
+    for page in (render(results), summary(results), PAGE.read_text(), README.read_text()):
+        assert "missed" not in page.lower() and "needed |" not in page and "Bars" not in page
+
+
+# With N = 1 M hop 2 takes N / 2 * 4 bytes / 125 MB/s = 16 ms, the refresh 8 ms; a micro-batch computes for compute / 4.
+@pytest.mark.parametrize(
+    ("compute", "bound"),
+    [
+        (0.480, 0.480),  # forward 40 ms, backward 80 ms: both hide
+        (0.096, 0.096),  # 8 and 16 ms: just so
+        (0.048, 0.048 + 0.008 + 0.004),
+        (0.0, 0.024),  # nothing to hide behind: all bytes at the link's speed
+    ],
+)
+def test_the_bound_is_compute_and_what_of_the_exchanges_cannot_hide(compute: float, bound: float) -> None:
+    found = example(compute=compute).bound(4, "fp32")
+    assert found is not None and found.middle == pytest.approx(bound)
+    assert example("one-machine", compute=compute).bound(4, "fp32") == Range(compute, compute / 2, 2 * compute)
+
+
+def test_the_bound_lies_between_those_of_the_fastest_and_the_slowest_compute() -> None:
+    results = example(compute=0.048)
+    assert results.bound(4, "fp32") == pytest.approx(Range(0.060, 0.042, 0.096))
+    assert results.bound(4, "bf16") == pytest.approx(Range(0.052, 0.034, 0.096))
+    assert example(layerzero=1.0).bound(4, "fp32") is None
+
+
+def test_a_range_lies_between_runs_or_between_the_steps_of_the_only_one() -> None:
+    results = example(layerzero=1.0)
+    assert results.rows(4, "fp32")[0].seconds_range == Range(1.0, 0.5, 2.0)
+    runs = results.record("layerzero", 4, "fp32")["runs"]
+    runs.append({**runs[0], "seconds": [1.2, 9.0, 0.1], "peak_bytes": [3_000_000, 1]})
+    row = results.rows(4, "fp32")[0]
+    assert row.seconds_range == pytest.approx(Range(1.1, 1.0, 1.2))
+    assert row.peak_range == Range(2_500_000, 2_000_000, 3_000_000)
+    assert ratio_of(Range(3.0, 2.0, 4.0), Range(1.0, 0.5, 2.0)) == Range(3.0, 1.0, 8.0)
+
+
+def drawn() -> Results:
+    results = example(layerzero=1.0, layerzero_full=0.9, fsdp2_hsdp=3.0, compute=0.048)
+    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 90_000, "idle_buffer": 10_000}
+    results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
+    results.record("deepspeed-hpz", 16, "bf16")["problem"] = "deepspeed is not installed"
+    return results
+
+
+def test_figures_show_what_was_measured_and_nothing_else() -> None:
+    time, sent, memory = figures_of(drawn())
+    measured = ['layerzero hybrid, "sharded"', 'layerzero hybrid, "full"', "FSDP2 HSDP, all-reduce in the last"]
+    for figure in (time, sent):
+        (row,) = figure.rows  # none for bf16, and no panel for A = 16
+        (panel,) = row
+        assert [bar.label for bar in panel.bars if bar.family != "compute"] == measured
+    assert time.rows[0][0].bars[0].value == Range(1.0, 0.5, 2.0)
+    assert {line.label: line.at for line in time.rows[0][0].lines} == pytest.approx(
+        {"the hybrid's bytes at the link's speed": 0.024, "bound of a synchronous step": 0.060}
+    )
+    assert [(line.label, line.at) for line in sent.rows[0][0].lines] == [("the hybrid's formula", 3.0)]
+    state, peak = memory.rows[0]
+    assert state.bars[0].value.middle == 0.5 and state.bars[0].apart == 0.1 and "scratch" in state.title
+    assert not any(bar.apart for bar in (*state.bars[1:], *peak.bars))
+    assert [line.at for line in figures_of(example("one-machine", layerzero=1.0, compute=0.5))[0].rows[0][0].lines] == [
+        0.5
+    ]
+
+
+def test_nothing_that_is_drawn_has_marks_of_code() -> None:
+    labels = [entry.label for entry in ENTRIES.values()]
+    for figure in figures_of(drawn()):
+        panels = [panel for row in figure.rows for panel in row]
+        labels += [figure.title, *(panel.title for panel in panels)]
+        labels += [shown.label for panel in panels for shown in (*panel.bars, *panel.lines)]
+    assert not [label for label in labels if "`" in label] and len(labels) > len(ENTRIES)
+
+
+def test_figures_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("benchmarks.plots")
+    for path in plots.draw(drawn(), tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_are_compared_after_the_last_step_that_all_took() -> None:
@@ -166,20 +291,35 @@ def test_tables_say_what_is_missing_and_replace_only_their_part_of_the_page() ->
     results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
     text = render(results)
     assert "not measured: deepspeed is not installed" in text
-    assert (
-        "| FSDP2 HSDP, all-reduce in the last | 3.000 | 1.50 - 6.00, 3 | 3.00 | 3.0 |  | 0.7 |  | 2 | 4.0000 |" in text
-    )
+    hsdp = "| 3.000 (1.500 - 6.000) | 1, 3 | 3.00 (0.75 - 12.00) |  | 3.0 |  | 0.7 |  | 2 | 4.0000 |"
+    assert f"| FSDP2 HSDP, all-reduce in the last {hsdp}" in text and "bound of" not in text
+    assert "| FSDP2 HSDP at its fastest | 3.00 (0.75 - 12.00) |" in text
     page = page_with("before\n<!-- two-nodes -->\nold\n<!-- end of two-nodes -->\nafter\n", [results])
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and text in page
     assert page_with(page, [results]) == page
     with pytest.raises(ValueError, match="no <!-- two-nodes -->"):
         page_with("", [results])
+    results.earlier = "Elsewhere."
+    with pytest.raises(ValueError, match="no <!-- two-nodes-earlier -->"):
+        page_with("", [results])
+    assert "**Measured earlier. Elsewhere.**" in render(results) and readme_with("", [results]) == ""
+
+
+def test_tables_hold_steps_against_the_bound() -> None:
+    text = render(example(layerzero=0.1, compute=0.048))
+    assert "| bound of a synchronous step | 0.060 (0.042 - 0.096) | | 0.60 (0.21 - 1.92) | 1 | 3.0 |" in text
+    assert '| layerzero hybrid, "sharded" | 0.100 (0.050 - 0.200) | 1, 3 | 1 | 1.67 (0.52 - 4.76) |' in text
+    one = render(example("one-machine", layerzero=0.12, compute=0.048))
+    assert "/ compute" in one and "bound" not in one and "| 1 | 2.50 (" in one
+    assert "| bound of a synchronous step | 0.06 (0.04 - 0.10) | |" in summary(example(layerzero=1.0, compute=0.048))
+    assert "| compute alone | 0.50 (0.25 - 1.00) | |" in summary(example("one-machine", layerzero=1.0, compute=0.5))
 
 
 def test_the_published_page_is_made_of_the_published_results() -> None:
-    results = [Results.load(path) for path in sorted(FOLDER.glob("*.json"))]
-    page = PAGE.read_text()
-    assert page_with(page, results) == page, "run python -m benchmarks.tables"
+    page, readme = PAGE.read_text(), README.read_text()
+    assert page_with(page, published()) == page, "run python -m benchmarks.tables"
+    assert readme_with(readme, published()) == readme, "run python -m benchmarks.tables"
+    assert all(results.earlier for results in published()[-2:]), "what was measured earlier is said to be"
 
 
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ class Entry:
     """How a contestant is called, found and built.
 
     Attributes:
-        label: what the tables call it.
+        label: what tables and plots call it: plain words, without marks of code.
         family: ``"ours"``, ``"compute"``, or the specialist at one point of the knob: ``"full"`` sharding,
             ``"hybrid"``, ``"hpz"`` (weights in the node, gradients across), ``"optimizer"`` (optimizer state only).
         target: ``module:class`` below this package.
@@ -53,8 +53,9 @@ class Entry:
         return build
 
 
-def _ours(label: str, zero3_size: object, accumulation: str) -> Entry:
-    return Entry(label, "ours", "ours:LayerZero", {"zero3_size": zero3_size, "accumulation": accumulation})
+def _ours(label: str, zero3_size: object, accumulation: str, node_memory: str = "auto") -> Entry:
+    settings = {"zero3_size": zero3_size, "accumulation": accumulation, "node_memory": node_memory}
+    return Entry(label, "ours", "ours:LayerZero", settings)
 
 
 def _fsdp2(label: str, family: str, **settings: object) -> Entry:
@@ -66,11 +67,14 @@ def _deepspeed(label: str, family: str, **settings: object) -> Entry:
 
 
 ENTRIES: dict[str, Entry] = {
-    "layerzero": _ours('layerzero hybrid, `"sharded"`', NODE, "sharded"),
-    "layerzero-full": _ours('layerzero hybrid, `"full"`', NODE, "full"),
-    "layerzero-zero1": _ours("layerzero, `zero3_size=1`", 1, "full"),
-    "layerzero-zero3": _ours('layerzero, `zero3_size=D`, `"sharded"`', WORLD, "sharded"),
-    "layerzero-zero3-full": _ours('layerzero, `zero3_size=D`, `"full"`', WORLD, "full"),
+    "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
+    "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
+    "layerzero-exchanges": _ours('layerzero hybrid, "sharded", node memory off', NODE, "sharded", "off"),
+    "layerzero-full-exchanges": _ours('layerzero hybrid, "full", node memory off', NODE, "full", "off"),
+    "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
+    # Emulated nodes are one machine to the kernel: their ranks would share memory past the cable.
+    "layerzero-zero3": _ours('layerzero, zero3_size=D, "sharded", node memory off', WORLD, "sharded", "off"),
+    "layerzero-zero3-full": _ours('layerzero, zero3_size=D, "full", node memory off', WORLD, "full", "off"),
     "fsdp2-full": _fsdp2("full sharding", "full"),
     "fsdp2-full-no-sync": _fsdp2("full sharding, no sync", "full", accumulate="everything"),
     "fsdp2-hsdp": _fsdp2("HSDP, all-reduce in the last", "hybrid", accumulate="all_reduce"),

@@ -16,11 +16,16 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 
 class LayerZero(Contestant):
-    def __init__(self, task: Task, *, zero3_size: int, accumulation: str) -> None:
+    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, node_memory: str) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
-            make_model(task), zero3_size=zero3_size, units=Block, mp_policy=policy, accumulation=accumulation
+            make_model(task),
+            zero3_size=zero3_size,
+            units=Block,
+            mp_policy=policy,
+            accumulation=accumulation,
+            node_memory=node_memory,
         )
         self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)
 
