@@ -212,4 +212,5 @@ def _remove_on_one(rank: int, size: int) -> str:
 def test_a_module_that_goes_on_one_rank_only_is_an_error_or_unused_there(size: int) -> None:
     messages = run_ranks(_remove_on_one, size, world_size=WORLD, pg_timeout=3, node_memory="off")
     assert not any(messages) if size == 1 else all(messages[:2]), messages
-    assert not any(run_ranks(_remove_on_one, size, world_size=WORLD)), "whose memory is read"
+    shared = run_ranks(_remove_on_one, size, world_size=WORLD, node_memory="auto")
+    assert not any(shared), "whose memory is read"
