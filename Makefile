@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: $(VENV)/ready  ## the whole test suite
 	$(PYTEST) $(ARGS)
 
-integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages
+integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
 	$(PYTEST) tests/integrations $(ARGS)
 
 quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
