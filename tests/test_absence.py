@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 import warnings
@@ -149,7 +150,8 @@ def _sleep(rank: int) -> str:
 def test_a_rank_that_comes_too_late_is_named_and_is_told_who_gave_up() -> None:
     waited, late = run_ranks(_sleep, world_size=2, pg_timeout=SECONDS)
     assert "gather of" in waited and "rank 1 did not take part within 3 s" in waited, waited
-    assert "last left word at: " in waited and "Timed out" in waited, waited  # the cause says the latter
+    assert "last left word at: " in waited, waited
+    assert re.search("Timed out|timeout caused", waited), waited  # gloo's own words, by which of its waits ends first
     assert "rank 0 had waited for it so long" in late, late
     assert "different orders" not in waited + late
 

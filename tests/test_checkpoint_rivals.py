@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,10 +19,11 @@ from layerzero import checkpoint
 from layerzero.checkpoint import files
 from layerzero.checkpoint import folder as checkpoint_folder
 from tests.support.checkpointing import everything, sharded_net
-from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
+from tests.support.crashing import slow_disk
 from tests.support.damaging import sign
 from tests.support.models import IntegerNet, different, exact_sgd, integer_net, train
 from tests.support.ranks import run_ranks
+from tests.support.rivals import meet, save_beside, start, winner
 
 
 def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
@@ -112,25 +111,10 @@ def test_two_jobs_in_one_folder_keep_the_last_of_both(tmp_path: Path) -> None:
 
 
 def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.{job}.store", 2)
-    store.set_timeout(TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    meet(folder, job, rank)
     model, optimizer = sharded_net(2, seed=job)
-    dist.barrier()
-    (folder / f"ready-{job}-{rank}").touch()
-    while len(list(folder.glob("ready-*"))) < 4:
-        time.sleep(0.001)
-    if victim == (job, rank):
-        die_at(turn, half=bool(turn % 2))
-    generator = random.Random(turn + job)
-    time.sleep(generator.uniform(0, 0.02))
-    with slow_disk(generator):
-        try:
-            won = _saved(folder / "one", model, optimizer, {"job": job}, later=bool(turn % 3))
-        except checkpoint.CheckpointError:
-            os._exit(RAISED)
-    os._exit(SURVIVED if won else TAKEN)
+    extra, later = {"job": job}, bool(turn % 3)
+    save_beside(folder, job, rank, victim, turn, lambda: _saved(folder / "one", model, optimizer, extra, later=later))
 
 
 def _states(rank: int) -> list[dict[str, Tensor]]:
@@ -147,24 +131,8 @@ def _loads(rank: int, winners: dict[Path, int], states: list[dict[str, Tensor]])
 def kill_one_of_two(folder: Path, turns: range) -> int:
     """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
     states = run_ranks(_states, world_size=1)[0]
-    launched, winners = {}, {}
-    for turn in turns:
-        place = folder / str(turn)
-        place.mkdir()
-        victim = (turn % 2, turn // 2 % 2)
-        ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
-        launched[place] = [forks.Process(target=_rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
-        for process in launched[place]:
-            process.start()
-    for place, processes in launched.items():
-        exits = exit_codes(processes)
-        assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
-        returned = {index // 2 for index, code in enumerate(exits) if code == SURVIVED}
-        assert len(returned) <= 1, f"{place}: both say that they have saved: {exits}"
-        if returned:
-            winners[place] = returned.pop()
-        else:
-            assert TAKEN not in exits or (place / "one").exists(), f"{place}: nobody has the name: {exits}"
+    processes = {(place := folder / str(turn)): start(_rival, place, (turn % 2, turn // 2 % 2), turn) for turn in turns}
+    winners = {place: won for place, each in processes.items() if (won := winner(place, each)) is not None}
     run_ranks(_loads, winners, states, world_size=1)
     return len(winners)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk
-from tests.support.crashing import RAISED, SURVIVED, TAKEN, TIMEOUT, die_at, exit_codes, forks, slow_disk
+from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import run_ranks
+from tests.support.rivals import meet, save_beside, start, winner
 
 _UNITS = [f"module.{name}" for name in IntegerNet.UNITS]
 _save = checkpoint.save
@@ -97,25 +96,9 @@ def test_of_two_jobs_that_save_all_stages_to_one_path_one_gets_it_and_can_load_i
 
 
 def _rival(folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.{job}.store", 2)
-    store.set_timeout(TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    meet(folder, job, rank)
     chunks = _chunks(_groups([[0, 1]], rank), job)
-    dist.barrier()
-    (folder / f"ready-{job}-{rank}").touch()
-    while len(list(folder.glob("ready-*"))) < 4:
-        time.sleep(0.001)
-    if victim == (job, rank):
-        die_at(turn, half=bool(turn % 2))
-    generator = random.Random(turn + job)
-    time.sleep(generator.uniform(0, 0.02))
-    with slow_disk(generator):
-        try:
-            won = _saved(folder / "one", chunks, {"job": job})
-        except RuntimeError:
-            os._exit(RAISED)
-    os._exit(SURVIVED if won else TAKEN)
+    save_beside(folder, job, rank, victim, turn, lambda: _saved(folder / "one", chunks, {"job": job}))
 
 
 def _loads(rank: int, winners: dict[Path, int]) -> None:
@@ -128,25 +111,12 @@ def _loads(rank: int, winners: dict[Path, int]) -> None:
 
 def kill_one_of_two(folder: Path, turns: list[int]) -> int:
     """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
-    launched: dict[Path, list[Any]] = {}
     winners: dict[Path, int] = {}
     for index, turn in enumerate(turns):
         place = folder / str(turn)
-        place.mkdir()
-        victim = (index % 2, index // 2 % 2)
-        ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
-        launched[place] = [forks.Process(target=_rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
-        for process in launched[place]:
-            process.start()
-        exits = exit_codes(launched[place])
-        assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
-        assert -signal.SIGKILL in exits, f"{place}: call {turn} was never made: {exits}"
-        returned = {index // 2 for index, code in enumerate(exits) if code == SURVIVED}
-        assert len(returned) <= 1, f"{place}: both say that they have saved: {exits}"
-        if returned:
-            winners[place] = returned.pop()
-        else:
-            assert TAKEN not in exits or (place / "one").exists(), f"{place}: nobody has the name: {exits}"
+        won = winner(place, start(_rival, place, (index % 2, index // 2 % 2), turn))
+        if won is not None:
+            winners[place] = won
     run_ranks(_loads, winners, world_size=2)
     return len(winners)
 

@@ -40,6 +40,7 @@ __all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing"]
 BOTH = pytest.mark.parametrize("node_memory", ["auto", "off"])  # shared memory where S > 1, and exchanges
 
 _HOST = "127.0.0.1"
+_TO_MEET = timedelta(seconds=60)
 
 
 def run_ranks(
@@ -232,13 +233,12 @@ def mesh_of(zero3_size: int) -> DeviceMesh:
 def _call(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, setting: _Setting
 ):
+    store = dist.FileStore(store_at, world_size) if isinstance(store_at, str) else dist.TCPStore(_HOST, store_at)
+    # Time enough for all ranks to come and to connect, whatever else the machine does; then that of the test.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TO_MEET)
     timeout = timedelta(seconds=setting.pg_timeout)
-    if isinstance(store_at, int):
-        store = dist.TCPStore(_HOST, store_at, timeout=timeout)
-    else:
-        store = dist.FileStore(store_at, world_size)
-        store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set_timeout(timeout)
+    dist.distributed_c10d._set_pg_timeout(timeout)
     defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
     defaults["node_memory"] = setting.node_memory
     try:
