@@ -273,3 +273,21 @@ def _gradients(model: nn.Module) -> dict[str, float]:
 
 def test_what_only_another_rank_of_the_node_used_is_dropped_too() -> None:
     run_ranks(_drop_what_a_peer_used, world_size=WORLD, pg_timeout=15)
+
+
+def _use_again_elsewhere(rank: int) -> None:
+    for mode, zero3_size in itertools.product(("sharded", "full"), (1, 2, 4)):
+        model = layerzero.shard_model(Chosen(), zero3_size=zero3_size, accumulation=mode)
+        told: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, told=told: told.append(name))
+        model(True, True).backward()
+        assert sorted(told) == ["pair.0", "pair.1", "root"]
+        told.clear()
+        model(rank == 2, False).backward()  # this rank has a gradient of everything already, and uses less
+        assert sorted(told) == ["pair.0", "root"], f"{mode} S={zero3_size}: {told}"
+        assert _gradients(model) == {"root": 2.0, "pair.0": 1.25, "pair.1": 1.0}
+
+
+def test_what_only_another_rank_adds_to_a_gradient_that_was_shown_is_told_here() -> None:
+    run_ranks(_use_again_elsewhere, world_size=WORLD)

@@ -10,43 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
 from tests.support.late_device import NAME, Device, Stream, register
-from tests.support.models import different, exact_sgd, full_parameters, integer_batch, integer_loss
+from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
 
 UNITS = 5
 
 
-class Sum(nn.Module):
-    """Linear units side by side, so that exact data has exact gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.units = nn.ModuleList(nn.Linear(5, 3) for _ in range(UNITS))
-        self.last = nn.Parameter(torch.empty(3))  # the root's own
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units)) + self.last
-
-
-def _device_mesh(zero3_size: int) -> Any:
-    register()
-    ranks = list(range(dist.get_world_size()))
-    everyone = dist.new_group(ranks, backend=NAME)
-    nodes = [dist.new_group(ranks[at : at + zero3_size], backend=NAME) for at in range(0, len(ranks), zero3_size)]
-    return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
-
-
 def _shard(mesh: Any, **settings: Any) -> nn.Module:
-    return layerzero.shard_model(Sum(), mesh=mesh, units=[f"units.{index}" for index in range(UNITS)], **settings)
+    return layerzero.shard_model(
+        SideBySide(UNITS), mesh=mesh, units=[f"units.{index}" for index in range(UNITS)], **settings
+    )
 
 
 def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
@@ -76,7 +54,8 @@ SETTINGS = [
 
 def _compare(rank: int, zero3_size: int, every: int, path: str) -> list[list[str]]:
     logs = []
-    mesh = _device_mesh(zero3_size)
+    register()
+    mesh = mesh_on(NAME, zero3_size)
     for settings in SETTINGS[::every]:
         plain = {key: value for key, value in settings.items() if key != "offload_grads"}
         _, expected = _steps(_shard(mesh_of(zero3_size), **plain), rank, path)

@@ -16,34 +16,21 @@ import layerzero
 from layerzero.comm.topology import new_group_like
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
-from tests.support.models import different, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, train
+from tests.support.models import (
+    SideBySide,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+)
 from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
 UNITS = 5
-
-
-class Sum(nn.Module):
-    """Linear units side by side, so that exact data has exact gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.units = nn.ModuleList(nn.Linear(5, 3) for _ in range(UNITS))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units))
-
-
-def _late_mesh(zero3_size: int) -> Any:
-    register()
-    ranks = list(range(WORLD))
-    everyone = dist.new_group(ranks, backend=NAME)
-    nodes = [dist.new_group(ranks[at : at + zero3_size], backend=NAME) for at in range(0, WORLD, zero3_size)]
-    return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
 
 
 def _steps(model: nn.Module, rank: int, path: str) -> tuple[list[str], dict[str, Tensor]]:
@@ -71,14 +58,17 @@ CASES = {
 
 def _launch(rank: int, path: str) -> dict[str, list[str]]:
     logs = {}
-    meshes = {size: _late_mesh(size) for size in (1, 2)}
+    register()
+    meshes = {size: mesh_on(NAME, size) for size in (1, 2)}
     for name, case in CASES.items():
         settings = dict(case)
         size = settings.pop("zero3_size", 2)
         results = []
         for mesh in (meshes[size], mesh_of(size)):
             with late_transfers() if "offload_grads" in settings else nullcontext():
-                model = layerzero.shard_model(Sum(), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings)
+                model = layerzero.shard_model(
+                    SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings
+                )
                 results.append(_steps(model, rank, path))
         (logs[name], ours), (_, on_gloo) = results
         assert not different(ours, on_gloo), name
@@ -89,7 +79,7 @@ def test_all_ranks_launch_alike_however_late_each_exchange_is(tmp_path: Any) -> 
     logs = run_ranks(_launch, str(tmp_path / "trace"), world_size=WORLD, pg_timeout=30)
     for name in CASES:
         first = logs[0][name]
-        assert sum(entry.startswith("hop2") for entry in first) == 4 * UNITS, name
+        assert sum(entry.startswith("hop2") for entry in first) == 4 * (UNITS + 1), name
         for rank, log in enumerate(logs):
             if "full" not in name and name != "ZeRO-1":  # each hop 2 right after its hop 1, among the reductions
                 sums = [entry for entry in log[name] if entry.startswith("hop")]

@@ -49,16 +49,11 @@ class HandOver:
     def __init__(self, memory: NodeMemory, lane: Lane) -> None:
         self.memory = memory
         self._lane = lane
-        self._is_read = False  # from the first forward on
         self._rounds = 0
         self._come = 0
         self._handles = 0
         self._used = 0  # bytes of the common memory
         self._landing: list[tuple[Works, int]] = []
-
-    def begin(self) -> None:
-        """All ranks have come to their first forward: from here on weights are read, and written in rounds."""
-        self._is_read = True
 
     def share(self, numel: int, dtype: torch.dtype) -> SharedWeights:
         """The next handle's memory; every rank asks for the same."""
@@ -69,8 +64,6 @@ class HandOver:
 
     def come(self) -> None:
         """Return when no rank reads any more what it has read so far; what is then written must be refreshed."""
-        if not self._is_read:
-            return
         if self._come == self._rounds:
             self._come += 1
             self.memory.signals.advance(_COME)
@@ -79,7 +72,7 @@ class HandOver:
     def end_round(self) -> None:
         """All of the round has been launched."""
         self._lane.ledger.record(Exchange.HAND_OVER, self._lane.axis, 0)
-        self._rounds += self._is_read
+        self._rounds = self._come
         landing, self._landing = self._landing, []
         if landing:
             threading.Thread(target=self._land, args=(landing,), name="layerzero refresh").start()

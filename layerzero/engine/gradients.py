@@ -208,12 +208,12 @@ class Round:
 
     def __init__(self, slots: int) -> None:
         self._trained = (1 << slots) - 1
-        self.missing = self._trained  # expected in this round, and not arrived
+        self._missing = self._trained  # expected in this round, and not arrived
         self._arrived = 0
 
     @property
     def complete(self) -> bool:
-        return not self.missing
+        return not self._missing
 
     @property
     def begun(self) -> bool:
@@ -221,16 +221,16 @@ class Round:
 
     def arrive(self, slot: int) -> None:
         self._arrived |= 1 << slot
-        self.missing &= ~self._arrived
+        self._missing &= ~self._arrived
 
     def expect(self, coming: Sequence[bool]) -> None:
         """Of the gradients that are trained, only those that are `coming` in this pass make the round complete."""
-        self.missing = self._trained & _set(coming) & ~self._arrived
+        self._missing = self._trained & _set(coming) & ~self._arrived
 
     def end(self) -> None:
         """The pass needs no more of this handle: the next arrival starts a new round."""
         self._arrived = 0
-        self.missing = self._trained
+        self._missing = self._trained
 
     def train(self, trained: Sequence[bool]) -> None:
         """From the next round on, expect gradients of these slots."""

@@ -91,8 +91,6 @@ class Handle:
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
-        if shared is not None and self.shares_master:
-            self.watch.before_edit = shared.hand_over.come
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
@@ -257,6 +255,11 @@ class Handle:
         self.state = state
 
     # Refresh
+
+    def order_writes(self) -> None:
+        """From here on other ranks may read what is written here: an edit of masters waits until none does."""
+        if self.shared is not None and self.shares_master:
+            self.watch.before_edit = self.shared.hand_over.come
 
     @torch.no_grad()
     def launch_refresh(self) -> None:

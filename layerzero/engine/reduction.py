@@ -49,7 +49,7 @@ class ReductionQueue:
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle whose gradients are complete and whose predecessors have started; play what is due."""
         order, streams = self.order, self.streams
-        while self._next < len(order) and not order[self._next].round.missing:
+        while self._next < len(order) and order[self._next].round.complete:
             carry = self._next_carry(across_replicas=across_replicas)
             if carry is not None:
                 carry.hand_to(streams)

@@ -25,7 +25,7 @@ class Refreshes:
 
     def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
         self.deferred = False
-        self._comes_first = True  # a forward of which all ranks know that it comes, whether they have edited or not
+        self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
         self._handles = handles
         shared = next((handle.shared for handle in handles if handle.shared is not None), None)
         self._hand_over = None if shared is None else shared.hand_over
@@ -36,7 +36,7 @@ class Refreshes:
         handles = self._handles if handles is None else handles
         for handle in handles:
             handle.reshard()
-        if handles and self._hand_over is not None:
+        if handles and self._hand_over is not None and not self._comes_first:
             self._hand_over.come()
         for handle in handles:
             handle.launch_refresh()
@@ -82,10 +82,10 @@ class Refreshes:
         if self._comes_first:
             edited = [handle for handle in self._handles if handle.watch.edited]
             self._agree(f"first forward; if parameters are changed before it, {_ALL_ALIKE}", edited)
-            self._comes_first = False
             self.launch(edited)
-            if self._hand_over is not None:
-                self._hand_over.begin()
+            self._comes_first = False
+            for handle in self._handles:
+                handle.order_writes()
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:

@@ -1,46 +1,37 @@
-"""A third-party backend: gloo, whose exchanges say late that they are done, on each rank at times of its own.
+"""A third-party backend: gloo under another name, which is never asked whether an exchange is done.
 
 Registered like any backend that torch does not know. It stands in for a device's library in what matters here: it is
-not called gloo, it has no `options`, and whether an exchange is done already differs between the ranks.
+not called gloo, it has no `options`, and which exchanges are done already differs between the ranks.
 """
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["NAME", "LateGroup", "register"]
+from tests.support import wrapped_gloo
+
+__all__ = ["NAME", "register"]
 
 NAME = "late"
-_MOST_DENIALS = 4
 
 
 def register() -> None:
     """Make the backend known to torch in this process, as often as is asked."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _make, devices=["cpu"])
+    wrapped_gloo.register(_Group)
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LateGroup:
-    return LateGroup(store, rank, size, timeout)
-
-
-class _LateWork(dist.Work):
-    """Says that it is not done as often as was drawn, then that it is, when it is. By the clock, load would decide."""
-
-    def __init__(self, inner: dist.Work, denials: int) -> None:
+class _Work(dist.Work):
+    def __init__(self, inner: dist.Work) -> None:
         super().__init__()
         self._inner = inner
-        self._denials = denials
 
     def is_completed(self) -> bool:
-        self._denials -= 1
-        return self._denials < 0 and self._inner.wait()
+        raise AssertionError("what is launched next must not depend on whether an exchange is done")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return self._inner.wait()
@@ -49,48 +40,8 @@ class _LateWork(dist.Work):
         raise RuntimeError("this backend has no futures")
 
 
-class LateGroup(dist.ProcessGroup):
-    """Passes on to gloo. Of a wrapped group torch says ``cpu:late``."""
+class _Group(wrapped_gloo.WrappedGloo):
+    NAME = NAME
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._random = random.Random(dist.get_rank())
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def options(self) -> Any:
-        raise RuntimeError("this backend has no options")
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _late(self, work: dist.Work) -> _LateWork:
-        return _LateWork(work, self._random.randrange(_MOST_DENIALS + 1))
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._late(self._gloo.broadcast(tensors, opts))
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._late(self._gloo.allreduce(tensors, opts))
-
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._late(self._gloo._allgather_base(output, tensor, opts))
-
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._late(self._gloo._reduce_scatter_base(output, tensor, opts))
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._allgather_base(output, tensor, opts)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._reduce_scatter_base(output, tensor, opts)
+    def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
+        return _Work(run())

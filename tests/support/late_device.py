@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero.storage.device import Transfers
+from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
 
@@ -167,8 +168,7 @@ def _device() -> Device:
 
 def register() -> None:
     """Make the backend known to torch in this process, as often as is asked."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _Group, devices=["cpu"])
+    wrapped_gloo.register(_Group)
 
 
 class _Work(dist.Work):
@@ -189,32 +189,16 @@ class _Work(dist.Work):
         raise RuntimeError("this backend has no futures")
 
 
-class _Group(dist.ProcessGroup):
-    """Passes on to gloo, late. Of a wrapped group torch says ``cpu:device``."""
+class _Group(wrapped_gloo.WrappedGloo):
+    """Passes on to gloo, late."""
+
+    NAME = NAME
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(store, rank, size, timeout)
         self._own: Stream | None = None
 
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def options(self) -> Any:
-        raise RuntimeError("this backend has no options")
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _late(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
+    def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
         if self._own is None or self._own not in _device().streams:
             self._own = Stream()
         launched, done = _device().current_stream().record_event(), Event(_device())
@@ -232,21 +216,3 @@ class _Group(dist.ProcessGroup):
 
         self._own.give(exchange)
         return _Work(done)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._late(lambda: self._gloo.broadcast(tensors, opts), tensors[0], tensors[0])
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._late(lambda: self._gloo.allreduce(tensors, opts), tensors[0], tensors[0])
-
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._late(lambda: self._gloo._allgather_base(output, tensor, opts), output, tensor)
-
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._late(lambda: self._gloo._reduce_scatter_base(output, tensor, opts), output, tensor)
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._allgather_base(output, tensor, opts)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        return self._reduce_scatter_base(output, tensor, opts)

@@ -20,6 +20,7 @@ __all__ = [
     "GlobalScaling",
     "IntegerNet",
     "LayerwiseScaling",
+    "SideBySide",
     "Step",
     "TiedTransformer",
     "assert_close",
@@ -69,6 +70,22 @@ def integer_net(seed: int = 0) -> IntegerNet:
         for parameter in net.parameters():
             parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
     return net
+
+
+class SideBySide(nn.Module):
+    """Linear units side by side and a parameter of the root; see [Note: Exact arithmetic]."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.units = nn.ModuleList(nn.Linear(5, 3) for _ in range(units))
+        self.last = nn.Parameter(torch.empty(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(unit(x.roll(index, 1)) for index, unit in enumerate(self.units)) + self.last
 
 
 def integer_batch(*, step: int = 0, micro_batch: int = 0, rank: int = 0, samples: int = 2) -> Batch:

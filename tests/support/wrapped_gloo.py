@@ -1,0 +1,78 @@
+"""Backends that torch does not know, which pass on to gloo: what both of the tests' have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import layerzero
+
+__all__ = ["WrappedGloo", "mesh_on", "register"]
+
+
+def register(group: type[WrappedGloo]) -> None:
+    """Make a backend known to torch in this process, as often as is asked."""
+    if group.NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(group.NAME, group, devices=["cpu"])
+
+
+def mesh_on(backend: str, zero3_size: int) -> Any:
+    """All ranks, with groups of a backend."""
+    ranks = list(range(dist.get_world_size()))
+    everyone = dist.new_group(ranks, backend=backend)
+    nodes = [dist.new_group(ranks[at : at + zero3_size], backend=backend) for at in range(0, len(ranks), zero3_size)]
+    return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
+
+
+class WrappedGloo(dist.ProcessGroup):
+    """Of such a group torch says ``cpu:NAME``. It has no options, hence no timeout that it could tell."""
+
+    NAME = ""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
+        """Start an exchange; `run` has gloo do it."""
+        raise NotImplementedError
+
+    def getBackendName(self) -> str:
+        return self.NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def options(self) -> Any:
+        raise RuntimeError("this backend has no options")
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self.launch(lambda: self._gloo.broadcast(tensors, opts), tensors[0], tensors[0])
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self.launch(lambda: self._gloo.allreduce(tensors, opts), tensors[0], tensors[0])
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self.launch(lambda: self._gloo._allgather_base(output, tensor, opts), output, tensor)
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self.launch(lambda: self._gloo._reduce_scatter_base(output, tensor, opts), output, tensor)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._allgather_base(output, tensor, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        return self._reduce_scatter_base(output, tensor, opts)
