@@ -155,6 +155,26 @@ def _corners(rank: int, folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["half", "one"], "nothing is left of what failed"
 
 
+def _damaged_on_one_stage(rank: int, folder: Path) -> None:
+    groups = _groups([[0, 1]], rank)
+    chunks, again = _chunks(groups, 0), _chunks(groups, 1)
+    layerzero.megatron.save(folder / "one", chunks)
+    before = _weights(again)
+    if rank == 0:
+        (file,) = (folder / "one").glob("*stage-001-chunk-001/rank-00000.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="stage-001-chunk-001"):
+        layerzero.megatron.load(folder / "one", again)
+    assert not different(_weights(again), before), "nothing is changed on any stage"
+
+
+def test_a_checkpoint_with_one_damaged_stage_changes_none(tmp_path: Path) -> None:
+    run_ranks(_damaged_on_one_stage, tmp_path, world_size=2)
+
+
 def _elsewhere(path: Path, *args: Any) -> None:
     """As on a rank with a disk of its own: the first rank does not see what this one has written."""
     _save(path, *args)

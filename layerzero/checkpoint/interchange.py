@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.common import LostEachOther, told
 from layerzero.checkpoint.files import Manifest
-from layerzero.checkpoint.loading import Source, load_from
+from layerzero.checkpoint.loading import Source, prepare_from
 from layerzero.checkpoint.storage import Contents, Reader
 from layerzero.checkpoint.values import Decoder, Encoder
 from layerzero.engine.runtime import Runtime
@@ -76,7 +76,7 @@ def load_dcp(
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
         return _DcpFiles(Contents({}, document, tensors), names, source, os.fspath(path), runtime)
 
-    load_from(opened, os.fspath(path), model, optimizer, strict=strict)
+    prepare_from(opened, os.fspath(path), model, optimizer, strict=strict).commit()
 
 
 class _DcpFiles:

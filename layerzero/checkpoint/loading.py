@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
 from layerzero.optimizers.sharded import ShardedOptimizer
 
-__all__ = ["Source", "load", "load_from"]
+__all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -52,13 +53,20 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
         path = layerzero.checkpoint.latest("runs/1")
         extra = layerzero.checkpoint.load(path, model, optimizer) if path else {"step": 0}
     """
+    return prepare_load(path, model, optimizer, strict=strict).commit()
+
+
+def prepare_load(
+    path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
+) -> PreparedLoad:
+    """All of :func:`load` that changes nothing: where it returns, all ranks have found everything right."""
     path = Path(path)
 
     def opened(runtime: Runtime) -> Source:
         control = runtime.topology.control
         return Files(Manifest.read(path), rank=control.rank, ranks=control.size)
 
-    return load_from(opened, os.fspath(path), model, optimizer, strict=strict)
+    return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict)
 
 
 class Source(Protocol):
@@ -80,15 +88,15 @@ class Source(Protocol):
         """Fill those in place."""
 
 
-def load_from(
+def prepare_from(
     opened: Callable[[Runtime], Source],
     path: str,
     model: nn.Module,
     optimizer: ShardedOptimizer | None,
     *,
     strict: bool,
-) -> Any:
-    """:func:`load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
+) -> PreparedLoad:
+    """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
     control = runtime.topology.control
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
@@ -120,15 +128,30 @@ def load_from(
     except Exception as error:
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    extra = _commit(runtime, optimizer, source, restore, path)
-    if restore.problems and control.rank == 0:
-        said = printable("; ".join(restore.problems))
-        warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
-    return extra
+    return PreparedLoad(runtime, optimizer, source, restore, path)
+
+
+@dataclass(frozen=True)
+class PreparedLoad:
+    """A checkpoint that fits and has been compared with its checksums, and a model that is as it was."""
+
+    runtime: Runtime
+    optimizer: ShardedOptimizer | None
+    source: Source
+    restore: Restore
+    path: str
+
+    def commit(self) -> Any:
+        """Change the model and the optimizer; returns ``extra``. All data-parallel ranks must call this."""
+        extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
+        if self.restore.problems and self.runtime.topology.control.rank == 0:
+            said = printable("; ".join(self.restore.problems))
+            warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
+        return extra
 
 
 def _commit(runtime: Runtime, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str) -> Any:
-    """Change the model and the optimizer, which is the point of no return; returns ``extra``."""
+    """The point of no return."""
     extra = restore.prepare()
     torn = runtime.torn, optimizer.torn if optimizer is not None else None
     said = printable(

@@ -28,6 +28,7 @@ from layerzero.checkpoint.files import (
     write_file,
 )
 from layerzero.checkpoint.folder import clear_leftovers
+from layerzero.checkpoint.loading import PreparedLoad, prepare_load
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.groups import ProcessGroups, tell_all, together
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
@@ -89,7 +90,8 @@ def load(
     Data-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call this.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint of this layout at `path`; nothing has been changed.
+        FileNotFoundError, CheckpointError, ValueError: there is no complete checkpoint of this layout at `path`, a part
+            of it is damaged or does not fit, on whichever stage; nothing has been changed on any.
     """
     folder, groups = Path(path), model_chunks[0].groups
     failure: Exception | None = None
@@ -99,10 +101,17 @@ def load(
     elif missing := [part.name for part in parts if not part.exists()]:
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
     _together("load", groups, failure)
-    result: Any = None
+    prepared: list[PreparedLoad] = []
     try:
         for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
-            result = checkpoint.load(part, chunk, None if optimizer is None else optimizer.sharded[index])
+            prepared.append(prepare_load(part, chunk, None if optimizer is None else optimizer.sharded[index]))
+    except Exception as error:
+        failure = error
+    _together("load", groups, failure)
+    result: Any = None
+    try:
+        for each in prepared:
+            result = each.commit()
     except Exception as error:
         failure = error
     _together("load", groups, failure)
