@@ -146,6 +146,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_absence.py::test_one_batch_less_before_a_step_is_named_as_such",
         "test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
     ),
+    "A first forward on some ranks only": (
+        "test_limits_loops.py::test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be",
+    ),
     "Using a graph from before": ("test_small_print.py::test_a_graph_that_outlived_a_step_is_refused",),
     "`optimizer.step()` after a backward that raised": (
         "test_failures.py::test_a_step_on_half_a_backward_is_refused",

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import (
+    WIDTH,
     WORLD,
     Chain,
     assert_same_gradients,
@@ -29,7 +30,7 @@ from tests.support.graphs import (
 )
 from tests.support.late_transfers import late
 from tests.support.models import full_parameters, integer_batch, integer_loss, integer_net
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
 # --- loops ---
 
@@ -66,6 +67,25 @@ def _nodes_with_other_numbers(rank: int) -> None:
 
 def test_nodes_may_accumulate_different_numbers_of_micro_batches() -> None:
     run_ranks(_nodes_with_other_numbers, world_size=WORLD, pg_timeout=10)
+
+
+def _evaluates_alone(rank: int, trains_first: bool) -> str:
+    model = shard(blocks(3), size=2)
+    if trains_first:
+        one_pass(model, rank, 0)
+    try:
+        if rank == 0:
+            with torch.no_grad():
+                model(torch.ones(1, WIDTH, dtype=torch.float64))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be() -> None:
+    message = run_sharing(_evaluates_alone, False, world_size=2, pg_timeout=3)[0]
+    assert "first forward" in message and "ranks [1] did not take part" in message, message
+    assert run_sharing(_evaluates_alone, True, world_size=2, pg_timeout=3) == ["", ""]
 
 
 def _scaled_by_the_schedule(rank: int) -> str:

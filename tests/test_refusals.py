@@ -165,6 +165,10 @@ CASES = {
     "spectral_norm later": Case(
         lambda: _after(lambda m: parametrizations.spectral_norm(m.first)), "parametrizations belong before shard_model"
     ),
+    "parametrization later": Case(
+        lambda: _after(lambda m: parametrize.register_parametrization(m.first, "weight", Double())),
+        r"set_ reshapes parameter 'first\.weight'.*parametrizations.*before shard_model",
+    ),
     "old spectral_norm later": Case(lambda: _after(lambda m: spectral_norm(m.first)), "before shard_model"),
     "wrapper subclass": Case(
         lambda: _shard(_with_weight(nn.Parameter(Wrapped(torch.ones(6, 5))))), SUBCLASS.format("Wrapped")

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["EXPLAINED", "moves_rows"]
+__all__ = ["EXPLAINED", "cut_elsewhere", "moves_rows"]
 
 
 def moves_rows(what: str, span: RowSpan) -> str:
@@ -27,7 +27,8 @@ def _not_gathered(func: Any, span: RowSpan) -> str:
     )
 
 
-def _cut_elsewhere(func: Any, span: RowSpan) -> str:
+def cut_elsewhere(func: Any, span: RowSpan) -> str:
+    """Why an operation that counts on rows as torch cuts them is refused."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
         f"layerzero has put {len(span.rows)} of {span.shape[0]} on this rank. weight_norm, spectral_norm, "
@@ -38,7 +39,6 @@ def _cut_elsewhere(func: Any, span: RowSpan) -> str:
 
 EXPLAINED = {  # by a part of torch's own error
     "mixed torch.Tensor and DTensor": _not_gathered,
-    "is invalid for input of size": _cut_elsewhere,
-    "must match the existing size": _cut_elsewhere,
-    "aten.set_.source_Tensor": _cut_elsewhere,  # register_parametrization
+    "is invalid for input of size": cut_elsewhere,
+    "must match the existing size": cut_elsewhere,
 }

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.tensors.moves import CALLS, Absent
 from layerzero.tensors.parts import REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.tensors.refusals import EXPLAINED
+from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.whole import Sharded
 
@@ -179,6 +179,10 @@ class RowShardedTensor(Sharded):
             if ours is None:
                 raise
             raise RuntimeError(explain(func, ours._local_tensor.span)) from error
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: what ``torch.nn.utils.parametrize`` does to a parameter."""
+        raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.span))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank, in this tensor's dtype. Every rank must call this.
