@@ -5,14 +5,21 @@ See tests/support/late_device.py for what stands in for a device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
+from layerzero.comm.collectives import Works, all_reduce
+from layerzero.engine.hooks import runtime_of
 from tests.support.late_device import NAME, Device, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
@@ -79,3 +86,70 @@ def test_late_streams_change_no_bit_and_all_ranks_launch_alike(
             assert logs[0].count("gather the root") == 6, "it stays from a forward to its backward"
         for rank, log in enumerate(logs):
             assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"
+
+
+# --- the host ---
+
+
+class _Reads(TorchDispatchMode):
+    """Counts where the host needs a number that was computed: on a device it would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_of_128() -> Iterator[None]:
+    """Rank 0 of many, whose exchanges return at once, with garbage."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
+    yield
+    dist.destroy_process_group()
+
+
+def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]:
+    """In three steps, after two: numbers read, agreements waited for in the step that made them, agreements made."""
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    reads, control = _Reads(), runtime_of(model).topology.control
+    made: list[Works] = []  # in the step that runs
+    waited: list[Works] = []
+    wait = Works.wait
+
+    def launch(*args: Any) -> Works:
+        made.append(all_reduce(*args))
+        return made[-1]
+
+    def seen(works: Works) -> None:
+        if works.issued.lane is control and works in made:
+            waited.append(works)
+        wait(works)
+
+    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.engine.sync.all_reduce", launch):
+        for step in range(5):
+            made.clear()
+            if step == 2:
+                layerzero.traffic(model, reset=True)
+                waited.clear()
+            with reads if step >= 2 else nullcontext():
+                for number in range(2):
+                    with layerzero.no_sync(model) if number == 0 else nullcontext():
+                        x = torch.ones(2, 5)
+                        (model(x) if uses_all else model.units[0](x)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return reads.count, len(waited), layerzero.traffic(model).calls["agree"]
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(accumulation: str, one_of_128: None) -> None:
+    settings: Any = {"zero3_size": 8, "units": [f"units.{i}" for i in range(UNITS)], "accumulation": accumulation}
+    with Device().installed():
+        model = layerzero.shard_model(SideBySide(UNITS), **settings)
+        reads, waits, made = _waits_of_steps(model, uses_all=True)
+        assert (reads, waits, made) == (0, 0, 3), "the others are told, as they may have used less"
+        reads, waits, _ = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
+        assert (reads, waits) == (0, 3), "what others have used is heard from them only"

@@ -41,8 +41,8 @@ class Topology:
     grid: Grid  # where this rank stands among them
     device: torch.device
     ledger: Ledger
-    # Gathers and reductions have a communicator each: their interleaving may differ between ranks, the order of
-    # either alone may not.
+    # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
+    # function of the program; see "One step" in docs/architecture.md.
     zero3_gather: Lane
     zero3_reduce: Lane
     replica: Lane
