@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm.collectives import Works, all_reduce
+from layerzero.comm.collectives import Heard, Works, tell_all
 from layerzero.engine.hooks import runtime_of
 from tests.support.late_device import NAME, Device, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
@@ -115,20 +115,20 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]
     """In three steps, after two: numbers read, agreements waited for in the step that made them, agreements made."""
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     reads, control = _Reads(), runtime_of(model).topology.control
-    made: list[Works] = []  # in the step that runs
+    made: list[Heard] = []  # in the step that runs
     waited: list[Works] = []
     wait = Works.wait
 
-    def launch(*args: Any) -> Works:
-        made.append(all_reduce(*args))
+    def launch(*args: Any) -> Heard:
+        made.append(tell_all(*args))
         return made[-1]
 
     def seen(works: Works) -> None:
-        if works.issued.lane is control and works in made:
+        if works.issued.lane is control and works in [heard.work for heard in made]:
             waited.append(works)
         wait(works)
 
-    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.engine.sync.all_reduce", launch):
+    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.engine.sync.tell_all", launch):
         for step in range(5):
             made.clear()
             if step == 2:

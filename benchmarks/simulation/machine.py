@@ -32,7 +32,7 @@ from benchmarks.simulation.program import (
 
 __all__ = ["Machine", "Outcome", "simulate"]
 
-_ALL_REDUCES = ("all-reduce", "agree", "norm")
+_ALL_REDUCES = ("all-reduce", "norm")
 _IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/engine/reduction.py
 
 

@@ -130,7 +130,9 @@ def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batc
 
     def bytes_of(exchange: Exchange) -> Exchange:
         ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
-        if exchange.kind in ("agree", "order", "norm"):
+        if exchange.kind == "agree":  # each tells each
+            return replace(exchange, ranks=ranks, bytes=exchange.bytes * (ranks - 1) / (exchange.ranks - 1))
+        if exchange.kind in ("order", "norm"):
             return replace(exchange, ranks=ranks)
         numel = model.numel_of(exchange.unit) / (inside if exchange.axis == "replica" else 1)
         element = _COMPUTE if exchange.kind in ("gather", "refresh") else _REDUCE

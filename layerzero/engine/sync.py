@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, Works, all_reduce, broadcast
+from layerzero.comm.collectives import Exchange, Heard, broadcast, tell_all
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
@@ -47,8 +46,7 @@ class GradientSync:
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
-        self._telling: Works | None = None  # an agreement on used parameters that this rank need not wait for
-        self._usage = torch.empty(0, dtype=torch.uint8)  # of the last agreement; an exchange may hold it
+        self._telling: Heard | None = None  # an agreement on used parameters that this rank need not wait for
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
 
@@ -202,7 +200,7 @@ class GradientSync:
 
     # Agreement
 
-    def _agree_on_use(self) -> bytes | Works:
+    def _agree_on_use(self) -> bytes | Heard:
         """Start finding out which parameters any rank has used, and when: what is known already, or what will tell.
 
         A rank that has used every parameter knows that no other has used more. It tells the others, who may not know,
@@ -215,11 +213,10 @@ class GradientSync:
         known = bytes(local) if min(local) == Usage.NEW else None
         if self._telling is not None:
             self._telling.wait()
-        self._usage = torch.frombuffer(local, dtype=torch.uint8)
-        self._telling = all_reduce(control, Exchange.AGREE, self._usage, dist.ReduceOp.MAX)
+        self._telling = tell_all(control, Exchange.AGREE, torch.frombuffer(local, dtype=torch.uint8))
         return self._telling if known is None else known
 
-    def _publish(self, agreement: bytes | Works | None) -> None:
+    def _publish(self, agreement: bytes | Heard | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
         agreed = agreement is not None or self._topology.data_parallel == 1
@@ -227,13 +224,12 @@ class GradientSync:
             assert handle.shown is not None
             handle.shown.publish(agreed=agreed)
 
-    def _take_agreed(self, agreement: bytes | Works) -> None:
+    def _take_agreed(self, agreement: bytes | Heard) -> None:
         if isinstance(agreement, bytes):
             anywhere = agreement
         else:
-            agreement.wait()
+            anywhere = bytes(agreement.wait().amax(dim=0).tolist())
             self._telling = None
-            anywhere = bytes(self._usage.tolist())
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
