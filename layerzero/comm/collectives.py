@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
@@ -223,7 +224,7 @@ class PendingSum:
 
     work: Works
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
-    parts: Callable[[], Sequence[Tensor]]  # each 1-D [n]; their sum is the result, after `wait`
+    parts: Callable[[], Iterable[Tensor]]  # each 1-D [n]; their sum is the result, after `wait`
     give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
 
     def done(self) -> bool:
@@ -235,15 +236,14 @@ class PendingSum:
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
         with nullcontext() if self.work.flight is None else self.work.flight.adding():
-            first, *rest = self.parts()
-            if overwrite:
-                target.copy_(first)
+            for part in self.parts():
+                if not overwrite:
+                    target.add_(part, alpha=scale)
+                    continue
+                target.copy_(part)
                 if scale != 1.0:
                     target.mul_(scale)
-            else:
-                target.add_(first, alpha=scale)
-            for part in rest:
-                target.add_(part, alpha=scale)
+                overwrite = False
         self.give_back()
 
 
@@ -294,13 +294,17 @@ def all_gather(
         return issued.carried_by(*each)
 
 
-def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, name: str = "") -> PendingSum:
-    """Start summing `flat` [size * n] over the lane, piece i to rank i.
+def reduce_scatter(
+    lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, wire: torch.dtype, name: str = ""
+) -> PendingSum:
+    """Start summing `flat` [size * n], as `wire`, over the lane, piece i to rank i.
 
-    `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`.
+    `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`, which may
+    then be finer than `wire`.
     """
     if isinstance(pool, NodePool):
-        return _sum_in_node(lane, flat, pool, name)
+        return _sum_in_node(lane, flat, pool, wire, name)
+    assert flat.dtype == wire
     sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
     with _issued(lane, exchange, name, sent) as issued:
         received = pool.take(flat.numel() if lane.is_gloo else flat.numel() // lane.size, flat.dtype)
@@ -313,7 +317,7 @@ def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPoo
         return PendingSum(issued.carried_by(work), flat, lambda: parts, partial(pool.give, received))
 
 
-def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, name: str) -> PendingSum:
+def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, name: str) -> PendingSum:
     """See [Note: When a buffer is written again] in node_pool.py."""
     numel = flat.numel() // lane.size
     with _issued(lane, Exchange.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
@@ -325,9 +329,11 @@ def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, name: str) -> Pending
             if shown is not flat:
                 pool.give(shown)
 
-        return PendingSum(
-            issued.carried_by(pool.arrival(number)), flat, partial(pool.parts, number, numel, flat.dtype), give_back
-        )
+        def parts() -> Iterator[Tensor]:
+            # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
+            return (part.to(wire) for part in pool.parts(number, numel, flat.dtype))
+
+        return PendingSum(issued.carried_by(pool.arrival(number)), flat, parts, give_back)
 
 
 def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:

@@ -7,9 +7,13 @@ last sent as sum n is handed out again once ADDED of all ranks is at least n: no
 will, as what comes later is read from where it is told to lie then. Places are told in a ring of 64: the place of sum
 n is overwritten by that of sum n + 64, before which ADDED of all has reached n.
 
-Nobody waits in a circle. Whoever waits for a buffer of sum n has added all of its own up to n, as buffers come back
-only then; and what it waits for, that the others add sum n, asks of them only what comes before sum n + 2 in the order
-that all follow, for which they need buffers of earlier sums. So the rank that is least far can always go on.
+A sum that waits between micro-batches ("full") lies in a buffer of its own for good (:class:`NodePlace`). It is written
+again on the same terms: whoever opens it waits until all have added the last sum that was sent from it.
+
+Nobody waits in a circle. Whoever waits for a buffer of sum n has added all of its own up to n, as buffers come back,
+and gradients are taken, only then; and what it waits for, that the others add sum n, asks of them only what comes
+before sum n + 2 in the order that all follow, for which they need buffers of earlier sums. So the rank that is least
+far can always go on.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from torch import Tensor
 from layerzero.comm.node import NodeMemory
 from layerzero.comm.signals import LINE
 from layerzero.storage.buffers import BufferPool
+from layerzero.storage.places import Loan, Place
 
-__all__ = ["RING_BYTES", "Arrival", "NodePool", "room_for"]
+__all__ = ["RING_BYTES", "Arrival", "NodePlace", "NodePool", "room_for"]
 
 SENT, ADDED = 1, 2  # words of the node's memory; the next one is free
 FIRST_FREE_WORD = 3
@@ -55,6 +60,7 @@ class NodePool(BufferPool):
         self._used = RING_BYTES  # bytes of the part
         self._offsets: dict[int, int] = {}  # by address of a buffer: its place in the part
         self._sent_as: dict[int, int] = {}  # by address: the last sum that it was sent as
+        self.kept_bytes = 0  # of buffers that do not come back
         self._sent = 0
         self._added = 0
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
@@ -78,8 +84,18 @@ class NodePool(BufferPool):
                 buffer = idle.popleft()[0]
         if buffer is None:
             return self._grow(numel, dtype)
-        self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
+        self.await_readers(buffer)
         return buffer
+
+    def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D buffer ``[numel]`` of zeros that does not come back."""
+        buffer = self._grow(numel, dtype)
+        self.kept_bytes += room_for(buffer.nbytes)
+        return buffer
+
+    def await_readers(self, buffer: Tensor) -> None:
+        """Return when a buffer may be written: all have added what was sent from it."""
+        self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
         """It is one of these buffers."""
@@ -100,7 +116,7 @@ class NodePool(BufferPool):
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
         self._offsets[buffer.data_ptr()] = self._used
         self._used += room_for(nbytes)
-        self.allocated_bytes = self._memory.committed
+        self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     # Sums
@@ -150,6 +166,30 @@ class NodePool(BufferPool):
             self._signals.wait(word, target)
         except RuntimeError as error:
             raise self._explain(error) from error
+
+
+class NodePlace(Place):
+    """Memory of one sum that the other ranks of the node read where it is; from its first use on."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: NodePool) -> None:
+        super().__init__(numel, dtype)
+        self._pool = pool
+        self._tensor: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._tensor is None else self._tensor.nbytes
+
+    def open(self, *, keep: bool) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._pool.keep(self.numel, self.dtype)
+        self._pool.await_readers(self._tensor)
+        return self._tensor
+
+    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> Loan:
+        """As it is: whoever reads it rounds it to `wire`."""
+        self._leases += 1
+        return Loan(self._end_loan, self.open(keep=True))
 
 
 class Arrival:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ __all__ = ["Carry", "Gradients", "Inspect", "Round"]
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 
+class MakePlace(Protocol):
+    def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> Place:
+        """`sent_in_node`: hop 1 sends it, if there is one."""
+
+
 class Gradients:
     """Sums and usage of one trainable handle.
 
@@ -32,7 +38,7 @@ class Gradients:
 
     Args:
         label: for traces: the unit's name.
-        make_place: gives the memory for what waits between backwards, ``(numel, dtype) -> Place``.
+        make_place: gives the memory for what waits between backwards.
         pool: lends scratch.
         outgoing: lends scratch for what hop 1 sends.
     """
@@ -47,7 +53,7 @@ class Gradients:
         topology: Topology,
         pool: BufferPool,
         outgoing: BufferPool,
-        make_place: Callable[[int, torch.dtype], Place],
+        make_place: MakePlace,
     ) -> None:
         self.route = route
         self._accumulating = route.between(route.lands, route.waits)
@@ -70,7 +76,7 @@ class Gradients:
         self.carried: Awaited | None = None  # ends when what is on its way down the ladder has come
         self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
 
-    def _place(self, extent: Extent, dtype: torch.dtype, make_place: Callable[[int, torch.dtype], Place]) -> Place:
+    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> Place:
         """Where the sum of an extent has its memory: decided here alone."""
         numel = self.topology.grid.numel(self._layout, extent)
         if extent is Extent.RANK:
@@ -80,7 +86,7 @@ class Gradients:
                 return InsidePlace(node.place, part, self.pool)
             return KeptPlace(numel, dtype, self.pool.device)
         if extent is self.route.waits:
-            return make_place(numel, dtype)
+            return make_place(numel, dtype, sent_in_node=extent is Extent.WHOLE)
         return ScratchPlace(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
 
     # What it holds
@@ -309,7 +315,7 @@ class Carry:
         else:
             target.place.prefetch(keep=not target.untouched)
             self._leases = (sent, target.place.lease())
-        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, pool, name=gradients.label)
+        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label)
 
     def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
         target, final = self.gradients.sums[leg.stop], self.gradients.final

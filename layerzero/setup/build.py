@@ -94,7 +94,7 @@ def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) ->
             num_shards=topology.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
-        planned += [PlannedHandle(kind, precision, layout, route) for layout in layouts]
+        planned += [PlannedHandle(kind, trainable, precision, layout, route) for layout in layouts]
     return planned
 
 

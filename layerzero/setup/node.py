@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from layerzero.comm.collectives import Exchange, lost
 from layerzero.comm.handover import HandOver, room_of, words_for
 from layerzero.comm.meeting import share_memory
 from layerzero.comm.node import NodeMemory, Region
-from layerzero.comm.node_pool import RING_BYTES, NodePool, room_for
+from layerzero.comm.node_pool import RING_BYTES, NodePlace, NodePool, room_for
 from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.engine.route import Route
@@ -27,17 +29,19 @@ class PlannedHandle:
     """What is known of a handle before it has memory."""
 
     kind: str  # of its parameters, for messages
+    trainable: bool
     precision: Precision
     layout: FlatLayout
     route: Route
 
-    @property
-    def sent_bytes(self) -> tuple[int, int]:
-        """Of the two buffers that hop 1 may need: what lands, and what is sent; 0 where it is none."""
-        lands = self.layout.numel * self.route.landing_dtype.itemsize if self.route.lands is not self.route.waits else 0
-        wire = self.route.legs[0].wire if self.route.legs else self.route.landing_dtype
-        copied = self.route.lands is self.route.waits or wire != self.route.landing_dtype
-        return room_for(lands), room_for(self.layout.numel * wire.itemsize) if copied else 0
+    def keeps_sum(self, config: LayerZeroConfig) -> bool:
+        """What hop 1 sends is a sum that waits on this rank, and need not be copied to be read."""
+        return self.route.lands is self.route.waits and not config.offload_grads
+
+    def sent_bytes(self, config: LayerZeroConfig) -> int:
+        """Of what hop 1 sends."""
+        dtype = self.route.landing_dtype if self.keeps_sum(config) else self.route.legs[0].wire
+        return room_for(self.layout.numel * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,25 @@ class Node:
     weights: HandOver
     outgoing: NodePool
 
+    def keep(self, numel: int, dtype: torch.dtype) -> NodePlace:
+        """A place for a sum that hop 1 sends."""
+        return NodePlace(numel, dtype, self.outgoing)
+
 
 def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topology: Topology) -> Node | None:
     """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
     lane = topology.zero3_reduce
     if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
         return None
-    sizes = [size for each in handles for size in each.sent_bytes]
-    largest = max(sizes, default=0)
+    kept = [each for each in handles if each.keeps_sum(config)]
+    rotating = [each.sent_bytes(config) for each in handles if not each.keeps_sum(config)]
     region = Region(
         words=words_for(len(handles)),
         common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles),
-        part=RING_BYTES + sum(sizes) * _BUFFERS,
-        foreseen=RING_BYTES + largest * _FORESEEN,
+        part=RING_BYTES + sum(each.sent_bytes(config) for each in kept) + sum(rotating) * _BUFFERS,
+        foreseen=RING_BYTES
+        + sum(each.sent_bytes(config) for each in kept if each.trainable)
+        + max(rotating, default=0) * _FORESEEN,
     )
     memory = share_memory(topology.node_control, region)
     if memory is None:

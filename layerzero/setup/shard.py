@@ -20,7 +20,7 @@ from layerzero.setup.build import build_unit, check_buffers, check_meta, describ
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.methods import bind_methods
-from layerzero.setup.node import share_node
+from layerzero.setup.node import Node, share_node
 from layerzero.setup.partition import partition
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
@@ -149,9 +149,7 @@ def shard_model(
     transfers = _transfers(device) if offload_grads else None
     handles = [plan_handles(plan, config, topology) for plan in plans]
     node = share_node([each for unit in handles for each in unit], config, topology)
-    scratch = BufferPool(device)
-    outgoing = scratch if node is None else node.outgoing
-    buffers = Buffers(scratch, outgoing, StoragePool(device), Accumulators(device, transfers))
+    buffers = _buffers(device, node, transfers)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
@@ -173,6 +171,13 @@ def shard_model(
     refuse_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(model)
     return model
+
+
+def _buffers(device: torch.device, node: Node | None, transfers: Transfers | None) -> Buffers:
+    scratch, full = BufferPool(device), StoragePool(device)
+    if node is None:
+        return Buffers(scratch, scratch, full, Accumulators(device, transfers))
+    return Buffers(scratch, node.outgoing, full, Accumulators(device, transfers, node.keep))
 
 
 def _transfers(device: torch.device) -> Transfers:

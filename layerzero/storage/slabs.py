@@ -10,7 +10,7 @@ other streams have done in the slab, and after the copies from and to it: nobody
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,19 @@ class Accumulators:
     Args:
         device: where they are used.
         transfers: what carries them to the host and back; None keeps them on the device.
+        in_node: where hop 1 reads them in the node's memory: makes their places in there.
     """
 
-    def __init__(self, device: torch.device, transfers: Transfers | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        transfers: Transfers | None = None,
+        in_node: Callable[[int, torch.dtype], Place] | None = None,
+    ) -> None:
         self._device = device
+        self._in_node = in_node
         self._slabs = None if transfers is None else _Slabs(transfers)
-        self._made: list[KeptPlace | _SlabPlace] = []
+        self._made: list[Place] = []
 
     @property
     def device_bytes(self) -> int:
@@ -49,13 +56,15 @@ class Accumulators:
         """Bytes in the host's memory now."""
         return sum(each.host_bytes for each in self._made if isinstance(each, _SlabPlace))
 
-    def make(self, unit: Hashable, numel: int, dtype: torch.dtype) -> Place:
-        """A place of `numel` elements for a handle of `unit`."""
-        made = (
-            KeptPlace(numel, dtype, self._device)
-            if self._slabs is None
-            else _SlabPlace(self._slabs, unit, numel, dtype)
-        )
+    def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> Place:
+        """A place of `numel` elements for a handle of `unit`; `sent_in_node`: hop 1 sends it, if there is one."""
+        made: Place
+        if self._slabs is not None:
+            made = _SlabPlace(self._slabs, unit, numel, dtype)
+        elif sent_in_node and self._in_node is not None:
+            made = self._in_node(numel, dtype)
+        else:
+            made = KeptPlace(numel, dtype, self._device)
         self._made.append(made)
         return made
 

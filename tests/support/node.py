@@ -1,0 +1,29 @@
+"""Buffers that ranks read from each other, without an engine."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import layerzero
+from layerzero.comm.collectives import Lane
+from layerzero.comm.meeting import share_memory
+from layerzero.comm.node import Region
+from layerzero.comm.node_pool import RING_BYTES, NodePool
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import integer_net
+
+__all__ = ["node_pool", "numbered"]
+
+
+def node_pool(part: int = 1 << 16) -> tuple[Lane, NodePool]:
+    """The lane of hop 1 of all ranks, and buffers in the memory that they share."""
+    topology = runtime_of(layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())).topology
+    memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
+    assert memory is not None
+    return topology.zero3_reduce, NodePool(memory, lambda error: error)
+
+
+def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:
+    """What a rank contributes to a sum, 1-D [numel]: other numbers for each."""
+    return torch.arange(numel, dtype=torch.float32) + 1000 * number + 100_000 * rank
