@@ -27,6 +27,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
@@ -272,43 +273,74 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Is
 
 
 def all_gather(
-    lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "", only_reads_shard: bool = False
+    lane: Lane,
+    exchange: Exchange,
+    out: Tensor,
+    shard: Tensor,
+    *,
+    name: str = "",
+    only_reads_shard: bool = False,
+    parts: Sequence[int] | None = None,
 ) -> Works:
     """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
 
     `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
-    says, here and below, whose exchange it is.
+    says, here and below, whose exchange it is, and `parts` how many elements each rank has, where they differ.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
     with _issued(lane, exchange, name, sent) as issued:
-        if not lane.is_gloo or (lane.size > 2 and not only_reads_shard):  # see [Note: Gathers in place]
+        pieces = out.chunk(lane.size) if parts is None else torch.split(out, list(parts))
+        if parts is None and (not lane.is_gloo or (lane.size > 2 and not only_reads_shard)):
+            # see [Note: Gathers in place]
             return issued.carried_by(_all_gather_flat(out, shard, group=lane.group, async_op=True))
-        pieces = out.chunk(lane.size)
+        if not lane.is_gloo:
+            return issued.carried_by(dist.all_gather(list(pieces), shard, group=lane.group, async_op=True))
         if pieces[lane.rank].data_ptr() != shard.data_ptr():
             pieces[lane.rank].copy_(shard)
         each = [
-            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True) for rank, piece in enumerate(pieces)
+            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True)
+            for rank, piece in enumerate(pieces)
+            if piece.numel()
         ]
         return issued.carried_by(*each)
 
 
-def reduce_scatter(lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, name: str = "") -> PendingSum:
+def reduce_scatter(
+    lane: Lane,
+    exchange: Exchange,
+    flat: Tensor,
+    pool: BufferPool,
+    *,
+    name: str = "",
+    parts: Sequence[int] | None = None,
+) -> PendingSum:
     """Start summing `flat` [size * n] over the lane, piece i to rank i.
 
     `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`.
     """
     if isinstance(pool, NodePool):
+        assert parts is None
         return _sum_in_node(lane, flat, pool, name)
-    sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
+    numel = flat.numel() // lane.size if parts is None else parts[lane.rank]
+    sent = (flat.numel() - numel) * flat.element_size()
     with _issued(lane, exchange, name, sent) as issued:
-        received = pool.take(flat.numel() if lane.is_gloo else flat.numel() // lane.size, flat.dtype)
+        received = pool.take(numel * lane.size if lane.is_gloo else numel, flat.dtype)
+        summands: Sequence[Tensor] = (received,)
         if lane.is_gloo:
-            work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
-            parts: Sequence[Tensor] = received.chunk(lane.size)
-        else:
+            work = dist.all_to_all_single(
+                received,
+                flat,
+                output_split_sizes=None if parts is None else [numel] * lane.size,
+                input_split_sizes=None if parts is None else list(parts),
+                group=lane.group,
+                async_op=True,
+            )
+            summands = received.view(lane.size, numel).unbind()
+        elif parts is None:
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
-            parts = (received,)
-        return PendingSum(issued.carried_by(work), flat, lambda: parts, partial(pool.give, received))
+        else:
+            work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
+        return PendingSum(issued.carried_by(work), flat, lambda: summands, partial(pool.give, received))
 
 
 def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, name: str) -> PendingSum:
