@@ -18,7 +18,6 @@ piece is a master that the user may edit meanwhile, which must only be read.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from layerzero.comm.exchange import SPELLED, Exchange
 from layerzero.comm.node_pool import Arrival, NodePool
 from layerzero.comm.recording import Flight, Observer
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
@@ -48,37 +48,11 @@ __all__ = [
     "broadcast",
     "lost",
     "reduce_scatter",
+    "send_pieces",
     "timeout_of",
 ]
 
 
-class Exchange(enum.Enum):
-    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
-
-    GATHER = "gather"  # ZeRO-3 shards -> full buffer
-    HOP1 = "hop1"  # gradients, inside the node
-    HOP2 = "hop2"  # gradients, across replicas
-    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    AGREE = "agree"  # which parameters were used, one byte each
-    ORDER = "order"  # which unit is gathered next, where that was not foreseen
-    NORM = "norm"  # gradient norms
-    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
-    BROADCAST = "broadcast"  # initial weights
-    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
-    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
-
-
-_SPELLED = {
-    Exchange.HOP1: "hop 1",
-    Exchange.HOP2: "hop 2",
-    Exchange.AGREE: "agreement on used parameters",
-    Exchange.ORDER: "comparison of orders before the gather",
-    Exchange.NORM: "norm of gradients",
-    Exchange.UNSHARD: "gather in full precision",
-    Exchange.BROADCAST: "broadcast of initial values",
-    Exchange.NODE_SUM: "hop 1",
-    Exchange.HAND_OVER: "hand-over of weights for their refresh",
-}
 _SHOWN = 6  # gathers before a failure that its error names
 
 
@@ -165,7 +139,7 @@ class Issued:
     @property
     def word(self) -> Word:
         """What this rank leaves word of where it waits for it in vain."""
-        doing = _SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
+        doing = SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
         if self.exchange not in (Exchange.GATHER, Exchange.ORDER):
             return Word(doing)
         gathers = self.lane.ledger.gathers_up_to(self.name, launched=self.exchange is Exchange.GATHER)
@@ -358,6 +332,29 @@ def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, name: str) -> Pending
         return PendingSum(
             issued.carried_by(pool.arrival(number)), flat, partial(pool.parts, number, numel, flat.dtype), give_back
         )
+
+
+def send_pieces(
+    lane: Lane,
+    exchange: Exchange,
+    received: Tensor,
+    sent: Tensor,
+    *,
+    from_each: Sequence[int],
+    to_each: Sequence[int],
+    name: str = "",
+) -> Works:
+    """Start sending each rank its own piece of `sent`; `received` is put together from what came, in rank order.
+
+    Args:
+        from_each: elements that come from each rank.
+        to_each: elements for each rank.
+    """
+    elsewhere = sum(to_each) - to_each[lane.rank]
+    with _issued(lane, exchange, name, elsewhere * sent.element_size()) as issued:
+        splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
+        work = dist.all_to_all_single(received, sent, **splits, group=lane.group, async_op=True)
+        return issued.carried_by(work)
 
 
 def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:
