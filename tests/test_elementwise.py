@@ -1,7 +1,8 @@
-"""Whether an optimizer can work on rows is found out, without touching it; the user may know better."""
+"""Whether an optimizer can work on rows, or needs whole parameters, is found out; the user may know better."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.elementwise import require_elementwise
-from layerzero.optimizers.trial import difference
+from layerzero.optimizers.elementwise import kinds_that_need_whole
+from layerzero.optimizers.trial import CouldNotTry, difference, difference_of_owners, kind_of
 from tests.support.models import GlobalScaling, LayerwiseScaling
 
 CPU = torch.device("cpu")
@@ -145,19 +146,74 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
 
 @pytest.mark.parametrize("kind", [Scaled, CentredRows, Signs], ids=lambda kind: kind.__name__)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
-    require_elementwise(build(kind, weight=0.2), CPU)
+    assert kinds_that_need_whole(build(kind, weight=0.2), CPU) == set()
+
+
+def kinds(optimizer: Optimizer) -> set[str]:
+    return {kind_of(group) for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [LayerwiseScaling, OfVectors, OfKernels, ButSingleRows, KeepsNumber, NeedsRows],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_optimizer_that_mixes_only_inside_a_parameter_needs_it_whole(kind: type[Optimizer]) -> None:
+    assert kinds_that_need_whole(build(kind), CPU) == kinds(build(kind))
+
+
+class CountsEverywhere(LayerwiseScaling):
+    """Its rate follows counts in the group, in an attribute and in a state of its own, as those of packages do."""
+
+    def __init__(self, params: Iterable[Any], rate: float = 1.0) -> None:
+        self.count = 0
+        super().__init__(params)
+        self.param_groups[0]["tensor"] = torch.zeros(())
+        self.state["all"]["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        self.count += 1
+        self.state["all"]["count"] += 1
+        group["step"] = group.get("step", 0) + 1
+        group["tensor"] += 1
+        counts = (self.count, self.state["all"]["count"], group["step"], int(group["tensor"]))
+        assert len(set(counts)) == 1, counts
+        group["lr"] = 0.1 / self.count
+        super().step()
+
+
+def test_what_an_optimizer_counts_is_counted_once_a_step() -> None:
+    assert kinds_that_need_whole(build(CountsEverywhere), CPU) == kinds(build(CountsEverywhere))
+
+
+class OnlyMatrices(LayerwiseScaling):
+    def norm(self, parameter: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm(parameter.grad, "nuc")
+
+
+def test_parameters_like_the_optimizers_own_are_tried_where_others_cannot() -> None:
+    matrices = OnlyMatrices([nn.Parameter(torch.ones(3, 2))])
+    assert kinds_that_need_whole(matrices, CPU) == kinds(matrices)
+    with pytest.raises(ValueError, match="could not be tried out"):
+        kinds_that_need_whole(OnlyMatrices([nn.Parameter(torch.ones(3))]), CPU)
+
+
+@pytest.mark.parametrize("name", [n for n in ("Muon", "Adafactor") if hasattr(torch.optim, n)])
+def test_torchs_matrix_optimizers_that_nobody_tries_out_would_pass(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 2))])
+    assert kinds_that_need_whole(optimizer, CPU) == kinds(optimizer)
+    assert difference_of_owners(optimizer, CPU, kinds(optimizer)) is None
+    with contextlib.suppress(CouldNotTry):  # Adafactor fails on a rank without rows
+        assert difference_of_owners(optimizer, CPU, set()) is not None, "on rows it would be another one"
 
 
 MIXES = {
-    LayerwiseScaling: "matrix",
     GlobalScaling: "matrix",
-    OfVectors: r"shape \[9\]",
-    OfKernels: r"shape \[3, 2, 2, 2\]",
-    ButSingleRows: "matrix",
     InTheEnd: "matrix",
     Clips: "matrix",
     EstimatesRate: "'distance' in parameter group 0 depends on which rows it sees",
-    KeepsNumber: "'norm' in the state of parameter",
     Draws: "matrix",
     Prodigy: "estimates its rate",
     OfProdigy: "OfProdigy is not element-wise: it estimates its rate",
@@ -165,54 +221,52 @@ MIXES = {
 
 
 @pytest.mark.parametrize("kind", MIXES, ids=lambda kind: kind.__name__)
-def test_an_optimizer_that_mixes_elements_somewhere_is_refused(kind: type[Optimizer]) -> None:
+def test_an_optimizer_that_mixes_parameters_somewhere_is_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ValueError, match=f"is not element-wise: .*{MIXES[kind]}|{MIXES[kind]}"):
-        require_elementwise(build(kind), CPU)
+        kinds_that_need_whole(build(kind), CPU)
 
 
 def test_a_rate_of_zero_hides_nothing() -> None:
     for rate in (0.0, 1e-12):
         with pytest.raises(ValueError, match="matrix"):
-            require_elementwise(build(GlobalScaling if rate else InTheEnd, **({} if rate else {"lr": rate})), CPU)
+            kinds_that_need_whole(build(GlobalScaling if rate else InTheEnd, **({} if rate else {"lr": rate})), CPU)
     optimizer = build(ButSingleRows)
     optimizer.param_groups[0]["lr"] = torch.zeros(())
-    with pytest.raises(ValueError, match="matrix"):
-        require_elementwise(optimizer, CPU)
+    assert kinds_that_need_whole(optimizer, CPU) == kinds(optimizer)
     assert optimizer.param_groups[0]["lr"].item() == 0.0
 
 
 def test_each_kind_of_group_is_tried() -> None:
     layers = [{"params": [nn.Parameter(torch.ones(3, 2))], "mixes": False, "lr": 0.1 / (k + 1)} for k in range(3)]
-    require_elementwise(ButSingleRows(layers), CPU)
-    with pytest.raises(ValueError, match="matrix"):
-        require_elementwise(ButSingleRows([*layers, {"params": [nn.Parameter(torch.ones(3, 2))]}]), CPU)
+    assert kinds_that_need_whole(ButSingleRows(layers), CPU) == set()
+    mixed = ButSingleRows([*layers, {"params": [nn.Parameter(torch.ones(3, 2))]}])
+    assert kinds_that_need_whole(mixed, CPU) == {kind_of(mixed.param_groups[-1])}, "the others are cut into rows"
 
 
 @pytest.mark.parametrize(
     ("kind", "theirs"),
-    [(NeedsRows, "max"), (Still, "changed none"), (Signs, "KeyError: 'weight'")],
-    ids=["needs rows", "still", "raises"],
+    [(Still, "changed none"), (Signs, "KeyError: 'weight'")],
+    ids=["still", "raises"],
 )
 def test_what_could_not_be_tried_is_told_apart_and_the_users_word_counts(kind: Any, theirs: str) -> None:
     optimizer = build(kind)
     with pytest.raises(ValueError, match=rf"could not be tried out.*{theirs}.*elementwise=True"):
-        require_elementwise(optimizer, CPU)
-    require_elementwise(optimizer, CPU, elementwise=True)
+        kinds_that_need_whole(optimizer, CPU)
+    kinds_that_need_whole(optimizer, CPU, elementwise=True)
 
 
 def test_what_cannot_be_copied_could_not_be_tried() -> None:
     with pytest.raises(ValueError, match=r"could not be tried out.*cannot pickle '_thread.lock'"):
-        require_elementwise(build(Scaled, lock=threading.Lock()), CPU)
+        kinds_that_need_whole(build(Scaled, lock=threading.Lock()), CPU)
 
 
 def test_the_users_word_is_not_asked_where_nothing_could_work() -> None:
-    require_elementwise(build(LayerwiseScaling), CPU, elementwise=True)
+    assert kinds_that_need_whole(build(LayerwiseScaling), CPU, elementwise=True) == set()
     for kind, said in ((torch.optim.LBFGS, "inner products"), (WithClosure, "closure"), (Around, "holds")):
         with pytest.raises(ValueError, match=said):
-            require_elementwise(build(kind), CPU, elementwise=True)
-    for kind in (torch.optim.Adam, LayerwiseScaling):
-        with pytest.raises(NotImplementedError, match="ignored_params"):
-            require_elementwise(build(kind), CPU, elementwise=False)
+            kinds_that_need_whole(build(kind), CPU, elementwise=True)
+    for kind in (torch.optim.Adam, LayerwiseScaling, GlobalScaling):
+        assert kinds_that_need_whole(build(kind), CPU, elementwise=False) == kinds(build(kind))
 
 
 class Around(Scaled):
@@ -230,7 +284,7 @@ def test_trying_an_optimizer_out_leaves_everything_as_it_was() -> None:
     before, random = [p.detach().clone() for p in parameters], torch.get_rng_state()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hooks are the user's"))
     optimizer.step = lambda *_: pytest.fail("bound to the original")  # as schedulers do
-    require_elementwise(optimizer, CPU)
+    kinds_that_need_whole(optimizer, CPU)
     assert (optimizer.count, optimizer.settings["seen"]) == (0, []) and not optimizer.state
     assert torch.equal(optimizer.settings["table"]["of"][0], torch.ones(2))
     assert all(torch.equal(p, old) and p.grad is None for p, old in zip(parameters, before, strict=True))

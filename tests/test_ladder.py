@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Issued, Lane, Ledger, PendingSum, Works
+from layerzero.comm.collectives import Exchange, Issued, Lane, PendingSum, Works
+from layerzero.comm.exchange import Ledger
 from layerzero.config import Precision
 from layerzero.engine.gradients import Round
 from layerzero.engine.route import Leg, Route

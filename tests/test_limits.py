@@ -196,8 +196,8 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     # --- optimizers ---
     "Optimizers that are not element-wise": (
-        "test_optimizer.py::test_an_optimizer_that_mixes_elements_is_refused_with_the_reason",
-        "test_elementwise.py::test_an_optimizer_that_mixes_elements_somewhere_is_refused",
+        "test_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
+        "test_elementwise.py::test_an_optimizer_that_mixes_parameters_somewhere_is_refused",
         "test_optimizer.py::test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding",
         "test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
     ),
@@ -209,7 +209,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "**Unnoticed:** `elementwise=True`": (
         "test_elementwise.py::test_the_users_word_is_not_asked_where_nothing_could_work",
-        "test_optimizer.py::test_an_optimizer_that_mixes_elements_is_refused_with_the_reason",
+        "test_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
     ),
     "**Unnoticed:** state that an optimizer quantises": (
         "test_limits_loops.py::test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks",

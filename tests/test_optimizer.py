@@ -20,7 +20,6 @@ import layerzero
 from tests.support.models import (
     GlobalScaling,
     IntegerNet,
-    LayerwiseScaling,
     assert_close,
     assert_same_bits,
     backward,
@@ -291,13 +290,9 @@ def test_state_is_found_by_sharded_parameter() -> None:
 
 
 REFUSED: dict[str, tuple[Factory, str]] = {
-    "Adafactor": (torch.optim.Adafactor, "rows|columns|factor"),
     "LBFGS": (torch.optim.LBFGS, "inner product|closure|all parameters"),
-    "LayerwiseScaling": (LayerwiseScaling, "matrix"),
     "GlobalScaling": (GlobalScaling, "matrix|together|all parameters"),
 }
-if hasattr(torch.optim, "Muon"):
-    REFUSED["Muon"] = (lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), "matri")
 
 
 def _refuse(rank: int, name: str) -> None:
@@ -320,7 +315,7 @@ def _refuse(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_mixes_elements_is_refused_with_the_reason(name: str) -> None:
+def test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason(name: str) -> None:
     run_ranks(_refuse, name)
 
 

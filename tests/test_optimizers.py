@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import optimizers
 from layerzero.optimizers import kernels
-from layerzero.optimizers.elementwise import require_elementwise, state_after_a_step
+from layerzero.optimizers.elementwise import kinds_that_need_whole, state_after_a_step
 from layerzero.tensors.sharded import plain
 from tests.support.models import (
     IntegerNet,
@@ -329,7 +329,7 @@ class CountsInGroup(torch.optim.SGD):
 def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     optimizer = CountsInGroup([nn.Parameter(torch.ones(2, 2))], lr=0.5)
     optimizer.param_groups[0]["step"] = torch.zeros(())
-    require_elementwise(optimizer, torch.device("cpu"))
+    kinds_that_need_whole(optimizer, torch.device("cpu"))
     state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
     assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
     assert not optimizer.state and set(state) <= {"momentum_buffer"}

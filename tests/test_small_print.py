@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.comm.collectives import Lane, Ledger
+from layerzero.comm.collectives import Lane
+from layerzero.comm.exchange import Ledger
 from layerzero.comm.order import GatherOrder
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import (

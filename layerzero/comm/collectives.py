@@ -1,4 +1,4 @@
-"""The exchanges between ranks, by name, and the ledger that counts them.
+"""The exchanges between ranks.
 
 This is the only file of the package that calls a collective. Everyone else names an exchange
 (gather, hop 1, hop 2, refresh, ...) and a lane to run it on.
@@ -18,13 +18,10 @@ piece is a master that the user may edit meanwhile, which must only be read.
 
 from __future__ import annotations
 
-import enum
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from layerzero.comm.exchange import SPELLED, Exchange, Ledger
 from layerzero.comm.node_pool import Arrival, NodePool
-from layerzero.comm.recording import Flight, Observer
+from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
 from layerzero.storage.buffers import BufferPool
 
@@ -41,7 +39,6 @@ __all__ = [
     "Exchange",
     "Heard",
     "Lane",
-    "Ledger",
     "PendingSum",
     "Works",
     "all_gather",
@@ -49,68 +46,10 @@ __all__ = [
     "broadcast",
     "lost",
     "reduce_scatter",
+    "send_pieces",
     "tell_all",
     "timeout_of",
 ]
-
-
-class Exchange(enum.Enum):
-    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
-
-    GATHER = "gather"  # ZeRO-3 shards -> full buffer
-    HOP1 = "hop1"  # gradients, inside the node
-    HOP2 = "hop2"  # gradients, across replicas
-    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    AGREE = "agree"  # which parameters were used, one byte each
-    ORDER = "order"  # which unit is gathered next, where that was not foreseen
-    NORM = "norm"  # gradient norms
-    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
-    BROADCAST = "broadcast"  # initial weights
-    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
-    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
-
-
-_SPELLED = {
-    Exchange.HOP1: "hop 1",
-    Exchange.HOP2: "hop 2",
-    Exchange.AGREE: "agreement on used parameters",
-    Exchange.ORDER: "comparison of orders before the gather",
-    Exchange.NORM: "norm of gradients",
-    Exchange.UNSHARD: "gather in full precision",
-    Exchange.BROADCAST: "broadcast of initial values",
-    Exchange.NODE_SUM: "hop 1",
-    Exchange.HAND_OVER: "hand-over of weights for their refresh",
-}
-_SHOWN = 6  # gathers before a failure that its error names
-
-
-@dataclass
-class Ledger:
-    """Calls and bytes that this rank sent, by exchange and by (exchange, axis)."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    observer: Observer = field(default_factory=Observer)
-    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
-    failure: str = ""  # of the first exchange that did
-
-    def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
-        self.calls[exchange.value] += 1
-        self.bytes[exchange.value, axis] += sent
-        if exchange is Exchange.GATHER:
-            self.gathered.append(name)
-
-    def gathers_up_to(self, name: str, *, launched: bool) -> tuple[str, ...]:
-        """The last units that were gathered, each once in a row, up to `name`: the last of them, or the next."""
-        names = list(self.gathered)
-        if launched and name in names:
-            while names[-1] != name:  # others have been launched ahead
-                names.pop()
-        return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
-
-    def reset(self) -> None:
-        self.calls.clear()
-        self.bytes.clear()
 
 
 @dataclass(frozen=True)
@@ -167,7 +106,7 @@ class Issued:
     @property
     def word(self) -> Word:
         """What this rank leaves word of where it waits for it in vain."""
-        doing = _SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
+        doing = SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
         if self.exchange not in (Exchange.GATHER, Exchange.ORDER):
             return Word(doing)
         gathers = self.lane.ledger.gathers_up_to(self.name, launched=self.exchange is Exchange.GATHER)
@@ -274,28 +213,47 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Is
 
 
 def all_gather(
-    lane: Lane, exchange: Exchange, out: Tensor, shard: Tensor, *, name: str = "", only_reads_shard: bool = False
+    lane: Lane,
+    exchange: Exchange,
+    out: Tensor,
+    shard: Tensor,
+    *,
+    name: str = "",
+    only_reads_shard: bool = False,
+    parts: Sequence[int] | None = None,
 ) -> Works:
     """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
 
     `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
-    says, here and below, whose exchange it is.
+    says, here and below, whose exchange it is, and `parts` how many elements each rank has, where they differ.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
     with _issued(lane, exchange, name, sent) as issued:
-        if not lane.is_gloo or (lane.size > 2 and not only_reads_shard):  # see [Note: Gathers in place]
+        pieces = out.chunk(lane.size) if parts is None else torch.split(out, list(parts))
+        if parts is None and (not lane.is_gloo or (lane.size > 2 and not only_reads_shard)):
+            # see [Note: Gathers in place]
             return issued.carried_by(_all_gather_flat(out, shard, group=lane.group, async_op=True))
-        pieces = out.chunk(lane.size)
+        if not lane.is_gloo:
+            return issued.carried_by(dist.all_gather(list(pieces), shard, group=lane.group, async_op=True))
         if pieces[lane.rank].data_ptr() != shard.data_ptr():
             pieces[lane.rank].copy_(shard)
         each = [
-            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True) for rank, piece in enumerate(pieces)
+            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True)
+            for rank, piece in enumerate(pieces)
+            if piece.numel()
         ]
         return issued.carried_by(*each)
 
 
 def reduce_scatter(
-    lane: Lane, exchange: Exchange, flat: Tensor, pool: BufferPool, *, wire: torch.dtype, name: str = ""
+    lane: Lane,
+    exchange: Exchange,
+    flat: Tensor,
+    pool: BufferPool,
+    *,
+    wire: torch.dtype,
+    name: str = "",
+    parts: Sequence[int] | None = None,
 ) -> PendingSum:
     """Start summing `flat` [size * n], as `wire`, over the lane, piece i to rank i.
 
@@ -303,18 +261,29 @@ def reduce_scatter(
     then be finer than `wire`.
     """
     if isinstance(pool, NodePool):
+        assert parts is None
         return _sum_in_node(lane, flat, pool, wire, name)
     assert flat.dtype == wire
-    sent = (lane.size - 1) * (flat.numel() // lane.size) * flat.element_size()
+    numel = flat.numel() // lane.size if parts is None else parts[lane.rank]
+    sent = (flat.numel() - numel) * flat.element_size()
     with _issued(lane, exchange, name, sent) as issued:
-        received = pool.take(flat.numel() if lane.is_gloo else flat.numel() // lane.size, flat.dtype)
+        received = pool.take(numel * lane.size if lane.is_gloo else numel, flat.dtype)
+        summands: Sequence[Tensor] = (received,)
         if lane.is_gloo:
-            work = dist.all_to_all_single(received, flat, group=lane.group, async_op=True)
-            parts: Sequence[Tensor] = received.chunk(lane.size)
-        else:
+            work = dist.all_to_all_single(
+                received,
+                flat,
+                output_split_sizes=None if parts is None else [numel] * lane.size,
+                input_split_sizes=None if parts is None else list(parts),
+                group=lane.group,
+                async_op=True,
+            )
+            summands = received.view(lane.size, numel).unbind()
+        elif parts is None:
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
-            parts = (received,)
-        return PendingSum(issued.carried_by(work), flat, lambda: parts, partial(pool.give, received))
+        else:
+            work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
+        return PendingSum(issued.carried_by(work), flat, lambda: summands, partial(pool.give, received))
 
 
 def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, name: str) -> PendingSum:
@@ -334,6 +303,29 @@ def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, na
             return (part.to(wire) for part in pool.parts(number, numel, flat.dtype))
 
         return PendingSum(issued.carried_by(pool.arrival(number)), flat, parts, give_back)
+
+
+def send_pieces(
+    lane: Lane,
+    exchange: Exchange,
+    received: Tensor,
+    sent: Tensor,
+    *,
+    from_each: Sequence[int],
+    to_each: Sequence[int],
+    name: str = "",
+) -> Works:
+    """Start sending each rank its own piece of `sent`; `received` is put together from what came, in rank order.
+
+    Args:
+        from_each: elements that come from each rank.
+        to_each: elements for each rank.
+    """
+    elsewhere = sum(to_each) - to_each[lane.rank]
+    with _issued(lane, exchange, name, elsewhere * sent.element_size()) as issued:
+        splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
+        work = dist.all_to_all_single(received, sent, **splits, group=lane.group, async_op=True)
+        return issued.carried_by(work)
 
 
 def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Lane, Ledger, backend_of
+from layerzero.comm.collectives import Lane, backend_of
+from layerzero.comm.exchange import Ledger
 from layerzero.layout.grid import Grid
 from layerzero.storage.device import compute_device, default_device_type
 

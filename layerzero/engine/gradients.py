@@ -76,18 +76,32 @@ class Gradients:
         self.carried: Awaited | None = None  # ends when what is on its way down the ladder has come
         self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
 
+    @property
+    def parts(self) -> tuple[int, ...] | None:
+        """Of hop 2: elements that each replica gets, where they differ."""
+        return self.topology.grid.parts(self._layout)
+
+    def recut(self, layout: FlatLayout) -> None:
+        """Sum up for other ZeRO-1 shards from here on. Nothing is held, and there are several replicas."""
+        assert layout.slots == self._layout.slots and self.waiting is not self.final
+        self._layout = layout
+        place = self._final_place(self.final.place.dtype)
+        self.final = self.sums[Extent.RANK] = Sum(layout, self.topology.grid, Extent.RANK, place)
+
     def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> Place:
         """Where the sum of an extent has its memory: decided here alone."""
-        numel = self.topology.grid.numel(self._layout, extent)
         if extent is Extent.RANK:
-            node = self.sums.get(Extent.NODE)
-            if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
-                part = self.topology.grid.place(self._layout, Extent.RANK, Extent.NODE)
-                return InsidePlace(node.place, part, self.pool)
-            return KeptPlace(numel, dtype, self.pool.device)
+            return self._final_place(dtype)
+        numel = self.topology.grid.numel(self._layout, extent)
         if extent is self.route.waits:
             return make_place(numel, dtype, sent_in_node=extent is Extent.WHOLE)
         return ScratchPlace(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
+
+    def _final_place(self, dtype: torch.dtype) -> Place:
+        grid, node = self.topology.grid, self.sums.get(Extent.NODE)
+        if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
+            return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE), self.pool)
+        return KeptPlace(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
 
     # What it holds
 
@@ -315,7 +329,10 @@ class Carry:
         else:
             target.place.prefetch(keep=not target.untouched)
             self._leases = (sent, target.place.lease())
-        self._pending = reduce_scatter(lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label)
+        parts = gradients.parts if leg.exchange is Exchange.HOP2 else None
+        self._pending = reduce_scatter(
+            lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label, parts=parts
+        )
 
     def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
         target, final = self.gradients.sums[leg.stop], self.gradients.final

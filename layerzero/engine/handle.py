@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Works, all_gather
@@ -102,10 +102,7 @@ class Handle:
             else shared.full[grid.place(layout, Extent.NODE, Extent.WHOLE)]
         )
         self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
-        length = layout.shard_numel
-        self.master = (  # [L]; see [Note: One storage for equal shards]
-            self._zero3_own.data if self.shares_master else torch.zeros(length, dtype=precision.master, device=device)
-        )
+        self.master = self._new_master()  # [L]
         self.full = self.zero3 if shared is None else shared.full  # [G]
         if self.gathers:
             self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
@@ -153,6 +150,13 @@ class Handle:
 
     # Birth
 
+    def _new_master(self) -> Tensor:
+        """See [Note: One storage for equal shards]."""
+        if self.shares_master:
+            return self._zero3_own.data
+        numel = self.topology.grid.numel(self.layout, Extent.RANK)
+        return torch.zeros(numel, dtype=self.precision.master, device=self.topology.device)
+
     @torch.no_grad()
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
         grid, layout = self.topology.grid, self.layout
@@ -162,13 +166,17 @@ class Handle:
                 common = overlap(slot, grid.range_of(layout, extent))
                 target[common.of_range] = values[common.of_slot]
 
-    def _make_member(self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...]) -> Member:
+    def _rows_of(self, slot: Slot) -> tuple[Tensor, RowSpan, slice]:
+        """A slot's rows in the masters, which rows they are, and where."""
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
         span = RowSpan(slot.name, slot.shape, bounds, topology)
         local = topology.grid.part(layout, slot, Extent.RANK)
-        master = self.master[local].view(len(span.rows), *slot.shape[1:])
+        return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
+
+    def _make_member(self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...]) -> Member:
+        master, span, local = self._rows_of(slot)
         whole = self.compute[slot.offset : slot.end].view(slot.shape)
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
@@ -182,6 +190,28 @@ class Handle:
         carry_over(original, gathered=leaf, sharded=parameter)
         places = tuple((owner._parameters, attribute) for owner, attribute in owners)
         return Member(slot.name, places, leaf, parameter, master, span, local, accumulates)
+
+    @torch.no_grad()
+    def recut(self, layout: FlatLayout) -> None:
+        """Hold other ZeRO-1 shards of the same flat order; between passes, with no gradient. Every rank must call this.
+
+        Sharded parameters stay the objects that they are, with other rows.
+        """
+        topology, old = self.topology, self.layout
+        place = topology.grid.place(layout, Extent.RANK, Extent.NODE)
+        self.layout, self._zero3_own = layout, self.zero3[place]  # refreshed: it has the masters of all replicas
+        if self.shares_master:
+            self.master = self._new_master()
+        else:
+            node = torch.empty(len(self.zero3), dtype=self.precision.master, device=topology.device)
+            parts = topology.grid.parts(old)
+            all_gather(topology.replica, Exchange.UNSHARD, node, self.master, name=self.label, parts=parts).wait()
+            self.master = self._new_master().copy_(node[place])
+        for slot, member in zip(layout.slots, self.members, strict=True):
+            member.recut(*self._rows_of(slot))
+        if self.gradients is not None:
+            self.gradients.recut(layout)
+            self.shown = ShownGradients(self.members, self.gradients)
 
     # Gather and reshard
 
@@ -277,6 +307,7 @@ class Handle:
                 self._zero3_own,
                 name=self.label,
                 only_reads_shard=self.shares_master,
+                parts=self.topology.grid.parts(self.layout),
             )
         if self.shared is not None:
             self.shared.land(self._refreshing)

@@ -38,6 +38,7 @@ from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit
 from layerzero.engine.view import View
+from layerzero.layout.owners import Owner
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
@@ -77,6 +78,7 @@ class Runtime:
         self.members = {member.name: member for handle in self.handles for member in handle.members}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = Parameters(self.members, ignored)
+        self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
         self._running: list[Call] = []  # calls of units under way, outermost first
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None

@@ -1,7 +1,8 @@
 """Where every parameter of a handle lies in flat storage: integers only, no torch, no processes.
 
 The flat order of a handle is cut into `num_shards` equal ZeRO-1 shards. Parameters are ordered and spaced
-so that no cut falls inside a dim-0 row: a rank's piece of a parameter is always a `[rows, *rest]` view.
+so that no cut falls inside a dim-0 row: a rank's piece of a parameter is always a `[rows, *rest]` view. For
+other cuts of the same order see owners.py.
 
     >>> (layout,) = plan_layouts([("weight", (6, 4)), ("bias", (6,))], num_shards=4, align=2)
     >>> layout.shard_numel, [(slot.name, slot.offset) for slot in layout.slots]
@@ -71,13 +72,14 @@ class Slot:
 class FlatLayout:
     """The flat order of one handle and its cuts; the constructor refuses one that cuts a row.
 
-    Element counts, not bytes. ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel).
+    Element counts, not bytes. ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel), or as `bounds` say.
     """
 
     slots: tuple[Slot, ...]  # by offset; empty slots come first, at offset 0
-    shard_numel: int  # L, elements of one ZeRO-1 shard
+    shard_numel: int  # L, elements of one ZeRO-1 shard; where they differ, their mean
     num_shards: int  # D
     align: int  # elements; every slot starts at a multiple of it
+    bounds: tuple[int, ...] = ()  # shard k is [bounds[k], bounds[k + 1]); none: all are of one length
 
     def __post_init__(self) -> None:
         # Layouts also come back from checkpoints, so this is checked here and not only by the planner.
@@ -95,6 +97,16 @@ class FlatLayout:
             if self._cuts_a_row(slot):
                 raise ValueError(f"{slot} has a row that is cut at a multiple of {self.shard_numel}")
             end = slot.end
+        if self.bounds:
+            self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        ends = self.bounds[0], self.bounds[-1], len(self.bounds) - 1
+        if ends != (0, self.numel, self.num_shards) or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(f"bounds {self.bounds} do not cut {self.numel} elements into {self.num_shards} shards")
+        for slot in self.slots:
+            if any((b - slot.offset) % slot.row_numel for b in self.bounds if slot.offset < b < slot.end):
+                raise ValueError(f"{slot} has a row that is cut by {self.bounds}")
 
     def _cuts_a_row(self, slot: Slot) -> bool:
         first_cut = _round_up(slot.offset + 1, self.shard_numel)
@@ -121,7 +133,7 @@ class FlatLayout:
     def shard_range(self, k: int) -> range:
         """Flat elements of ZeRO-1 shard k."""
         assert 0 <= k < self.num_shards, (k, self.num_shards)
-        return range(k * self.shard_numel, (k + 1) * self.shard_numel)
+        return range(*(self.bounds[k : k + 2] or (k * self.shard_numel, (k + 1) * self.shard_numel)))
 
     def zero3_range(self, s: int, zero3_size: int) -> range:
         """Flat elements of ZeRO-3 shard s: the R = D / zero3_size ZeRO-1 shards of its replicas, in order."""

@@ -108,6 +108,13 @@ class Grid:
         inner, outer = self.range_of(layout, small), self.range_of(layout, big)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
+    def parts(self, layout: FlatLayout) -> tuple[int, ...] | None:
+        """Elements of each replica's part of this rank's ZeRO-3 shard; None where all have as many."""
+        if not layout.bounds:
+            return None
+        first = self.s * self.replicas
+        return tuple(len(layout.shard_range(k)) for k in range(first, first + self.replicas))
+
     def part(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
         """The elements of `slot` inside this rank's tensor of `extent`."""
         return overlap(slot, self.range_of(layout, extent)).of_range

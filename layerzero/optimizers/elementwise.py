@@ -1,17 +1,22 @@
-"""Which optimizers can work on rows: element-wise ones. Known by name, found out by trial, or the user's word."""
+"""Which optimizers can work on rows, and which on whole parameters. Known by name, found out, or the user's word.
+
+An element-wise optimizer steps rows, wherever they are. One that mixes the elements of a parameter, but not those of
+several, steps whole parameters, each on the rank that owns it. What mixes parameters can do neither.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from layerzero.optimizers.trial import CouldNotTry, difference
+from layerzero.optimizers.trial import CouldNotTry, difference, difference_of_owners, kind_of
 from layerzero.optimizers.twin import inner_optimizers, twin_of, unhooked
 
-__all__ = ["require_elementwise", "state_after_a_step"]
+__all__ = ["kinds_that_need_whole", "state_after_a_step"]
 
 # Known to update each element by itself, whatever their settings. What is derived from them is tried out.
 _ELEMENTWISE = {
@@ -29,14 +34,11 @@ _ELEMENTWISE = {
 }
 _DISTANCE = "it estimates its rate from all parameters together, which may need more steps to show than a trial has"
 _LOSS = "it follows the loss, and each rank has a loss of its own"
-_MIXES = {
-    "Muon": "it orthogonalises whole matrices",
-    "Adafactor": "it factors second moments over whole rows and columns",
-    "Lamb": "it scales by norms of whole parameters",
-    "LAMB": "it scales by norms of whole parameters",
-    "LARS": "it scales by norms of whole parameters",
-    "Shampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
+# Known to mix the elements of a parameter: in few steps on small ones that may not show.
+_MIXES_INSIDE = {"Muon", "Adafactor", "AdaFactor", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
+# Of these, those that do nothing else.
+_ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
+_MIXES_PARAMETERS = {
     "DAdaptAdaGrad": _DISTANCE,
     "DAdaptAdam": _DISTANCE,
     "DAdaptAdan": _DISTANCE,
@@ -51,7 +53,6 @@ _MIXES = {
     "EmoFact": _LOSS,
     "EmoLynx": _LOSS,
     "EmoNavi": _LOSS,
-    "ScalableShampoo": "it preconditions whole matrices",
     "SWATS": "it changes from Adam to SGD by what it finds in all parameters together",
     "AliG": "its rate is computed from the loss and the norm of all gradients",
     "SAM": "it climbs along the norm of all gradients between two backwards of one step",
@@ -63,43 +64,64 @@ _IMPOSSIBLE = {
 }
 
 
-def require_elementwise(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> None:
-    """Raise unless the optimizer updates each element by itself, or the user says that it does.
+def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
+    """The kinds of its groups (:func:`layerzero.optimizers.trial.kind_of`) whose parameters it must have whole.
 
     Each rank updates only its rows of a parameter, so an update that mixes elements would be silently another one.
 
     Args:
         optimizer: stays as it is.
         device: where it is tried out.
-        elementwise: None: found out, by name or by trial; True: the user's word is taken; False: it is not.
+        elementwise: None: found out, by name or by trial. True: none do, is the user's word; False: all do.
 
     Raises:
-        NotImplementedError: `elementwise` is False.
-        ValueError: it is not element-wise, or could not be tried out.
+        ValueError: it mixes parameters, or could not be tried out.
     """
     name = type(optimizer).__name__
-    instead = (
-        "layerzero gives each rank only its rows of a parameter; use an element-wise optimizer such as SGD, Adam or "
-        "AdamW, or step these parameters unsharded (ignored_params) in an optimizer of their own"
-    )
-    if elementwise is False:
-        raise NotImplementedError(f"elementwise=False: {name} would need whole parameters. {instead}")
     if reason := _named(optimizer, _IMPOSSIBLE):
-        raise ValueError(f"{name} is not element-wise: {reason}. {instead}")
+        raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     _require_reachable(optimizer, name)
-    if elementwise or type(optimizer) in _ELEMENTWISE:
-        return
-    reason = _named(optimizer, _MIXES)
-    try:
-        reason = reason or difference(optimizer, device)
-    except CouldNotTry as error:
+    if elementwise or (elementwise is None and type(optimizer) in _ELEMENTWISE):
+        return set()
+    if elementwise is None and (reason := _named(optimizer, _MIXES_PARAMETERS)):
+        raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
+    kinds = {kind_of(group) for group in optimizer.param_groups}
+    if elementwise is False or type(optimizer) in _ONE_BY_ONE:
+        return kinds
+    on_rows: str | CouldNotTry | None = None  # how its work on rows differs, where it has been tried
+    alone: str | CouldNotTry | None
+    if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
+        on_rows = _tried(difference, optimizer, device)
+        if on_rows is None:
+            return set()
+        if len(kinds) > 1:
+            kinds = {kind for kind in kinds if _tried(difference, optimizer, device, kind) is not None} or kinds
+    alone = _tried(difference_of_owners, optimizer, device, kinds)
+    if alone is None:
+        return kinds
+    if isinstance(alone, CouldNotTry) and not isinstance(on_rows, str):
         raise ValueError(
-            f"{name} could not be tried out: {error}. If you know that it updates each element of a parameter by "
-            "itself, and takes parameters without rows, say so: shard_optimizer(optimizer, model, elementwise=True). "
-            f"Otherwise: {instead}"
-        ) from error
-    if reason is not None:
-        raise ValueError(f"{name} is not element-wise: {reason}. {instead}")
+            f"{name} could not be tried out: {on_rows or alone}. If you know that it updates each element of a "
+            "parameter by itself, and takes parameters without rows, say so: shard_optimizer(optimizer, model, "
+            "elementwise=True); if it updates each parameter by itself: elementwise=False. Otherwise: " + _INSTEAD
+        ) from alone
+    mixes = f"{on_rows}; nor can each parameter be stepped by itself: {alone}" if on_rows else alone
+    raise ValueError(f"{name} is not element-wise: {mixes}. {_INSTEAD}")
+
+
+_INSTEAD = (
+    "layerzero gives each rank its rows of a parameter, or one rank all of it. Use an element-wise optimizer such as "
+    "SGD, Adam or AdamW, one that updates each matrix by itself, such as Muon, or step these parameters unsharded "
+    "(ignored_params) in an optimizer of their own"
+)
+
+
+def _tried(experiment: Callable[..., str | None], *args: Any) -> str | CouldNotTry | None:
+    """What an experiment has found, or that it could not be made."""
+    try:
+        return experiment(*args)
+    except CouldNotTry as error:
+        return error
 
 
 def _named(optimizer: Optimizer, reasons: dict[str, str]) -> str | None:

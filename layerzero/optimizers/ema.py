@@ -14,6 +14,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.view import View, viewing
+from layerzero.layout.flat import FlatLayout
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 
@@ -62,6 +63,7 @@ class EMA:
         self.n_averaged = torch.zeros((), dtype=torch.int64)
         self._runtime = runtime_of(model)
         self._handles: list[Handle] = []
+        self._layouts: list[FlatLayout] = []  # of the handles, as they were cut then
         self._averages: list[Tensor] = []  # 1-D [L] each, master dtype
         self._rows: dict[str, tuple[Member, Tensor]] = {}  # by name: this rank's rows, views of the above
         self._follow()
@@ -70,10 +72,16 @@ class EMA:
 
     def _follow(self) -> None:
         """Take in what is trainable and has no average yet, with the value that it has now."""
+        if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
+            raise RuntimeError(
+                "shard_optimizer has moved rows to the owners of whole parameters since this EMA was made: make it "
+                "after shard_optimizer"
+            )
         for handle in self._runtime.handles:
             if handle.trainable and handle not in self._handles:
                 average = handle.master.clone()
                 self._handles.append(handle)
+                self._layouts.append(handle.layout)
                 self._averages.append(average)
                 for member in handle.members:
                     self._rows[member.name] = (member, average[member.local].view(member.master.shape))
@@ -112,6 +120,7 @@ class EMA:
             with ema.swapped():
                 torch.save(layerzero.full_state_dict(model), "averaged.pt")
         """
+        self._follow()
         runtime = self._runtime
         if View.FULL in runtime.views:
             raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
@@ -140,6 +149,7 @@ class EMA:
             shapes in the masters' dtype that share memory with the EMA, so that ``torch.distributed.checkpoint`` saves
             them, and loads them in place into any sharding.
         """
+        self._follow()
         averages = {name: sharded(rows, member.span, Watch()) for name, (member, rows) in self._rows.items()}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
@@ -151,6 +161,7 @@ class EMA:
             ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded in another way;
                 nothing is changed then.
         """
+        self._follow()
         loaded = state_dict["averages"]
         if loaded.keys() != self._rows.keys():
             missing, unexpected = sorted(self._rows.keys() - loaded.keys()), sorted(loaded.keys() - self._rows.keys())

@@ -58,12 +58,17 @@ class AroundAnother(Optimizer):
             setattr(self.inner, name, value)
 
 
-def step_once(inner: Optimizer) -> None:
-    """``inner.step()`` with the instance's own hooks, without torch's global ones, which see the wrapper's step."""
+def step_once(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+    """``inner.step()`` with the instance's own hooks, without torch's global ones, which see the wrapper's step.
+
+    Args:
+        update: calls what it is given, which steps `inner`, once or in parts; None: once.
+    """
+    update = update or _at_once
     replaced = vars(inner).get("step")
     bare = unhooked(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
-        inner.step()  # somebody else's
+        update(inner.step)  # somebody else's
         return
     if replaced is not None:
         inner._opt_called = True  # type: ignore[attr-defined]  # all that a scheduler's replacement does
@@ -74,13 +79,17 @@ def step_once(inner: Optimizer) -> None:
         if changed is not None:
             args, kwargs = changed
     try:
-        bare(*args, **kwargs)
+        update(functools.partial(bare, *args, **kwargs))
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(_MIXED.format(name=type(inner).__name__)) from error
     for post_hook in list(inner._optimizer_step_post_hooks.values()):
         post_hook(inner, args, kwargs)
+
+
+def _at_once(take_step: Callable[[], Any]) -> None:
+    take_step()
 
 
 _MIXED = (

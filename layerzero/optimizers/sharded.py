@@ -8,7 +8,7 @@ the masters, plain tensors, on which fused and foreach kernels run at full speed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
-from layerzero.optimizers.elementwise import require_elementwise
+from layerzero.optimizers.elementwise import kinds_that_need_whole
 from layerzero.optimizers.inner import (
     AroundAnother,
     MasterState,
@@ -33,8 +33,12 @@ from layerzero.optimizers.inner import (
     require_unedited,
     step_once,
 )
-from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
-from layerzero.optimizers.state import HOW, cut_state, differ, few, kept, on, show
+from layerzero.optimizers.interchange import asked_by_torch, by_own_names, numbered
+from layerzero.optimizers.owned import Owned
+from layerzero.optimizers.ownership import Ownership, own
+from layerzero.optimizers.state import HOW, Holder, cut_state, differ, few, kept, on, show
+from layerzero.optimizers.state_view import StateView
+from layerzero.optimizers.trial import kind_of
 from layerzero.tensors.sharded import plain
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -48,15 +52,17 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     returns; stepping the old object raises.
 
     Args:
-        optimizer: any element-wise torch optimizer, fused and foreach variants included.
+        optimizer: any torch optimizer that updates each element by itself, fused and foreach variants included; or each
+            parameter by itself, as Muon does: such a parameter is updated whole, by the rank that then owns it.
         model: from :func:`shard_model`.
         elementwise: the optimizer updates each element by itself. None: found out, by name or by trying a copy on small
-            parameters; True: your word is taken. See ``docs/optimizers.md``.
+            parameters. True: your word is taken. False: it updates each parameter by itself, on your word. See
+            ``docs/optimizers.md``.
 
     Raises:
-        ValueError: the optimizer is not element-wise or could not be tried out, or holds parameters that the model does
+        ValueError: the optimizer mixes parameters or could not be tried out, or holds parameters that the model does
             not own.
-        NotImplementedError: `elementwise` is False.
+        RuntimeError: it needs whole parameters, and there are gradients already, or another optimizer has made a step.
 
     Example::
 
@@ -70,8 +76,11 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = runtime_of(model)
-    require_elementwise(optimizer, runtime.topology.device, elementwise)
-    return ShardedOptimizer(optimizer, runtime)
+    whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
+    if whole_kinds:
+        held = [p for group in optimizer.param_groups if kind_of(group) in whole_kinds for p in group["params"]]
+        own(runtime, [member for p in held if (member := runtime.parameters.member_of(p)) is not None])
+    return ShardedOptimizer(optimizer, runtime, whole_kinds)
 
 
 class ShardedOptimizer(AroundAnother):
@@ -85,7 +94,7 @@ class ShardedOptimizer(AroundAnother):
         state: the same state, keyed by sharded parameter.
     """
 
-    def __init__(self, inner: Optimizer, runtime: Runtime) -> None:
+    def __init__(self, inner: Optimizer, runtime: Runtime, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self._runtime = runtime
@@ -94,6 +103,7 @@ class ShardedOptimizer(AroundAnother):
         self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
         self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
         self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        self._ownership = Ownership(runtime, inner, whole_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
@@ -103,12 +113,14 @@ class ShardedOptimizer(AroundAnother):
             inner.param_groups, inner.state = old_groups, old_state
             raise
         self.param_groups = inner.param_groups
-        self.state = _StateView(inner, self._master_of)  # type: ignore[assignment]
+        self.state = StateView(inner, self._master_of)  # type: ignore[assignment]
         for old, masters in zip(old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
                     member = runtime.parameters.member_of(parameter)
-                    inner.state[master] = cut_state(old_state[parameter], member)
+                    holder = None if member is None else self._holder_of(member.parameter)
+                    if values := cut_state(old_state[parameter], holder):
+                        inner.state[master] = values
         runtime.optimizers.add(self)
 
     # One step
@@ -139,7 +151,7 @@ class ShardedOptimizer(AroundAnother):
         self._runtime.micro_batches.note_step()
         self._runtime.refreshes.before_step()
         with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
-            step_once(self.inner)
+            step_once(self.inner, self._ownership.step if self._ownership.owned else None)
         self._runtime.refreshes.after_step()
         return loss
 
@@ -179,6 +191,7 @@ class ShardedOptimizer(AroundAnother):
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        self._ownership.refuse(method.__name__)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
         parameters = [member.parameter for member in self._member_at.values()]
         writes = Writes(
@@ -201,6 +214,7 @@ class ShardedOptimizer(AroundAnother):
         )
         shown: list[Tensor] = []
         masters: list[Tensor] = []
+        members: list[Member | None] = []
         for parameter in parameters:
             member = self._runtime.parameters.member_of(parameter)
             if member is None and not self._runtime.parameters.is_ignored(parameter):
@@ -211,11 +225,27 @@ class ShardedOptimizer(AroundAnother):
                 )
             shown.append(parameter if member is None else member.parameter)
             masters.append(self._master_for(parameter, member))
+            members.append(member)
         self.inner.add_param_group({**param_group, "params": masters})
         group = self.inner.param_groups[-1]
         self._masters.append(group["params"])
         self._shown.append(list(shown))
         group["params"] = shown
+        try:
+            self._ownership.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
+        except Exception:
+            for known in (self.inner.param_groups, self._masters, self._shown):
+                known.pop()
+            for parameter in shown:
+                del self._master_of[id(parameter)]
+                self._member_at.pop(id(parameter), None)
+            raise
+
+    def rows_have_moved(self) -> None:
+        """Masters lie elsewhere, and other ranks may own what is updated whole."""
+        for key, member in self._member_at.items():
+            self._master_of[key].data = member.master
+        self._ownership.follow()
 
     def _master_for(self, parameter: Tensor, member: Member | None) -> Tensor:
         if member is None:  # ignored by shard_model: stepped as it is
@@ -236,8 +266,10 @@ class ShardedOptimizer(AroundAnother):
 
         Returns:
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
-            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state. To
-            ``torch.distributed.checkpoint.state_dict``, by number: see [Note: torch's get_state_dict].
+            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state. Where
+            parameters are updated whole, every rank must call this: tensors of their state are sharded tensors all of
+            whose rows are on the owner. To ``torch.distributed.checkpoint.state_dict``, by number: see
+            [Note: torch's get_state_dict].
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -245,13 +277,12 @@ class ShardedOptimizer(AroundAnother):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in self.state or (by_number and parameter.requires_grad):
-                    member = self._member_at.get(id(parameter))
-                    values = {key: show(value, member) for key, value in self.state[parameter].items()}
+                    holder = self._holder_of(parameter)
+                    values = {key: show(value, holder) for key, value in self.state[parameter].items()}
                     if values or not by_number:
                         state[self._name(parameter)] = values
-        groups = [
-            {**group, "params": [self._name(parameter) for parameter in group["params"]]} for group in self.param_groups
-        ]
+        state = self._ownership.with_what_others_own(state)
+        groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
         result: dict[str, Any] = {"state": state, "param_groups": groups}
         result = numbered(result) if by_number else result
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -285,19 +316,20 @@ class ShardedOptimizer(AroundAnother):
             loaded = loaded if changed is None else changed
         loaded = by_own_names(loaded, self, self._model)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
-        holder = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
-        if unexpected := sorted(set(loaded["state"]) - set(holder)):
+        place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(place)):
             raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
         new_state = {}
         for name, values in loaded["state"].items():
-            parameter, group = holder[name]
-            member = self._member_at.get(id(parameter))
-            cut = cut_state(values, member, copy=copy)
-            if member is None:
+            parameter, group = place[name]
+            holder = self._holder_of(parameter)
+            cut = cut_state(values, holder, copy=copy)
+            if holder is None:
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
                 cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
-            new_state[self._master_of[id(parameter)]] = cut
+            if not isinstance(holder, Owned) or holder.is_mine:
+                new_state[self._master_of[id(parameter)]] = cut
         self.inner.state.clear()
         self.inner.state.update(new_state)
         for group, saved in zip(self.param_groups, groups, strict=True):
@@ -335,48 +367,11 @@ class ShardedOptimizer(AroundAnother):
         """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
+    def _holder_of(self, parameter: Tensor) -> Holder:
+        return self._ownership.owned.get(id(parameter)) or self._member_at.get(id(parameter))
+
     def _name(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))
         if member is not None:
             return member.name
         return next(name for name, own in self._model.named_parameters() if own is parameter)
-
-
-class _StateView(MutableMapping[Tensor, dict[str, Any]]):
-    """The inner optimizer's state, keyed by the parameters that the groups show."""
-
-    def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
-        self._inner = inner
-        self._master_of = master_of
-
-    def _master(self, parameter: Tensor) -> Tensor:
-        return self._master_of[id(parameter)]
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        inner, master = self._inner, self._master(parameter)
-        if master not in inner.state and asked_by_torch():  # see [Note: torch's get_state_dict]
-            group = next(g for g in inner.param_groups if any(parameter is other for other in g["params"]))
-            return first_state(inner, group, master)
-        values: dict[str, Any] = inner.state[master]
-        return values
-
-    def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        self._inner.state[self._master(parameter)] = values
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        del self._inner.state[self._master(parameter)]
-
-    def __contains__(self, parameter: object) -> bool:
-        master = self._master_of.get(id(parameter))
-        return master is not None and master in self._inner.state
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for group in self._inner.param_groups for p in group["params"] if p in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return (
-            len(self) > 0 or asked_by_torch()
-        )  # which would otherwise take a step; see [Note: torch's get_state_dict]

@@ -9,14 +9,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.engine.member import Member
+from layerzero.optimizers.owned import Owned
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 from layerzero.tensors.whole import rows_of
 
-__all__ = ["HOW", "cut_state", "differ", "few", "kept", "on", "show"]
+__all__ = ["HOW", "Holder", "cut_state", "differ", "few", "kept", "on", "show"]
 
 
-def show(value: Any, member: Member | None) -> Any:
+Holder = Member | Owned | None  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
+
+
+def show(value: Any, holder: Holder) -> Any:
+    """An entry of a parameter's state, as others see it."""
+    if isinstance(holder, Owned):
+        return (
+            sharded(value, holder.span_of(value.shape), Watch()) if isinstance(value, Tensor) and value.ndim else value
+        )
+    member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
         return sharded(value, member.span, Watch())
     return value
@@ -45,9 +55,25 @@ def on(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
-def cut_state(values: Mapping[str, Any], member: Member | None, *, copy: bool = True) -> dict[str, Any]:
-    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows."""
-    return {key: value if member is None else _cut(key, value, member, copy=copy) for key, value in values.items()}
+def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
+    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
+    if isinstance(holder, Owned):
+        own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
+        return own if holder.is_mine else {}
+    return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
+
+
+def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value.clone() if isinstance(value, Tensor) and copy else value
+    device = owned.member.master.device
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+        if not value._local_tensor.span.cut_like(owned.span_of(value.shape)):
+            raise ValueError(
+                f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
+            )
+        return plain(value).to(device, copy=copy)
+    return (value.full_tensor() if isinstance(value, DTensor) else value).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:

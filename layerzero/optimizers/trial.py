@@ -1,7 +1,8 @@
-"""An experiment with an optimizer: does it do to rows of parameters what it does to whole ones?
+"""Experiments with an optimizer: does it do to rows, or to whole parameters one by one, what it does to all together?
 
-Small parameters are stepped together in one optimizer, and cut into rows in one optimizer a rank, as
-:func:`shard_model` cuts them: unevenly, into single rows, into none. Gradients change their scale by orders of
+Small parameters are stepped together in one optimizer. Then in one optimizer a rank: cut into rows, as
+:func:`shard_model` cuts them, unevenly, into single rows, into none; or whole, each on one of the ranks, one after the
+other, and none on the last rank. Gradients change their scale by orders of
 magnitude, have zeros, and point the same way on the whole, so that estimates of a distance or a rate move on.
 Afterwards the parameters must agree, and so must every number that the optimizer keeps for itself: one that is computed
 from all elements differs from rank to rank long before the parameters show it.
@@ -11,17 +12,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from layerzero.optimizers.turns import Turn, step_in_turns
 from layerzero.optimizers.twin import twin_of, unhooked
 
-__all__ = ["CouldNotTry", "difference"]
+__all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -43,6 +46,7 @@ class CouldNotTry(Exception):
 
 
 class _Data(NamedTuple):
+    cuts: list[tuple[int, ...]]  # of each parameter
     start: list[Tensor]  # the parameters
     pull: list[Tensor]  # what all gradients have in common
     noise: list[list[Tensor]]  # by step
@@ -52,10 +56,9 @@ class _Data(NamedTuple):
         """The rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-            bounds = _CUTS.values()
-            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, bounds, strict=True)]
+            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, self.cuts, strict=True)]
 
-        return _Data(rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
+        return _Data(self.cuts, rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
 
 
 class _Outcome(NamedTuple):
@@ -63,30 +66,81 @@ class _Outcome(NamedTuple):
     numbers: dict[str, float]  # that the optimizer keeps for itself, by where
 
 
-def difference(optimizer: Optimizer, device: torch.device) -> str | None:
+def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
     """How the optimizer's work on rows differs from its work on whole parameters; None where it does not.
 
     The optimizer, its parameters and torch's random numbers stay as they are.
 
+    Args:
+        kind: try groups of this kind only; None: all together.
+
     Raises:
         CouldNotTry: a copy of the optimizer could not be made or stepped.
     """
-    data, groups = _data(device), _kinds_of_groups(optimizer)
+    data = _data(device, list(_CUTS))
+    groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, kind_of(group))]
     if not groups:
         return None
     with _random_numbers_kept(device), _uncompiled():
+        whole = _run_whole(optimizer, groups, data)
         try:
-            whole = _run(optimizer, groups, data)
-        except Exception as error:
-            raise CouldNotTry(f"stepping small parameters failed with {_said(error)}") from error
-        try:
-            ranks = [_run(optimizer, groups, data.cut(rank)) for rank in range(_RANKS)]
+            ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise CouldNotTry(
                 "small parameters could be stepped, their rows on ranks of which some hold none of a parameter could "
                 f"not: {_said(error)}"
             ) from error
-    return _compare(whole, ranks, data)
+    return _compare(whole, ranks, data, [False] * len(groups))
+
+
+def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
+    """How the optimizer's work differs where one rank alone updates each parameter; None where it does not.
+
+    Args:
+        whole_kinds: of the groups whose parameters have owners; those of others are cut into rows.
+
+    Raises:
+        CouldNotTry: as :func:`difference`, also with parameters that have as many dims as the optimizer's own.
+    """
+    own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
+    fitting = [shape for shape in _CUTS if len(shape) in own]
+    try:
+        return _try_owners(optimizer, device, whole_kinds, list(_CUTS))
+    except CouldNotTry:
+        if not fitting or len(fitting) == len(_CUTS):
+            raise
+    return _try_owners(optimizer, device, whole_kinds, fitting)
+
+
+def _try_owners(
+    optimizer: Optimizer, device: torch.device, whole_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
+) -> str | None:
+    data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
+    owned = [kind_of(group) in whole_kinds for group in groups]
+    with _random_numbers_kept(device), _uncompiled():
+        whole = _run_whole(optimizer, groups, data)
+        try:
+            ranks = [
+                _run(optimizer, groups, [data if own else data.cut(rank) for own in owned], owned, rank)
+                for rank in range(_RANKS)
+            ]
+        except Exception as error:
+            raise CouldNotTry(
+                f"small parameters could be stepped together, one after the other they could not: {_said(error)}"
+            ) from error
+    return _compare(whole, ranks, data, owned)
+
+
+def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
+    try:
+        return _run(optimizer, groups, [data] * len(groups))
+    except Exception as error:
+        raise CouldNotTry(f"stepping small parameters failed with {_said(error)}") from error
+
+
+def _owner_of(index: int) -> int:
+    """The last rank owns nothing."""
+    return index % (_RANKS - 1)
 
 
 def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
@@ -112,15 +166,17 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _data(device: torch.device) -> _Data:
+def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(shape: Sequence[int]) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    start, pull = [draw(shape) for shape in _CUTS], [draw(shape) for shape in _CUTS]
-    noise = [[draw(shape) * 0.1 for shape in _CUTS] for _ in range(_STEPS)]
-    return _Data(start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(_STEPS)])
+    start, pull = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
+    noise = [[draw(shape) * 0.1 for shape in shapes] for _ in range(_STEPS)]
+    return _Data(
+        [_CUTS[shape] for shape in shapes], start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(_STEPS)]
+    )
 
 
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -129,15 +185,32 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-        rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
-        kinds.setdefault(repr((sorted(ours.items()), bool(decay), type(rate))), group)
+        kinds.setdefault(kind_of(group), group)
     return list(kinds.values())
 
 
-def _run(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
-    _seed(data.start[0].device)
-    ours = [[torch.nn.Parameter(start.clone()) for start in data.start] for _ in groups]
+def kind_of(group: Mapping[str, Any]) -> str:
+    """The settings of a group, but for its rates."""
+    ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
+    rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
+    return repr((sorted(ours.items()), bool(decay), type(rate)))
+
+
+def _run(
+    optimizer: Optimizer,
+    groups: Sequence[dict[str, Any]],
+    data: Sequence[_Data],
+    owned: Sequence[bool] = (),
+    rank: int = 0,
+) -> _Outcome:
+    """Step small parameters in a copy of the optimizer.
+
+    Args:
+        data: by group.
+        owned: by group: only what `rank` owns is stepped, half of it one after the other. None: all of it is stepped.
+    """
+    _seed(data[0].start[0].device)
+    ours = [[torch.nn.Parameter(start.clone()) for start in each.start] for each in data]
     twin = twin_of(optimizer, list(zip(groups, ours, strict=True)))
     for group in twin.param_groups:
         rate = group.get("lr")
@@ -148,15 +221,39 @@ def _run(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) ->
     if callable(begin := getattr(twin, "train", None)):  # optimizers with weights of their own for evaluation
         begin()
     step = unhooked(type(twin).step)
-    for number, (noise, scale) in enumerate(zip(data.noise, data.scales, strict=True)):
-        for parameters in ours:
+    for number, scale in enumerate(data[0].scales):
+        for parameters, each in zip(ours, data, strict=True):
             for index, parameter in enumerate(parameters):
-                gradient = (data.pull[index] + noise[index]) * scale
+                noise = each.noise[number][index]
+                gradient = (each.pull[index] + noise) * scale
                 if number % 6 == 3:
-                    gradient = gradient * (noise[index] > 0)
+                    gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
-        step(twin)
+        if any(owned):
+            step_in_turns(twin, partial(step, twin), _turns(twin, ours, owned, rank))
+        else:
+            step(twin)
     return _Outcome([[p.detach() for p in parameters] for parameters in ours], dict(_numbers(twin, ours)))
+
+
+def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
+    """Take the gradients of what others own, and of half of what `rank` owns; the latter come one after the other."""
+    later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
+    for group, parameters, own in zip(twin.param_groups, ours, owned, strict=True):
+        for index, parameter in enumerate(parameters):
+            is_mine, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
+            if own and is_mine and is_later:
+                later.append((group, parameter, parameter.grad))
+            if own and (is_later or not is_mine):
+                parameter.grad = None
+    return _one_by_one(later)
+
+
+def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[Turn]:
+    for group, parameter, gradient in later:
+        parameter.grad = gradient
+        yield group, parameter
+        parameter.grad = None
 
 
 def _numbers(twin: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, float]]:
@@ -178,11 +275,14 @@ def _numbers_in(where: str, values: Mapping[Any, Any], shape: torch.Size | None 
             yield f"{key!r} in {where}", value.item()
 
 
-def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data) -> str | None:
+def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
     moved = False
     for at, parameters in enumerate(whole.parameters):
         for index, parameter in enumerate(parameters):
-            together = torch.cat([rank.parameters[at][index] for rank in ranks])
+            if owned[at]:
+                together = ranks[_owner_of(index)].parameters[at][index]
+            else:
+                together = torch.cat([rank.parameters[at][index] for rank in ranks])
             if not (parameter.isfinite().all() and together.isfinite().all()):
                 raise CouldNotTry("stepping small parameters made them infinite or NaN")
             moves = (parameter - data.start[index]).abs()
@@ -190,14 +290,17 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data) -> str | N
             # Half a thousandth of what the element has moved, or the rounding of as many additions to it.
             allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
             if bool(((parameter - together).abs() > allowed).any()):
-                kind = "matrix" if parameter.ndim == 2 else "parameter"
-                return f"a {kind} of shape {list(parameter.shape)} and the same cut into rows got different updates"
+                kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
+                if owned[at]:
+                    return f"{kind} got other updates where it was stepped without the others"
+                return f"{kind} and the same cut into rows got different updates"
+    what = "parameters" if any(owned) else "rows"
     for where, value in whole.numbers.items():
         for rank in ranks:
             other = rank.numbers.get(where, value)
             both_nan = math.isnan(value) and math.isnan(other)
             if not (both_nan or math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-12)):
-                return f"{where} depends on which rows it sees ({value:.6g} with all, {other:.6g} with some)"
+                return f"{where} depends on which {what} it sees ({value:.6g} with all, {other:.6g} with some)"
     if not moved:
         raise CouldNotTry(f"{_STEPS} steps on small parameters changed none of them")
     return None

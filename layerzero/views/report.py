@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
+from layerzero.layout.grid import Extent
 
 __all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
 
@@ -104,7 +105,7 @@ def _predict(handle: Handle) -> dict[str, int]:
     master, compute = precision.master.itemsize, precision.compute.itemsize
     final = None if handle.gradients is None else handle.gradients.final.place
     return {
-        "zero1_shard": 0 if handle.shares_master else layout.shard_numel * master,
+        "zero1_shard": 0 if handle.shares_master else topology.grid.numel(layout, Extent.RANK) * master,
         "zero3_shard": layout.numel // topology.zero3_size * compute,
         "full_buffer": 0,
         "gradient_shard": 0 if final is None else final.own_numel * master,

@@ -1,0 +1,76 @@
+"""The exchanges between ranks, by name, and the ledger that counts them."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from layerzero.comm.recording import Observer
+
+__all__ = ["SPELLED", "Exchange", "Ledger"]
+
+
+class Exchange(enum.Enum):
+    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
+
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    HOP1 = "hop1"  # gradients, inside the node
+    HOP2 = "hop2"  # gradients, across replicas
+    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
+    AGREE = "agree"  # which parameters were used, one byte each
+    ORDER = "order"  # which unit is gathered next, where that was not foreseen
+    NORM = "norm"  # gradient norms
+    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
+    BROADCAST = "broadcast"  # initial weights
+    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
+    COLLECT = "collect"  # rows of a parameter and its gradient -> their owner, inside the node
+    HAND_BACK = "hand_back"  # the rows that it has updated
+    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
+
+
+SPELLED = {  # for people
+    Exchange.HOP1: "hop 1",
+    Exchange.HOP2: "hop 2",
+    Exchange.AGREE: "agreement on used parameters",
+    Exchange.ORDER: "comparison of orders before the gather",
+    Exchange.NORM: "norm of gradients",
+    Exchange.UNSHARD: "gather in full precision",
+    Exchange.BROADCAST: "broadcast of initial values",
+    Exchange.NODE_SUM: "hop 1",
+    Exchange.COLLECT: "collection of whole parameters on their owners",
+    Exchange.HAND_BACK: "return of updated rows by the owners",
+    Exchange.HAND_OVER: "hand-over of weights for their refresh",
+}
+
+_SHOWN = 6  # gathers before a failure that its error names
+
+
+@dataclass
+class Ledger:
+    """Calls and bytes that this rank sent, by exchange and by (exchange, axis)."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    observer: Observer = field(default_factory=Observer)
+    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
+    failure: str = ""  # of the first exchange that did
+
+    def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
+        self.calls[exchange.value] += 1
+        self.bytes[exchange.value, axis] += sent
+        if exchange is Exchange.GATHER:
+            self.gathered.append(name)
+
+    def gathers_up_to(self, name: str, *, launched: bool) -> tuple[str, ...]:
+        """The last units that were gathered, each once in a row, up to `name`: the last of them, or the next."""
+        names = list(self.gathered)
+        if launched and name in names:
+            while names[-1] != name:  # others have been launched ahead
+                names.pop()
+        return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()

@@ -1,0 +1,25 @@
+"""Texts that all ranks tell each other."""
+
+from __future__ import annotations
+
+import torch
+
+from layerzero.comm.collectives import Exchange, Lane, all_gather
+
+__all__ = ["share_texts"]
+
+
+def share_texts(lane: Lane, text: str) -> list[str]:
+    """The text of every rank of a lane that carries tensors of the CPU, by rank. All of its ranks must call this."""
+    if lane.size == 1:
+        return [text]
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = torch.zeros(lane.size, dtype=torch.int64)
+    all_gather(lane, Exchange.AGREE, sizes, torch.tensor([len(own)])).wait()
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(own)] = own
+    everyone = torch.zeros(lane.size * longest, dtype=torch.uint8)
+    all_gather(lane, Exchange.AGREE, everyone, padded).wait()
+    pieces = zip(everyone.view(lane.size, longest), sizes.tolist(), strict=True)
+    return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]

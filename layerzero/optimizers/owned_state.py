@@ -1,0 +1,70 @@
+"""The state of owned parameters as all ranks see it: only the owner knows what there is, and tells the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.texts import share_texts
+from layerzero.comm.topology import Topology
+from layerzero.optimizers.owned import Owned
+from layerzero.tensors.rows import Watch
+from layerzero.tensors.sharded import sharded
+
+__all__ = ["with_what_others_own"]
+
+
+def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], topology: Topology) -> dict[str, Any]:
+    """A state by name, complete on all ranks: of what others own, sharded tensors without rows, and numbers.
+
+    Args:
+        state: what this rank has, its tensors as they are shown.
+
+    Raises:
+        TypeError: the state of an owned parameter holds something that is neither a tensor nor a number.
+    """
+    mine = [each.member.name for each in owned if each.is_mine and each.member.name in state]
+    told: dict[str, dict[str, Any]] = {}
+    for text in share_texts(topology.control, json.dumps({name: _described(name, state[name]) for name in mine})):
+        told |= json.loads(text)
+    if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
+        raise TypeError(wrong[0])
+    complete = {name: values for name, values in state.items() if name not in told or name in mine}
+    device = topology.device
+    for each in owned:
+        name = each.member.name
+        if name in told and name not in mine:
+            complete[name] = {key: _made(entry, each, device) for key, entry in told[name].items()}
+    return {name: complete[name] for name in sorted(complete)}
+
+
+def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            number = value.item() if value.ndim == 0 else None
+            dtype = str(value.dtype).removeprefix("torch.")
+            described[key] = {"shape": list(value.shape), "dtype": dtype, "number": number}
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            described[key] = {"value": value}
+        else:
+            kind = type(value).__name__
+            said = (
+                f"optimizer.state.{name}.{key} is a {kind}; of whole parameters, only tensors and numbers can be told"
+            )
+            return {"wrong": said}
+    return described
+
+
+def _made(entry: Mapping[str, Any], owned: Owned, device: torch.device) -> Any:
+    if "value" in entry:
+        return entry["value"]
+    dtype = getattr(torch, entry["dtype"])
+    if not entry["shape"]:
+        return torch.tensor(entry["number"], dtype=dtype)
+    rows = torch.empty(0, *entry["shape"][1:], dtype=dtype, device=device)
+    return sharded(rows, owned.span_of(entry["shape"]), Watch())
