@@ -36,8 +36,9 @@ from layerzero.layout.flat import FlatLayout, Slot
 from layerzero.layout.grid import Extent, overlap
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.moves import carry_over
 from layerzero.tensors.rows import RowSpan, Watch
-from layerzero.tensors.sharded import RowShardedTensor, carry_over, sharded
+from layerzero.tensors.sharded import RowShardedTensor, sharded
 from layerzero.tensors.strided import StridedCopy, keeps_order
 
 __all__ = ["Handle", "ShardState"]
@@ -168,10 +169,10 @@ class Handle:
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowSpan(slot.name, slot.shape, bounds, topology)
+        span = RowSpan(slot.name, tuple(original.shape), bounds, topology)
         local = topology.grid.part(layout, slot, Extent.RANK)
         master = self.master[local].view(len(span.rows), *slot.shape[1:])
-        whole = self.compute[slot.offset : slot.end].view(slot.shape)
+        whole = self.compute[slot.offset : slot.end].view(original.shape)
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor

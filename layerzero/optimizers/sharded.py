@@ -34,7 +34,7 @@ from layerzero.optimizers.inner import (
     step_once,
 )
 from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
-from layerzero.optimizers.state import HOW, cut_state, differ, few, kept, on, show
+from layerzero.optimizers.state import HOW, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.tensors.sharded import plain
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -104,11 +104,11 @@ class ShardedOptimizer(AroundAnother):
             raise
         self.param_groups = inner.param_groups
         self.state = _StateView(inner, self._master_of)  # type: ignore[assignment]
-        for old, masters in zip(old_parameters, self._masters, strict=True):
+        for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
                     member = runtime.parameters.member_of(parameter)
-                    inner.state[master] = cut_state(old_state[parameter], member)
+                    inner.state[master] = self._cut(old_state[parameter], member, group)
         runtime.optimizers.add(self)
 
     # One step
@@ -292,7 +292,7 @@ class ShardedOptimizer(AroundAnother):
         for name, values in loaded["state"].items():
             parameter, group = holder[name]
             member = self._member_at.get(id(parameter))
-            cut = cut_state(values, member, copy=copy)
+            cut = self._cut(values, member, group, copy=copy)
             if member is None:
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
@@ -304,6 +304,13 @@ class ShardedOptimizer(AroundAnother):
             group.update({key: kept(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _cut(
+        self, values: Mapping[str, Any], member: Member | None, group: Mapping[str, Any], *, copy: bool = True
+    ) -> dict[str, Any]:
+        if member is not None and not member.span.shape:
+            values = by_rows(values, first_state(self.inner, group, member.master))
+        return cut_state(values, member, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """The hyperparameters that some saved groups give to the parameters of `group`.

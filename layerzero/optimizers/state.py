@@ -13,7 +13,7 @@ from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 from layerzero.tensors.whole import rows_of
 
-__all__ = ["HOW", "cut_state", "differ", "few", "kept", "on", "show"]
+__all__ = ["HOW", "by_rows", "cut_state", "differ", "few", "kept", "on", "show"]
 
 
 def show(value: Any, member: Member | None) -> Any:
@@ -45,13 +45,26 @@ def on(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
+def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a 0-dim parameter, with what belongs to its one row told from plain numbers, such as step counts.
+
+    Args:
+        example: the state of a row, which has a dim there.
+    """
+    rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
+    return {
+        key: value.reshape(1) if key in rows and type(value) is Tensor and value.ndim == 0 else value
+        for key, value in values.items()
+    }
+
+
 def cut_state(values: Mapping[str, Any], member: Member | None, *, copy: bool = True) -> dict[str, Any]:
     """One parameter's state with every tensor of the parameter's shape cut to this rank's rows."""
     return {key: value if member is None else _cut(key, value, member, copy=copy) for key, value in values.items()}
 
 
 def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
         return value.clone() if isinstance(value, Tensor) and copy else value
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
         if not value._local_tensor.span.cut_like(member.span):

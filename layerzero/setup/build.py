@@ -19,7 +19,7 @@ from layerzero.setup.node import Node, PlannedHandle
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
-from layerzero.tensors.sharded import carry_over
+from layerzero.tensors.moves import carry_over
 
 __all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
 
@@ -90,7 +90,7 @@ def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) ->
         precision = config.precision_of(dtype, trainable=trainable)
         route = Route.plan(topology.grid, precision, accumulation=accumulation, divide_factor=factor)
         layouts = plan_layouts(
-            [(found.name, tuple(found.parameter.shape)) for found in members],
+            [(found.name, tuple(found.parameter.shape) or (1,)) for found in members],  # a 0-dim one is a row
             num_shards=topology.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )

@@ -212,11 +212,6 @@ def _refuse_unsupported(found: Found) -> None:
         )
     if parameter.dtype.itemsize < 2:
         raise ValueError(f"parameter {name!r} is {parameter.dtype}, an 8-bit format; {way_out}")
-    if parameter.ndim == 0:
-        raise ValueError(
-            f"parameter {name!r} is 0-dim and has no rows to shard; make it a tensor of one element "
-            "(shape [1]), or pass it in ignored_params"
-        )
     if parameter.layout is not torch.strided:
         raise ValueError(
             f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded: {way_out}"

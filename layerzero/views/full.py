@@ -19,6 +19,7 @@ from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
+from layerzero.tensors.whole import rows_of
 
 __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsharded"]
 
@@ -229,5 +230,4 @@ def _edited(member: Member) -> nn.Parameter:
 
 @torch.no_grad()
 def _write_rows(member: Member, whole: Tensor) -> None:
-    rows = member.span.rows
-    member.master.copy_(whole[rows.start : rows.stop])
+    member.master.copy_(rows_of(whole, member.span))
