@@ -14,7 +14,7 @@ from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
-from layerzero.views.loop import no_sync, refresh
+from layerzero.views.loop import no_sync, refresh, register_forward_method
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
 
@@ -40,6 +40,7 @@ __all__ = [
     "no_sync",
     "optimizers",
     "refresh",
+    "register_forward_method",
     "shard_model",
     "shard_optimizer",
     "trace",

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ACCUMULATIONS", "LayerZeroConfig", "Precision", "Units"]
+__all__ = ["ACCUMULATIONS", "AUTO", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
 NODE_MEMORIES = ("auto", "off")
+AUTO = "auto"  # units: what a model says of itself
 
-Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
+Units = type[nn.Module] | str | Callable[[str, nn.Module], bool | str] | Iterable[type[nn.Module] | str] | None
 Accumulation = str | Callable[[str, nn.Module], str]
+Policy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy]
+Reshards = bool | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,13 @@ class LayerZeroConfig:
 
     zero3_size: int | None = None
     units: Units = None
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    mp_policy: Policy = field(default_factory=MixedPrecisionPolicy)
     replica_reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     gradient_divide_factor: float | None = None
     accumulation: Accumulation = "sharded"
     offload_grads: bool = False
-    reshard_after_forward: bool = True
+    reshard_after_forward: Reshards = True
     prefetch: int = 1
     node_memory: str = "off"
     ignored_modules: Iterable[nn.Module | str] | None = None
@@ -94,20 +97,9 @@ class LayerZeroConfig:
             raise TypeError(f"zero3_size must be an int or None, got {self.zero3_size!r}")
         if self.zero3_size is not None and self.zero3_size < 1:
             raise ValueError(f"zero3_size={self.zero3_size}; use the number of ranks of a node, at least 1")
-        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
-            raise TypeError(
-                f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(self.mp_policy).__name__}"
-            )
-        policy = self.mp_policy
-        for name, dtype in {
-            "mp_policy.param_dtype": policy.param_dtype,
-            "mp_policy.reduce_dtype": policy.reduce_dtype,
-            "mp_policy.output_dtype": policy.output_dtype,
-            "replica_reduce_dtype": self.replica_reduce_dtype,
-            "buffer_dtype": self.buffer_dtype,
-        }.items():
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+        if not callable(self.mp_policy):
+            _check_policy(self.mp_policy, "mp_policy")
+        _check_dtypes({"replica_reduce_dtype": self.replica_reduce_dtype, "buffer_dtype": self.buffer_dtype})
         factor = self.gradient_divide_factor
         if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool)):
             raise TypeError(f"gradient_divide_factor must be a number or None, got {factor!r}")
@@ -117,9 +109,11 @@ class LayerZeroConfig:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
         if self.node_memory not in NODE_MEMORIES:
             raise ValueError(f"node_memory={self.node_memory!r}; use one of {NODE_MEMORIES}")
-        for name in ("offload_grads", "reshard_after_forward", "sync_module_states"):
+        for name in ("offload_grads", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not callable(self.reshard_after_forward):
+            _check_reshards(self.reshard_after_forward, "reshard_after_forward")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be an int >= 0 (units gathered ahead), got {self.prefetch!r}")
 
@@ -132,31 +126,88 @@ class LayerZeroConfig:
             raise ValueError(f"accumulation({name!r}, module) returned {chosen!r}; use one of {ACCUMULATIONS}")
         return chosen
 
-    def precision_of(self, dtype: torch.dtype, *, trainable: bool) -> Precision:
-        """The dtypes for parameters that the model holds in `dtype`.
+    def policy_of(self, name: str, module: nn.Module) -> MixedPrecisionPolicy:
+        """The precision of a unit."""
+        if isinstance(self.mp_policy, MixedPrecisionPolicy):
+            return self.mp_policy
+        chosen = self.mp_policy(name, module)
+        _check_policy(chosen, f"what mp_policy({name!r}, module) returns")
+        return chosen
+
+    def reshards(self, name: str, module: nn.Module) -> bool:
+        """A unit is freed after its forward."""
+        if isinstance(self.reshard_after_forward, bool):
+            return self.reshard_after_forward
+        chosen = self.reshard_after_forward(name, module)
+        _check_reshards(chosen, f"what reshard_after_forward({name!r}, module) returns")
+        return chosen
+
+    def precision_of(self, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> Precision:
+        """The dtypes for parameters that the model holds in `dtype`, in a unit of some policy.
 
         The master is never less precise than fp32 for what is trained, and exactly what it was for what is frozen.
         """
-        compute = self.mp_policy.param_dtype or dtype
+        compute = policy.param_dtype or dtype
         master = torch.promote_types(dtype, torch.float32) if trainable else dtype
-        reduce = self.mp_policy.reduce_dtype or compute
+        reduce = policy.reduce_dtype or compute
         return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be the same on every rank, as text."""
+        """What must be the same on every rank, as text; what is chosen for each unit is in :meth:`of_unit`."""
         policy = self.mp_policy
+        whole = (
+            {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
+        )
         return {
+            **whole,
+            "reshard_after_forward": "a callable"
+            if callable(self.reshard_after_forward)
+            else self.reshard_after_forward,
             "zero3_size": self.zero3_size,
-            "mp_policy.param_dtype": str(policy.param_dtype),
-            "mp_policy.reduce_dtype": str(policy.reduce_dtype),
-            "mp_policy.output_dtype": str(policy.output_dtype),
-            "mp_policy.cast_forward_inputs": policy.cast_forward_inputs,
             "replica_reduce_dtype": str(self.replica_reduce_dtype),
             "buffer_dtype": str(self.buffer_dtype),
             "gradient_divide_factor": self.gradient_divide_factor,
             "offload_grads": self.offload_grads,
-            "reshard_after_forward": self.reshard_after_forward,
             "prefetch": self.prefetch,
             "node_memory": self.node_memory,
             "sync_module_states": self.sync_module_states,
         }
+
+    def of_unit(self, name: str, module: nn.Module) -> dict[str, object]:
+        """What is chosen for a unit, as text: the same on every rank, too."""
+        chosen: dict[str, object] = {"accumulation": self.accumulation_of(name, module)}
+        if callable(self.mp_policy):
+            chosen["mp_policy"] = str(self.policy_of(name, module))
+        if callable(self.reshard_after_forward):
+            chosen["reshard_after_forward"] = self.reshards(name, module)
+        return chosen
+
+
+def _check_policy(policy: object, what: str) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"{what} must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a callable(name, module) that returns "
+            f"one for each unit, got {type(policy).__name__}"
+        )
+    dtypes = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype}
+    dtypes["output_dtype"] = policy.output_dtype
+    _check_dtypes({f"{what}.{name}" if what == "mp_policy" else f"{name} of {what}": d for name, d in dtypes.items()})
+
+
+def _check_dtypes(dtypes: dict[str, Any]) -> None:
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+
+
+def _check_reshards(value: object, what: str) -> None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise TypeError(
+            f"{what} must be a bool, got {value}. FSDP2's int keeps weights sharded over that many ranks between a "
+            f"forward and its backward; here they lie sharded over zero3_size ranks at all times: use "
+            f"zero3_size={value}, or False for units whose weights are to stay whole"
+        )
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{what} must be a bool, or a callable(name, module) that returns one for each unit, got {value!r}"
+        )

@@ -250,11 +250,6 @@ CASES: dict[str, Case] = {
         ValueError,
         ("phase", "complex64", "ignored_params|view_as_real"),
     ),
-    "0-dim parameter": Case(
-        lambda: _shard(Mixed(scale=nn.Parameter(torch.ones(())))),
-        ValueError,
-        ("scale", "0-dim|scalar", r"\(?1,?\)?|\[1\]|ignored_params"),
-    ),
     "sparse gradient": Case(
         _backward_through_sparse_embedding, Exception, ("sparse", r"table\.weight", "sparse=False|ignored_params")
     ),

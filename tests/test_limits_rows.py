@@ -85,18 +85,7 @@ def test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalised_between
     run_ranks(_renormalised, world_size=WORLD)
 
 
-class Scalar(nn.Module):
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 def _unusual_tensors(rank: int) -> None:
-    _refused(lambda: _shard(Scalar()), "scale.*0-dim|0-dim.*scale")
-    _train(_shard(Scalar(1)))
     lazy = nn.Sequential(nn.LazyLinear(3))
     _refused(lambda: _shard(lazy), "no shape yet")
     with warnings.catch_warnings():

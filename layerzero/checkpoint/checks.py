@@ -137,7 +137,7 @@ def _check_tagged(
             raise ValueError(f"it refers to a tensor {content!r}, which it does not list")
         if tag == "$ndarray":
             torch.empty(0, dtype=tensors[content].dtype).numpy()
-        if tag == "$sharded" and ("like" not in value or not tensors[content].shape):
+        if tag == "$sharded" and "like" not in value:
             raise ValueError(f"it refers to {content!r}, but not to rows of it")
         return
     if tag in ("$bytes", "$float", "$dtype"):

@@ -129,7 +129,8 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     memory = _bytes_of(plain(tensor))
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
-        yield _Part(file, key, sizes, 0, memory)
+        if memory.numel():  # a sharded number is on one rank
+            yield _Part(file, key, sizes, 0, memory)
         return
     row = stored.dtype.itemsize * math.prod(stored.shape[1:])  # bytes
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None

@@ -33,6 +33,7 @@ from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import plain, sharded
+from layerzero.tensors.whole import rows_of
 
 __all__ = ["Restore"]
 
@@ -244,7 +245,7 @@ class Restore:
         """What has been read for `target`."""
         tensor = self.tensors[key]
         if isinstance(target, Member) and not isinstance(tensor, DTensor):
-            return tensor[target.span.rows.start : target.span.rows.stop]
+            return rows_of(tensor, target.span)
         return plain(tensor)
 
     # After reading

@@ -36,8 +36,9 @@ from layerzero.layout.flat import FlatLayout, Slot
 from layerzero.layout.grid import Extent, overlap
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.moves import carry_over
 from layerzero.tensors.rows import RowSpan, Watch
-from layerzero.tensors.sharded import RowShardedTensor, carry_over, sharded
+from layerzero.tensors.sharded import RowShardedTensor, sharded
 from layerzero.tensors.strided import StridedCopy, keeps_order
 
 __all__ = ["Handle", "ShardState"]
@@ -166,18 +167,18 @@ class Handle:
                 common = overlap(slot, grid.range_of(layout, extent))
                 target[common.of_range] = values[common.of_slot]
 
-    def _rows_of(self, slot: Slot) -> tuple[Tensor, RowSpan, slice]:
-        """A slot's rows in the masters, which rows they are, and where."""
+    def _rows_of(self, slot: Slot, shape: tuple[int, ...]) -> tuple[Tensor, RowSpan, slice]:
+        """The rows of a slot, of a parameter of `shape`, in the masters, which rows they are, and where."""
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowSpan(slot.name, slot.shape, bounds, topology)
+        span = RowSpan(slot.name, shape, bounds, topology)
         local = topology.grid.part(layout, slot, Extent.RANK)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
     def _make_member(self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...]) -> Member:
-        master, span, local = self._rows_of(slot)
-        whole = self.compute[slot.offset : slot.end].view(slot.shape)
+        master, span, local = self._rows_of(slot, tuple(original.shape))
+        whole = self.compute[slot.offset : slot.end].view(original.shape)
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor
@@ -208,7 +209,7 @@ class Handle:
             all_gather(topology.replica, Exchange.UNSHARD, node, self.master, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot))
+            member.recut(*self._rows_of(slot, member.span.shape))
         if self.gradients is not None:
             self.gradients.recut(layout)
             self.shown = ShownGradients(self.members, self.gradients)

@@ -26,7 +26,7 @@ from layerzero.engine.unit import Unit
 from layerzero.tensors.main_grad import GatheredParameter
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["attach", "runtime_of"]
+__all__ = ["attach", "forward_hooks", "runtime_of"]
 
 
 def attach(runtime: Runtime) -> None:
@@ -34,8 +34,9 @@ def attach(runtime: Runtime) -> None:
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
         # First before, last after: the user's own hooks see gathered parameters.
-        unit.module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
+        for module in unit.modules:
+            module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _gradient_hook(runtime, handle, slot)
@@ -82,6 +83,21 @@ def runtime_of(model: nn.Module) -> Runtime:
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
+def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What is attached before and after the forward of a sharded model or of one of its units.
+
+    Raises:
+        ValueError: `module` is neither.
+    """
+    before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeForward)), None)
+    after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)), None)
+    if before is None or after is None:
+        raise ValueError(
+            f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of one"
+        )
+    return before, after
+
+
 def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Tensor], None]:
     # Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
     weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
@@ -112,7 +128,7 @@ class _Hook:
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         self.unit = unit
         self._weak = weakref.ref(runtime)
-        self._kept = runtime if unit.module is runtime.model else None  # see [Note: Who keeps whom]
+        self._kept = runtime if unit is runtime.units[0] else None  # see [Note: Who keeps whom]
 
     @property
     def is_roots(self) -> bool:
@@ -168,6 +184,5 @@ class _AfterForward(_Hook):
         if self._weak() is None:  # the hook before the forward has said so
             return output
         if output is None:
-            param_dtype = self.runtime.config.mp_policy.param_dtype
-            explain_dtypes(sys.exc_info()[1], self.unit.label, module, param_dtype)
+            explain_dtypes(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
         return self._run(self.runtime, self.unit, output)

@@ -37,12 +37,12 @@ from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit
-from layerzero.engine.view import View
+from layerzero.engine.view import View, refuse_gradients
 from layerzero.layout.owners import Owner
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
-from layerzero.tensors.structures import cast_floating, tensors_in
+from layerzero.tensors.structures import tensors_in
 
 __all__ = ["Runtime"]
 
@@ -53,7 +53,7 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
         topology: Topology,
         buffers: Buffers,
@@ -66,8 +66,9 @@ class Runtime:
         self.topology = topology
         self.buffers = buffers
         # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
-        root = {unit for unit in self.units if unit.module is model and streams_module(topology.device) is not None}
-        self._staying = root if config.reshard_after_forward else set(self.units)
+        self._staying = {unit for unit in self.units if not unit.reshards}
+        if streams_module(topology.device) is not None:
+            self._staying.add(self.units[0])
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
@@ -94,10 +95,10 @@ class Runtime:
 
     def _most_gathered(self) -> int:
         """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
-        root = sum(handle.gathered_bytes for unit in self.units if unit.module is self.model for handle in unit.handles)
-        others = [unit for unit in self.units if unit.module is not self.model]
-        sizes = sorted(sum(handle.gathered_bytes for handle in unit.handles) for unit in others)
-        return root + sum(sizes[-1 - self.config.prefetch :] if self.config.reshard_after_forward else sizes)
+        root, *others = self.units
+        staying = [unit for unit in others if not unit.reshards]
+        sizes = sorted(unit.gathered_bytes for unit in others if unit.reshards)
+        return sum(unit.gathered_bytes for unit in (root, *staying)) + sum(sizes[-1 - self.config.prefetch :])
 
     @property
     def model(self) -> nn.Module:
@@ -112,13 +113,14 @@ class Runtime:
     # Forward
 
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        interrupted = self._is_running(unit) and self._forward is not None and not is_calling_itself(unit.module)
+        if View.FULL in self.views:
+            refuse_gradients(unit.label)
+            return unit.cast_inputs(args, kwargs, to_masters=True)
+        interrupted = self._is_running(unit) and self._forward is not None and not is_calling_itself(unit.modules)
         if self._forward is None or interrupted:
             self.notice_interrupt()
         call = Call(unit, around=tuple(self._running))
         self._running.append(call)  # now: after_forward runs even where this raises
-        if View.FULL in self.views:
-            raise RuntimeError("forward inside layerzero.unsharded; leave the context first")
         refuse_transforms(unit.label)
         if self._forward is None and not inside_backward():
             self._begin_forward(unit)
@@ -130,9 +132,7 @@ class Runtime:
                 self._gather(upcoming)
         self._wait(unit)
         unit.show_leaves()
-        policy = self.config.mp_policy
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        args, kwargs = unit.cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             self._watch_inputs(call, args, kwargs)
         self.observer.begin("forward", unit.label, call)
@@ -140,17 +140,16 @@ class Runtime:
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
+        if View.FULL in self.views:
+            return unit.cast_output(output)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # before_forward has raised at once
             return output
         self.observer.end(call)
         self._running.remove(call)
-        if View.FULL in self.views:  # before_forward has refused
-            return output
         if self._is_idle(unit):
             unit.show_sharded()
-        if self.config.mp_policy.output_dtype is not None:
-            output = cast_floating(output, self.config.mp_policy.output_dtype)
+        output = unit.cast_output(output)
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward.returned)

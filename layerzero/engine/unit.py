@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Member
 from layerzero.engine.structure import replaced
+from layerzero.tensors.structures import cast_floating
 
 __all__ = ["Unit"]
 
 
 class Unit:
-    """The handles of one module, and which parameters the module shows.
+    """The handles of one module, or of some that are gathered together, and which parameters they show.
 
     Between passes the module shows sharded parameters. It shows the gathered leaves while its forward runs, and while
     its backward does, for a checkpoint inside the module that computes again.
     """
 
-    def __init__(self, name: str, module: nn.Module, handles: tuple[Handle, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        handles: tuple[Handle, ...],
+        *,
+        policy: MixedPrecisionPolicy,
+        reshards: bool,
+    ) -> None:
         self.name = name
-        self._module = weakref.ref(module)  # see [Note: Who keeps whom]
+        self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
+        self.reshards = reshards  # after a forward, whose backward gathers it again
+        self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
+        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._places = [
             (parameters, attribute, member) for member in self.members() for parameters, attribute in member.places
         ]
 
     @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None
-        return module
+    def modules(self) -> list[nn.Module]:
+        """Any of which, when called, calls the unit."""
+        modules = [module for weak in self._modules if (module := weak()) is not None]
+        assert len(modules) == len(self._modules)
+        return modules
 
     def members(self) -> Iterator[Member]:
         for handle in self.handles:
@@ -47,6 +62,11 @@ class Unit:
     @property
     def gathered(self) -> bool:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that are there while it computes."""
+        return sum(handle.gathered_bytes for handle in self.handles)
 
     def gather(self) -> None:
         """Launch the gathers of what is not there or on its way."""
@@ -63,6 +83,17 @@ class Unit:
         for handle in self.handles:
             if handle.gradients is not None and handle.trainable:
                 handle.gradients.prefetch()
+
+    def cast_inputs(self, args: Any, kwargs: Any, *, to_masters: bool = False) -> tuple[Any, Any]:
+        """Inputs of a forward, as it computes; with `to_masters`, where it computes with whole masters of one dtype."""
+        dtype = self._input_dtype
+        if to_masters and dtype is not None:
+            masters = {handle.precision.master for handle in self.handles}
+            dtype = masters.pop() if len(masters) == 1 else None
+        return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+
+    def cast_output(self, output: Any) -> Any:
+        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def release(self) -> None:
         """Free the full buffer and show sharded parameters again."""

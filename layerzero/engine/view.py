@@ -6,14 +6,25 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["View", "viewing"]
+import torch
+
+__all__ = ["View", "refuse_gradients", "viewing"]
 
 
 class View(enum.Enum):
     """FULL may be entered inside AVERAGES; nothing else inside another one."""
 
-    FULL = "layerzero.unsharded"  # whole parameters: no forward can run
+    FULL = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
     AVERAGES = "EMA.swapped()"  # what is written to masters is undone at the end
+
+
+def refuse_gradients(label: str) -> None:
+    """Raise where a forward among whole parameters would take gradients."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"forward of {label} inside layerzero.unsharded, where nothing takes gradients: run it under "
+            "torch.no_grad(), or leave the context to train"
+        )
 
 
 @contextmanager

@@ -130,6 +130,8 @@ def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
     try:
         for member in members:
             shape = member.span.shape
+            if not shape:
+                raise NotImplementedError(_odd_pieces(member.span, member.name))
             numbers = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             stand_in = nn.Parameter(numbers, requires_grad=False)
             vars(stand_in).update(vars(member.leaf))  # Megatron's marks

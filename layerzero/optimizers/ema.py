@@ -17,6 +17,7 @@ from layerzero.engine.view import View, viewing
 from layerzero.layout.flat import FlatLayout
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
+from layerzero.tensors.whole import rows_of
 
 __all__ = ["EMA"]
 
@@ -178,7 +179,7 @@ def _rows_of(member: Member, value: Tensor) -> Tensor:
         shapes = f"{list(value.shape)}, the parameter {list(member.span.shape)}"
         raise ValueError(f"the average of {member.name!r} has shape {shapes}")
     if not isinstance(value, DTensor):
-        return value[member.span.rows.start : member.span.rows.stop]
+        return rows_of(value, member.span)
     local = value._local_tensor
     if not isinstance(local, LocalRows) or not local.span.cut_like(member.span):
         raise ValueError(f"the average of {member.name!r} is sharded in another way; load it through a checkpoint")

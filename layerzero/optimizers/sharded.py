@@ -33,10 +33,10 @@ from layerzero.optimizers.inner import (
     require_unedited,
     step_once,
 )
-from layerzero.optimizers.interchange import asked_by_torch, by_own_names, numbered
+from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
 from layerzero.optimizers.owned import Owned
 from layerzero.optimizers.ownership import Ownership, own
-from layerzero.optimizers.state import HOW, Holder, cut_state, differ, few, kept, on, show
+from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.optimizers.state_view import StateView
 from layerzero.optimizers.trial import kind_of
 from layerzero.tensors.sharded import plain
@@ -114,12 +114,12 @@ class ShardedOptimizer(AroundAnother):
             raise
         self.param_groups = inner.param_groups
         self.state = StateView(inner, self._master_of)  # type: ignore[assignment]
-        for old, masters in zip(old_parameters, self._masters, strict=True):
+        for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
                     member = runtime.parameters.member_of(parameter)
                     holder = None if member is None else self._holder_of(member.parameter)
-                    if values := cut_state(old_state[parameter], holder):
+                    if values := self._cut(old_state[parameter], holder, group):
                         inner.state[master] = values
         runtime.optimizers.add(self)
 
@@ -323,7 +323,7 @@ class ShardedOptimizer(AroundAnother):
         for name, values in loaded["state"].items():
             parameter, group = place[name]
             holder = self._holder_of(parameter)
-            cut = cut_state(values, holder, copy=copy)
+            cut = self._cut(values, holder, group, copy=copy)
             if holder is None:
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
@@ -336,6 +336,13 @@ class ShardedOptimizer(AroundAnother):
             group.update({key: kept(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _cut(
+        self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
+    ) -> dict[str, Any]:
+        if isinstance(holder, Member) and not holder.span.shape:
+            values = by_rows(values, first_state(self.inner, group, holder.master))
+        return cut_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """The hyperparameters that some saved groups give to the parameters of `group`.

@@ -14,7 +14,7 @@ from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 from layerzero.tensors.whole import rows_of
 
-__all__ = ["HOW", "Holder", "cut_state", "differ", "few", "kept", "on", "show"]
+__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "kept", "on", "show"]
 
 
 Holder = Member | Owned | None  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
@@ -55,6 +55,19 @@ def on(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
+def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a 0-dim parameter, with what belongs to its one row told from plain numbers, such as step counts.
+
+    Args:
+        example: the state of a row, which has a dim there.
+    """
+    rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
+    return {
+        key: value.reshape(1) if key in rows and type(value) is Tensor and value.ndim == 0 else value
+        for key, value in values.items()
+    }
+
+
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
     """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
     if isinstance(holder, Owned):
@@ -77,7 +90,7 @@ def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
 
 
 def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
         return value.clone() if isinstance(value, Tensor) and copy else value
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
         if not value._local_tensor.span.cut_like(member.span):

@@ -19,7 +19,7 @@ from layerzero.setup.node import Node, PlannedHandle
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
-from layerzero.tensors.sharded import carry_over
+from layerzero.tensors.moves import carry_over
 
 __all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
 
@@ -31,7 +31,8 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
     fields = config.fingerprint()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
-        fields[f"accumulation of unit {plan.name!r}"] = config.accumulation_of(plan.name, plan.module)
+        chosen = config.of_unit(plan.name, plan.called[0])
+        fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
         for found in plan.parameters:
             parameter = found.parameter
             frozen = "" if parameter.requires_grad else " frozen"
@@ -79,7 +80,8 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
 
 def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) -> list[PlannedHandle]:
     """The handles of a unit: one or several for each kind of parameters. Nothing is allocated."""
-    accumulation = config.accumulation_of(plan.name, plan.module)
+    accumulation = config.accumulation_of(plan.name, plan.called[0])
+    policy = config.policy_of(plan.name, plan.called[0])
     factor = config.gradient_divide_factor or topology.data_parallel
     kinds: dict[tuple[torch.dtype, bool], list[Found]] = {}
     for found in plan.parameters:
@@ -87,10 +89,10 @@ def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) ->
     planned = []
     for (dtype, trainable), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
-        precision = config.precision_of(dtype, trainable=trainable)
+        precision = config.precision_of(dtype, policy, trainable=trainable)
         route = Route.plan(topology.grid, precision, accumulation=accumulation, divide_factor=factor)
         layouts = plan_layouts(
-            [(found.name, tuple(found.parameter.shape)) for found in members],
+            [(found.name, tuple(found.parameter.shape) or (1,)) for found in members],  # a 0-dim one is a row
             num_shards=topology.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
@@ -136,7 +138,8 @@ def build_unit(
         # Whoever still holds the old parameter holds no memory with it.
         found.parameter.data = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
         found.parameter.grad = None
-    unit = Unit(plan.name, plan.module, tuple(handles))
+    policy, reshards = config.policy_of(plan.name, plan.called[0]), config.reshards(plan.name, plan.called[0])
+    unit = Unit(plan.name, plan.called, tuple(handles), policy=policy, reshards=reshards)
     unit.show_sharded()
     return unit, unwritten
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import forward_hooks, runtime_of
+from layerzero.engine.passes import call_between
 
-__all__ = ["bind_methods", "no_sync", "set_requires_gradient_sync"]
+__all__ = ["bind_methods", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
 
 _LOG = logging.getLogger("layerzero")
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 @contextmanager
@@ -47,6 +50,58 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     Bound to a sharded model, ``model.set_requires_gradient_sync(is_last)``, for loops that are written for FSDP2.
     """
     runtime_of(model).reduces = bool(requires_gradient_sync)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a sharded model or unit compute with its parameters, as ``forward`` does.
+
+    While it runs, the parameters of that unit are gathered; those of others are where their own forwards run. Inputs
+    and outputs are cast as `mp_policy` says, gradients flow through what it returns, and hooks on forwards are not run.
+    All ranks must call it as they call forwards: those of a node call the same units in the same order, so that
+    generation must be as long on all of them (``synced_gpus=True`` in transformers) unless they share memory.
+
+    Args:
+        module: from :func:`layerzero.shard_model`, or one of its units.
+        method_name: of a method, such as ``"generate"`` or ``"encode"``. Registering it again changes nothing.
+
+    Raises:
+        AttributeError, TypeError: there is no such method, or it returns before it computes: a generator, a coroutine.
+        ValueError: `module` is no sharded model and no unit of one.
+
+    Example::
+
+        layerzero.register_forward_method(model, "generate")
+        tokens = model.generate(prompt)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
+    method = getattr(module, method_name)
+    if getattr(method, "is_layerzeros", False):
+        return
+    if not callable(method):
+        raise TypeError(f"{type(module).__name__}.{method_name} is no method, but {type(method).__name__}")
+    if any(kind(method) for kind in _LATER):
+        raise TypeError(
+            f"{type(module).__name__}.{method_name} returns before it computes, when parameters are gone again; "
+            "register a method that returns when it has computed"
+        )
+    forward_hooks(module)
+    function = method.__func__ if getattr(method, "__self__", None) is module else None
+    setattr(module, method_name, _as_forward(method if function is None else function, module, function is not None))
+
+
+def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: bool) -> Callable[..., Any]:
+    weak = weakref.ref(module)  # see `_method`
+
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        held = weak()
+        assert held is not None
+        call = functools.partial(method, held) if takes_module else method
+        return call_between(held, call, args, kwargs, *forward_hooks(held))
+
+    as_forward.is_layerzeros = True  # type: ignore[attr-defined]
+    return as_forward
 
 
 def bind_methods(model: nn.Module) -> None:

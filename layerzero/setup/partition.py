@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layerzero.config import Units
+from layerzero.config import AUTO, Units
 from layerzero.setup.foreign import refuse_wrapped_parts
 from layerzero.tensors.sharded import RowShardedTensor
 
@@ -31,7 +31,7 @@ class UnitPlan:
     """A unit, and the parameters that are gathered with it."""
 
     name: str  # "" for the root
-    module: nn.Module
+    called: list[nn.Module]  # any of which, when called, calls the unit
     parameters: list[Found] = field(default_factory=list)
     modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
 
@@ -52,22 +52,25 @@ def partition(
         TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
     """
     _refuse_sharded_twice(model)
-    plans = {"": UnitPlan("", model)}
-    for name, module in _chosen_units(model, units):
-        if name:
-            plans[name] = UnitPlan(name, module)
+    plans = {"": UnitPlan("", [model])}
+    for unit_name, module in _chosen_units(model, units):
+        if unit_name:
+            plans.setdefault(unit_name, UnitPlan(unit_name, [])).called.append(module)
     ignored = _ignored(model, ignored_params or (), ignored_modules or ())
     refuse_wrapped_parts(model, ignored)
     modules = dict(model.named_modules(remove_duplicate=False))
-    by_module = {id(plan.module): plan for plan in plans.values()}
+    plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
+
+    def plans_around(name: str) -> list[UnitPlan]:
+        """Of the module of that name, innermost first."""
+        return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
+
     for name, module in model.named_modules():
-        owner = next(id(modules[around]) for around in _ancestors(name) if id(modules[around]) in by_module)
-        by_module[owner].modules[module] = name
+        plans_around(name)[0].modules[module] = name
     for holders, found in _parameters(model, ignored):
         _refuse_unsupported(found)
-        around = [[id(modules[name]) for name in _ancestors(holder)] for holder in holders]
-        owner = next(key for key in around[0] if key in by_module and all(key in chain for chain in around))
-        by_module[owner].parameters.append(found)
+        first, *others = [plans_around(holder) for holder in holders]
+        next(plan for plan in first if all(plan in chain for chain in others)).parameters.append(found)
     return list(plans.values())
 
 
@@ -126,36 +129,74 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    """Modules, and the names of their units: their own, or a key that several share."""
     if units is None:
         return []
-    wanted: list[type[nn.Module] | str] = []
+    if isinstance(units, str) and units == AUTO:
+        units = _not_to_be_split(model)
     if not isinstance(units, (str, type)) and callable(units):
-        chosen = [(name, module) for name, module in model.named_modules() if name and units(name, module)]
-        missing: list[str] = []
+        chosen = _by_answer(model, units)
     else:
-        accepted = "use module classes, names of modules or classes, or one callable(name, module) -> bool"
-        if not isinstance(units, (str, type, Iterable)):
-            raise TypeError(f"units={units!r}; {accepted}")
-        wanted = [units] if isinstance(units, (str, type)) else list(units)
-        for entry in wanted:
-            if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                raise TypeError(f"units holds {entry!r}; {accepted}")
-        classes = tuple(entry for entry in wanted if isinstance(entry, type))
-        names = {entry for entry in wanted if isinstance(entry, str)}
-        by_name = {name for name, _ in _named(model, "units", names)}
-        chosen = [(n, m) for n, m in model.named_modules() if n in by_name or (n and isinstance(m, classes))]
-        missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
-    if missing:
-        raise _not_there(model, "units", missing)
-    for name, module in chosen:
-        if not any(True for _ in module.parameters()):
-            raise ValueError(f"unit {name!r} ({type(module).__name__}) has no parameters; leave it out of units")
+        chosen = _by_kind(model, units)
+    has_parameters = {unit for unit, module in chosen if any(True for _ in module.parameters())}
+    for unit, module in chosen:
+        if unit not in has_parameters:
+            raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters; leave it out of units")
         if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"unit {name!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
+                f"unit {unit!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
                 "name its members instead"
             )
     return chosen
+
+
+def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> list[tuple[str, nn.Module]]:
+    chosen = []
+    alone: set[str] = set()
+    for name, module in model.named_modules():
+        answer = units(name, module) if name else False
+        if isinstance(answer, str) and answer:
+            chosen.append((answer, module))
+        elif answer:
+            alone.add(name)
+            chosen.append((name, module))
+    if odd := sorted(alone & {unit for unit, module in chosen if model.get_submodule(unit) is not module}):
+        raise ValueError(f"units returned {odd[0]!r} as a key, which is the name of a module that is a unit by itself")
+    return chosen
+
+
+def _by_kind(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
+    accepted = "use module classes, names of modules or classes, 'auto', or one callable(name, module) -> bool or str"
+    if not isinstance(units, (str, type, Iterable)):
+        raise TypeError(f"units={units!r}; {accepted}")
+    wanted = [units] if isinstance(units, (str, type)) else list(units)
+    for entry in wanted:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"units holds {entry!r}; {accepted}")
+    classes = tuple(entry for entry in wanted if isinstance(entry, type))
+    names = {entry for entry in wanted if isinstance(entry, str)}
+    by_name = {name for name, _ in _named(model, "units", names)}
+    chosen = [(n, m) for n, m in model.named_modules() if n in by_name or (n and isinstance(m, classes))]
+    missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
+    if missing:
+        raise _not_there(model, "units", missing)
+    return chosen
+
+
+def _not_to_be_split(model: nn.Module) -> set[str]:
+    """The classes that a model, or a part of it, says must stay in one piece, and has: its blocks."""
+    said: set[str] = set()
+    for module in model.modules():
+        names = getattr(module, "_no_split_modules", None)
+        said |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
+    found = said & {type(module).__name__ for name, module in model.named_modules() if name}
+    if not found:
+        why = f"of those in its _no_split_modules, {sorted(said)}, it has none" if said else "it has no such list"
+        raise ValueError(
+            f"units='auto' makes units of the classes that a model names in _no_split_modules, as those of "
+            f"transformers do; this is a {type(model).__name__}, and {why}. Name its blocks: units={{Block}}"
+        )
+    return found
 
 
 def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
@@ -212,11 +253,6 @@ def _refuse_unsupported(found: Found) -> None:
         )
     if parameter.dtype.itemsize < 2:
         raise ValueError(f"parameter {name!r} is {parameter.dtype}, an 8-bit format; {way_out}")
-    if parameter.ndim == 0:
-        raise ValueError(
-            f"parameter {name!r} is 0-dim and has no rows to shard; make it a tensor of one element "
-            "(shape [1]), or pass it in ignored_params"
-        )
     if parameter.layout is not torch.strided:
         raise ValueError(
             f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded: {way_out}"

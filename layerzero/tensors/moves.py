@@ -19,7 +19,20 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["CALLS", "Absent"]
+__all__ = ["CALLS", "Absent", "carry_over"]
+
+
+def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
+    for target in (gathered, sharded):
+        for name, value in vars(source).items():
+            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
+                setattr(target, name, value)
+    if source._backward_hooks is not None:
+        gathered._backward_hooks = source._backward_hooks
+    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
+    if hooks is not None:
+        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 class Absent:

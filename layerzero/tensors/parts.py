@@ -148,7 +148,7 @@ def _only_a_part(part: LocalPart) -> str:
     span = part.span
     return (
         f"the value of {part.made_by} over parameter {span.name!r}, or of what was made of it, was asked for: this "
-        f"rank has a part only, from {len(span.rows)} of {span.shape[0]} rows. Call full_tensor() first, on all ranks, "
+        f"rank has a part only, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on all ranks, "
         "as in p.norm().full_tensor().item(). For this rank's rows alone, reduce p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )

@@ -113,7 +113,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
             return argument
         if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # transposed, say
             raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), span))
-        whole = torch.zeros(span.shape, dtype=rows.dtype, device=rows.device)
+        whole = torch.zeros(span.stored, dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
             whole[span.rows.start : span.rows.stop] = rows.as_subclass(torch.Tensor)
         whole.requires_grad_(argument.requires_grad)  # an edit of a parameter outside no_grad is refused by torch

@@ -21,7 +21,7 @@ def moves_rows(what: str, span: RowSpan) -> str:
 def _not_gathered(func: Any, span: RowSpan) -> str:
     return (
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
-        f"{len(span.rows)} of {span.shape[0]} rows. A parameter is whole only while the forward of its unit runs: call "
+        f"{len(span.rows)} of {span.count} rows. A parameter is whole only while the forward of its unit runs: call "
         "the model as a whole, model(x) and not model.forward(x), and leave a module out of units if another one reads "
         "its parameters. To look at it whole, use layerzero.unsharded or p.full_tensor()"
     )
@@ -31,7 +31,7 @@ def cut_elsewhere(func: Any, span: RowSpan) -> str:
     """Why an operation that counts on rows as torch cuts them is refused."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
-        f"layerzero has put {len(span.rows)} of {span.shape[0]} on this rank. weight_norm, spectral_norm, "
+        f"layerzero has put {len(span.rows)} of {span.count} on this rank. weight_norm, spectral_norm, "
         "parametrizations, pruning and other wrappers (FSDP) belong before shard_model, or instead of it. "
         "To look at it whole, use layerzero.unsharded or p.full_tensor()"
     )

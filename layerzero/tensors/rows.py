@@ -43,6 +43,16 @@ class RowSpan:
     topology: Topology
 
     @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape by rows: a 0-dim parameter is one row of one number."""
+        return self.shape or (1,)
+
+    @property
+    def count(self) -> int:
+        """Rows of the whole parameter."""
+        return self.bounds[-1]
+
+    @property
     def rows(self) -> range:
         """This rank's rows."""
         k = self.topology.shard_index
@@ -55,11 +65,12 @@ class RowSpan:
     def gather(self, local: Tensor) -> Tensor:
         """The whole parameter, from every rank's rows `local`; every rank must call this."""
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        evenly = self.topology.data_parallel * longest <= 2 * self.shape[0]
-        return self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
+        evenly = self.topology.data_parallel * longest <= 2 * self.count
+        whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
+        return whole.view(self.shape)
 
     def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
-        topology, rest = self.topology, self.shape[1:]
+        topology, rest = self.topology, self.stored[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
         for lane in (topology.replica, topology.zero3_gather):  # k = s * R + r: the replica axis is the inner one
@@ -71,13 +82,13 @@ class RowSpan:
                 pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
         held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         if all(rows == longest for rows in held):
-            return pieces.view(self.shape)
+            return pieces.view(self.stored)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
         """For a few ranks that hold most rows, where equal pieces would be mostly padding."""
         topology = self.topology
-        whole = local.new_empty(self.shape)
+        whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local
         for k in range(topology.data_parallel):
             piece = whole[self.bounds[k] : self.bounds[k + 1]]

@@ -30,13 +30,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.tensors.moves import CALLS, Absent
+from layerzero.tensors.numbers import is_about_itself, is_in_place, refuse_for_number
 from layerzero.tensors.parts import REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere
+from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere, moves_rows
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.whole import Sharded
 
-__all__ = ["LocalRows", "RowShardedTensor", "carry_over", "plain", "sharded"]
+__all__ = ["LocalRows", "RowShardedTensor", "plain", "sharded"]
 
 
 class LocalRows(torch.Tensor):
@@ -129,14 +130,17 @@ class LocalRows(torch.Tensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        if self.shape[0] == 0 and self.span.shape[0] > 0:
+        if self.shape[0] == 0 and self.span.count > 0:
             return []
+        if not self.span.shape:
+            return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
         offsets = torch.Size([self.span.rows.start] + [0] * (self.ndim - 1))
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # Loading writes into the returned tensor: it must stay a watched one.
-        return self
+        # Loading writes into the returned tensor: it must stay a watched one. (A number has no such view; the watch has
+        # been told when the load was planned.)
+        return self if self.span.shape else plain(self).view(())
 
 
 class RowShardedTensor(Sharded):
@@ -204,12 +208,12 @@ class RowShardedTensor(Sharded):
         return sharded(rows, self._local_tensor.span, Watch())
 
     def detach(self) -> RowShardedTensor:
-        return RowShardedTensor(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
         """Of an entry of a state dict: a copy of this rank's rows."""
         if not isinstance(self, nn.Parameter):
-            copied = RowShardedTensor(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            copied = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             memo[id(self)] = copied
             return copied
         raise TypeError(
@@ -227,6 +231,71 @@ class RowShardedTensor(Sharded):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         span = self._local_tensor.span
         return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+
+
+class ShardedNumber(RowShardedTensor):
+    """A sharded tensor of shape ``[]``; see [Note: A number is one row]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in CALLS or is_about_itself(func):
+            return super().__torch_function__(func, types, args, kwargs)
+        span = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._local_tensor.span
+        refuse_for_number(func, span)
+        numbers: dict[int, ShardedNumber] = {}  # by id of the row that stands for it
+        rows: list[Tensor] = []
+
+        def row_of(number: ShardedNumber) -> Tensor:
+            if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
+                return _AsRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
+            row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
+            rows.append(row)  # or another tensor might get its id
+            numbers[id(row)] = number
+            return row
+
+        def number_of(made: DTensor) -> Tensor:
+            if id(made) in numbers:
+                return numbers[id(made)]
+            local = made._local_tensor
+            if made.ndim == 0 or not isinstance(local, LocalRows) or local.span.shape:
+                return made
+            if tuple(made.shape) != (1,):
+                raise NotImplementedError(moves_rows(func.__name__, span))
+            return _AsNumber.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
+
+        args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
+        return tree_map_only(DTensor, number_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        row: Any = _AsRow.apply(self)  # type: ignore[no-untyped-call]
+        local: Tensor = row.to_local(grad_placements=grad_placements)
+        return local
+
+
+class _AsRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: ShardedNumber) -> Tensor:
+        ctx.span = number._local_tensor.span
+        return _of_rows(number._local_tensor, (1,))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with torch._C._DisableTorchDispatch():  # rows, or parts of a number that was made of them
+            rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
+        return sharded(rows, ctx.span, Watch())
+
+
+class _AsNumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, row: DTensor) -> Tensor:
+        return _of_rows(row._local_tensor, ())  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _of_rows(gradients[0]._local_tensor, (1,))
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -248,31 +317,23 @@ class _WithoutGradient(torch.autograd.Function):
 
 def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
     """The DTensor of shape ``span.shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
-    stride = tuple(torch.empty(span.shape, device="meta").stride())
-    meta = TensorMeta(torch.Size(span.shape), stride, local.dtype)
-    spec = DTensorSpec(span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
-    return RowShardedTensor(LocalRows(local, span, watch), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return _of_rows(LocalRows(local, span, watch), span.shape)
+
+
+def _of_rows(local: LocalRows, shape: tuple[int, ...]) -> RowShardedTensor:
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(local.span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
+    kind = RowShardedTensor if shape else ShardedNumber
+    return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _alike(made: Tensor) -> Tensor:
     """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
     local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != local.span.shape:
+    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != local.span.stored:
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
-
-
-def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
-    for target in (gathered, sharded):
-        for name, value in vars(source).items():
-            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
-                setattr(target, name, value)
-    if source._backward_hooks is not None:
-        gathered._backward_hooks = source._backward_hooks
-    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
-    if hooks is not None:
-        sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -299,7 +360,14 @@ def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) ->
     if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
         return
     for other in tensors:
-        if not isinstance(other, LocalRows) and other.ndim >= ours.ndim and other.shape != ours.shape:
+        if isinstance(other, LocalRows):
+            # One row and none, or one row and several, would be broadcast.
+            if not (func.__name__.startswith("_foreach") or other.span.cut_like(ours.span)):
+                raise ValueError(
+                    f"{func.__name__} mixes parameters {ours.span.name!r} and {other.span.name!r}, of which ranks hold "
+                    "different rows; use p.full_tensor() of both, on all ranks"
+                )
+        elif other.ndim >= ours.ndim and other.shape != ours.shape:
             raise ValueError(
                 f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
                 f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "

@@ -49,12 +49,12 @@ def rows_of(value: Tensor, span: RowSpan) -> Tensor:
     """This rank's rows of a whole tensor; of a DTensor that torch has cut, every rank must call this.
 
     Raises:
-        ValueError: `value` has another shape than the whole parameter.
+        ValueError: `value` has another shape than the whole parameter; of a 0-dim one, [1] will do.
     """
-    if tuple(value.shape) != span.shape:
+    if tuple(value.shape) not in (span.shape, span.stored):
         raise ValueError(f"{span.name!r} has shape {list(span.shape)}, got a tensor of shape {list(value.shape)}")
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole[span.rows.start : span.rows.stop]
+    return whole.reshape(span.stored)[span.rows.start : span.rows.stop]
 
 
 class Sharded(DTensor):
@@ -133,7 +133,7 @@ class Sharded(DTensor):
 def _not_here(tensor: Sharded) -> str:
     span = tensor._local_tensor.span
     return (
-        f"this rank has {len(span.rows)} of {span.shape[0]} rows of {span.name!r}: use p.to_local() for these rows "
+        f"this rank has {len(span.rows)} of {span.count} rows of {span.name!r}: use p.to_local() for these rows "
         "(p.to_local().numpy() is a read-only array of them); layerzero.full_state_dict(model) or "
         "p.detach().full_tensor(), on every rank,"
     )

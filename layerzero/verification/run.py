@@ -175,6 +175,8 @@ def check_arguments(
     for name, value in settings.items():
         if name in _REFUSED:
             raise TypeError(f"verify does not take {name}: {_REFUSED[name]}")
+        if name == "mp_policy" and callable(value):
+            raise TypeError("verify compares in one precision after the other: give one mp_policy for the whole model")
         if name in PER_MODEL and not (value is None or callable(value)):
             raise TypeError(f"verify builds several models, so {name} must be a function of the model, got {value!r}")
         if name not in known:

@@ -19,6 +19,7 @@ from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
+from layerzero.tensors.whole import rows_of
 
 __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsharded"]
 
@@ -27,7 +28,9 @@ __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsha
 def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     """Show whole parameters inside the context: plain ``nn.Parameter``s in the masters' precision, on every rank.
 
-    Takes the memory of the whole model. Forwards inside raise.
+    Takes the memory of the whole model. Forwards inside compute with these parameters and exchange nothing, so that one
+    rank alone may run them; they must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the
+    masters' dtype.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -229,5 +232,4 @@ def _edited(member: Member) -> nn.Parameter:
 
 @torch.no_grad()
 def _write_rows(member: Member, whole: Tensor) -> None:
-    rows = member.span.rows
-    member.master.copy_(whole[rows.start : rows.stop])
+    member.master.copy_(rows_of(whole, member.span))
