@@ -54,6 +54,7 @@ class LayerZeroConfig:
     gradient_divide_factor: float | None = None
     accumulation: Accumulation = "sharded"
     offload_grads: bool = False
+    offload_optimizer: bool = False
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     node_memory: str = "off"
@@ -109,7 +110,7 @@ class LayerZeroConfig:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
         if self.node_memory not in NODE_MEMORIES:
             raise ValueError(f"node_memory={self.node_memory!r}; use one of {NODE_MEMORIES}")
-        for name in ("offload_grads", "sync_module_states"):
+        for name in ("offload_grads", "offload_optimizer", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not callable(self.reshard_after_forward):
@@ -168,6 +169,7 @@ class LayerZeroConfig:
             "buffer_dtype": str(self.buffer_dtype),
             "gradient_divide_factor": self.gradient_divide_factor,
             "offload_grads": self.offload_grads,
+            "offload_optimizer": self.offload_optimizer,
             "prefetch": self.prefetch,
             "node_memory": self.node_memory,
             "sync_module_states": self.sync_module_states,

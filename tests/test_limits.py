@@ -249,6 +249,10 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Inside Megatron": (
         "integrations/test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",
     ),
+    "`offload_optimizer=True`": (
+        "test_offload_optimizer.py::test_what_cannot_be_updated_by_the_host_is_refused",
+        "test_offload_optimizer.py::test_masters_gradients_and_state_lie_in_the_host_and_each_moves_once_a_step",
+    ),
     "`offload_grads=True`": (
         "test_offload.py::test_every_accumulator_lies_in_the_host_and_two_units_on_the_device",
         "test_offload.py::test_without_a_device_there_is_one_warning",

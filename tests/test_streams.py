@@ -56,7 +56,7 @@ SETTINGS = [
     for mode in ("sharded", "full")
     for offload in (False, True)
     for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
-]
+] + [{"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded")]
 
 
 def _compare(rank: int, zero3_size: int, every: int, path: str) -> list[list[str]]:
@@ -64,7 +64,7 @@ def _compare(rank: int, zero3_size: int, every: int, path: str) -> list[list[str
     register()
     mesh = mesh_on(NAME, zero3_size)
     for settings in SETTINGS[::every]:
-        plain = {key: value for key, value in settings.items() if key != "offload_grads"}
+        plain = {key: value for key, value in settings.items() if not key.startswith("offload")}
         _, expected = _steps(_shard(mesh_of(zero3_size), **plain), rank, path)
         with Device().installed() as device:
             log, found = _steps(_shard(mesh, **settings), rank, path, device)

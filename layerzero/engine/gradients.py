@@ -17,6 +17,8 @@ from layerzero.engine.usage import Usage
 from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent
 from layerzero.storage.buffers import BufferPool
+from layerzero.storage.device import Transfers
+from layerzero.storage.host import HostPlace
 from layerzero.storage.places import InsidePlace, KeptPlace, Lease, Place, ScratchPlace
 from layerzero.storage.streams import Awaited, Streams
 
@@ -41,6 +43,7 @@ class Gradients:
         make_place: gives the memory for what waits between backwards.
         pool: lends scratch.
         outgoing: lends scratch for what hop 1 sends.
+        to_host: carries the final gradient to the host, where it is used; None: it is used on the device.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Gradients:
         pool: BufferPool,
         outgoing: BufferPool,
         make_place: MakePlace,
+        to_host: Transfers | None = None,
     ) -> None:
         self.route = route
         self._accumulating = route.between(route.lands, route.waits)
@@ -62,6 +66,7 @@ class Gradients:
         self.topology = topology
         self.pool = pool
         self.outgoing = outgoing
+        self._to_host = to_host
         self._layout = layout
         self.sums: dict[Extent, Sum] = {}
         for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
@@ -99,6 +104,8 @@ class Gradients:
 
     def _final_place(self, dtype: torch.dtype) -> Place:
         grid, node = self.topology.grid, self.sums.get(Extent.NODE)
+        if self._to_host is not None:
+            return HostPlace(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
         if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
             return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE), self.pool)
         return KeptPlace(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
@@ -204,6 +211,7 @@ class Gradients:
         if self.carried is not None:
             self.carried.wait()
         self.final.add(slot, rows)
+        self.final.rest()
         self.usage[slot] = Usage.NEW
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -220,7 +228,18 @@ class Gradients:
         """Forget every contribution to one parameter, but let it have a gradient of zero."""
         self.drop([slot])
         self.final.zero(slot)
+        self._come_home()
         self.usage[slot] = Usage.SEEN
+
+    def replace(self, slot: int, rows: Tensor) -> None:
+        """Let a final gradient be another one: this rank's rows of it."""
+        self.final.overwrite(slot, rows)
+        self._come_home()
+
+    def _come_home(self) -> None:
+        """The user reads the final gradient next."""
+        self.final.rest()
+        self.final.place.arrive()
 
 
 class Round:

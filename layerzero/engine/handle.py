@@ -92,6 +92,8 @@ class Handle:
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
+        by_host = any(parameter.requires_grad for parameter, _ in originals) or precision.master != precision.compute
+        self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
@@ -130,7 +132,7 @@ class Handle:
     @cached_property
     def shares_master(self) -> bool:
         """See [Note: One storage for equal shards]."""
-        return self.precision.master == self.precision.compute
+        return self.precision.master == self.precision.compute and self.to_host is None
 
     @cached_property
     def gathers(self) -> bool:
@@ -156,6 +158,8 @@ class Handle:
         if self.shares_master:
             return self._zero3_own.data
         numel = self.topology.grid.numel(self.layout, Extent.RANK)
+        if self.to_host is not None:
+            return self.to_host.host_buffer(numel, self.precision.master).zero_()
         return torch.zeros(numel, dtype=self.precision.master, device=self.topology.device)
 
     @torch.no_grad()
@@ -204,9 +208,11 @@ class Handle:
         if self.shares_master:
             self.master = self._new_master()
         else:
+            self.finish_refresh()
             node = torch.empty(len(self.zero3), dtype=self.precision.master, device=topology.device)
+            own = self.master.to(topology.device)
             parts = topology.grid.parts(old)
-            all_gather(topology.replica, Exchange.UNSHARD, node, self.master, name=self.label, parts=parts).wait()
+            all_gather(topology.replica, Exchange.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
         for slot, member in zip(layout.slots, self.members, strict=True):
             member.recut(*self._rows_of(slot, member.span.shape))
@@ -297,7 +303,9 @@ class Handle:
         """Start carrying the masters of all replicas into the ZeRO-3 shard."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
-        if not self.shares_master:
+        if self.to_host is not None:
+            self.to_host.wait(self.to_host.copy(self._zero3_own, self.master, to_host=False))
+        elif not self.shares_master:
             self._zero3_own.copy_(self.master)
         replica = self.topology.replica
         if replica.size > 1:
@@ -344,6 +352,7 @@ class Handle:
             pool=buffers.scratch,
             outgoing=buffers.outgoing,
             make_place=partial(buffers.accumulators.make, self.label),
+            to_host=self.to_host,
         )
         self.gradients.inspect = self._inspect
         self.shown = ShownGradients(self.members, self.gradients)

@@ -34,6 +34,7 @@ class ShownGradients:
         another rank may have used has one: zero_grad must be noticed where the rows are.
         """
         usage = self.gradients.usage
+        self.gradients.final.place.arrive()
         guesses = not agreed and self.gradients.holds_of_peers
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
@@ -76,7 +77,7 @@ class ShownGradients:
             if gradients.usage[slot] and gradients.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             if gradients.is_used(slot):
-                gradients.final.overwrite(slot, plain(gradient))
+                gradients.replace(slot, plain(gradient))
             else:
                 gradients.add_rows(slot, plain(gradient))
             member.parameter.grad = self._gradient_of(slot)

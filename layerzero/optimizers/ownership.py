@@ -115,6 +115,11 @@ def own(runtime: Runtime, members: Iterable[Member]) -> None:
 
 def _require_untouched(runtime: Runtime, moved: Iterable[Handle], owned: set[str]) -> None:
     """Nothing refers to rows that are going to move."""
+    if runtime.config.offload_optimizer:
+        raise NotImplementedError(
+            "offload_optimizer=True is for optimizers that update rows, and this one needs whole parameters: use "
+            "offload_optimizer=False, or an element-wise optimizer"
+        )
     names = {member.name for handle in moved for member in handle.members} | owned
     if runtime.views:
         raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")

@@ -43,6 +43,7 @@ def shard_model(
     gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
     offload_grads: bool = False,
+    offload_optimizer: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     node_memory: str = "off",
@@ -80,6 +81,11 @@ def shard_model(
             take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
             one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
             the CPU the setting warns, and changes nothing else.
+        offload_optimizer: masters, final gradients and the optimizer's state live in host memory, and the optimizer
+            runs on the CPU: sharded parameters and their ``.grad`` are tensors there. Gradients come down as they are
+            summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
+            weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
+            nothing else.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
         prefetch: units gathered ahead of the one that computes.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
@@ -127,6 +133,7 @@ def shard_model(
             gradient_divide_factor=gradient_divide_factor,
             accumulation=accumulation,
             offload_grads=offload_grads,
+            offload_optimizer=offload_optimizer,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             node_memory=node_memory,
@@ -146,10 +153,9 @@ def shard_model(
 
     topology = Topology.from_mesh(mesh)
     device = topology.device
-    transfers = _transfers(device) if offload_grads else None
     handles = [plan_handles(plan, config, topology) for plan in plans]
     node = share_node([each for unit in handles for each in unit], config, topology)
-    buffers = _buffers(device, node, transfers)
+    buffers = _buffers(device, node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
@@ -173,17 +179,14 @@ def shard_model(
     return model
 
 
-def _buffers(device: torch.device, node: Node | None, transfers: Transfers | None) -> Buffers:
+def _buffers(device: torch.device, node: Node | None, config: LayerZeroConfig) -> Buffers:
     scratch, full = BufferPool(device), StoragePool(device)
-    if node is None:
-        return Buffers(scratch, scratch, full, Accumulators(device, transfers))
-    return Buffers(scratch, node.outgoing, full, Accumulators(device, transfers, node.keep))
-
-
-def _transfers(device: torch.device) -> Transfers:
-    transfers = Transfers(device)
-    if not transfers.pins:
-        warnings.warn(
-            f"offload_grads=True on {device}: there is no device to free memory of; results are the same", stacklevel=3
-        )
-    return transfers
+    asked = [name for name in ("offload_grads", "offload_optimizer") if getattr(config, name)]
+    transfers = Transfers(device) if asked else None
+    if transfers is not None and not transfers.pins:
+        said = f"{' and '.join(asked)}=True on {device}: there is no device to free memory of; results are the same"
+        warnings.warn(said, stacklevel=3)
+    of_grads = transfers if config.offload_grads else None
+    outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
+    accumulators = Accumulators(device, of_grads, keep)
+    return Buffers(scratch, outgoing, full, accumulators, transfers if config.offload_optimizer else None)

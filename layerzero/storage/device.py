@@ -119,6 +119,11 @@ class Transfers:
             target.copy_(source, non_blocking=True)
         return side.record_event()
 
+    def finish(self, mark: StreamMark) -> None:
+        """Return when the copy is done: the host may use both tensors then."""
+        if mark is not None:
+            mark.synchronize()
+
     def wait(self, mark: StreamMark) -> None:
         """Let what the current stream computes from here on come after the copy. The host does not wait."""
         if self.order is not None:

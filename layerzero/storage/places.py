@@ -94,6 +94,14 @@ class Place(ABC):
         """Where it is between passes."""
         return self.open(keep=True)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory now, where the device is another."""
+        return 0
+
+    def arrive(self) -> None:  # noqa: B027 - most are where they are computed
+        """The host is about to read what was closed: return when it is there."""
+
     def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most places are where they are
         """It will be opened soon."""
 

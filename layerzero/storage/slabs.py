@@ -85,6 +85,7 @@ class Buffers:
     outgoing: BufferPool  # of what hop 1 sends: the same, or memory that the other ranks of the node read
     full: StoragePool
     accumulators: Accumulators
+    to_host: Transfers | None = None  # what carries masters and final gradients, where the host updates
 
 
 def _aligned(nbytes: int) -> int:

@@ -63,7 +63,8 @@ class RowSpan:
         return self.bounds == other.bounds and self.topology.zero3_size == other.topology.zero3_size
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole parameter, from every rank's rows `local`; every rank must call this."""
+        """The whole parameter, from every rank's rows `local`, on the device; every rank must call this."""
+        local = local.to(self.topology.device)  # where the host updates, they are there
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.topology.data_parallel * longest <= 2 * self.count
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)

@@ -24,7 +24,8 @@ class MemoryReport:
     most the root's, one unit's and those of the units gathered ahead of it; measured only),
     ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
     the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
-    zero_grad sets aside; measured only), ``optimizer`` (measured only).
+    zero_grad sets aside; measured only), ``optimizer`` (measured only). With `offload_optimizer` there are
+    ``host_zero1_shard``, ``host_gradient_shard`` and ``host_optimizer`` in host memory, and 0 of these on the device.
 
     Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and in ``reduce_buffer``
     the gradients that others read.
@@ -43,7 +44,7 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Measured bytes of all kinds on the device."""
-        return sum(self.measured.values()) - self.measured["host_accumulator"]
+        return sum(size for kind, size in self.measured.items() if not kind.startswith("host_"))
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,15 @@ def _predict(handle: Handle) -> dict[str, int]:
     layout, precision, topology = handle.layout, handle.precision, handle.topology
     master, compute = precision.master.itemsize, precision.compute.itemsize
     final = None if handle.gradients is None else handle.gradients.final.place
+    where = "host_" if handle.to_host is not None else ""
+    own = topology.grid.numel(layout, Extent.RANK) * master
     return {
-        "zero1_shard": 0 if handle.shares_master else topology.grid.numel(layout, Extent.RANK) * master,
+        "zero1_shard": 0,
+        "gradient_shard": 0,
+        f"{where}zero1_shard": 0 if handle.shares_master else own,
+        f"{where}gradient_shard": 0 if final is None else own if where else final.own_numel * master,
         "zero3_shard": layout.numel // topology.zero3_size * compute,
         "full_buffer": 0,
-        "gradient_shard": 0 if final is None else final.own_numel * master,
     }
 
 
@@ -130,9 +135,12 @@ def _measure(runtime: Runtime) -> dict[str, int]:
     buffers = runtime.buffers
     for handle in runtime.handles:
         measured["zero3_shard"] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
-        measured["zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
+        where = "host_" if handle.to_host is not None else ""
+        measured[f"{where}zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes
-        measured["gradient_shard"] += 0 if handle.gradients is None else handle.gradients.final.place.nbytes
+        if handle.gradients is not None:
+            final = handle.gradients.final.place
+            measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
     measured["idle_buffer"] = buffers.full.parked_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
@@ -145,7 +153,9 @@ def _measure(runtime: Runtime) -> dict[str, int]:
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    measured["optimizer"] = sum(_bytes(tensor) for tensor in tensors)
+    measured["host_optimizer" if runtime.config.offload_optimizer else "optimizer"] = sum(
+        _bytes(tensor) for tensor in tensors
+    )
     return dict(measured)
 
 

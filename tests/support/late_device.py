@@ -40,6 +40,10 @@ class Event:
         self.set = threading.Event()
         self._device = device
 
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.reach()
+
     def reach(self) -> None:
         deadline = time.monotonic() + _PATIENCE
         while not self.set.wait(0.1):

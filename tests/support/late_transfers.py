@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +23,8 @@ class LateTransfers(Transfers):
     """Copies as late as a device may make them: when the computation waits for them.
 
     Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
-    source must be what it was when the copy was asked for.
+    source must be what it was when the copy was asked for. What the computation has waited for is not in the host yet:
+    there the target holds NaN until the host itself has waited, or a later copy fetches it.
     """
 
     made: list[LateTransfers] = []  # noqa: RUF012
@@ -35,6 +36,9 @@ class LateTransfers(Transfers):
         self._queue: deque[_Copy] = deque()
         self._done = 0
         self._host: set[int] = set()
+        self._arriving: list[
+            tuple[int, Tensor, Tensor]
+        ] = []  # mark, target and contents of stores that streams have done
         LateTransfers.made.append(self)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -44,7 +48,8 @@ class LateTransfers(Transfers):
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[int | None] = ()) -> int:
         assert (target.data_ptr() in self._host) is to_host and (source.data_ptr() in self._host) is not to_host
-        filled_late = any(_overlap(source, pending.target) for pending in self._queue)
+        late = [pending.target for pending in self._queue] + [target for _, target, _ in self._arriving]
+        filled_late = any(_overlap(source, each) for each in late)
         self.stores += target.data_ptr() in self._host
         self.fetches += source.data_ptr() in self._host
         self._queue.append(_Copy(target, source, None if filled_late else source.clone()))
@@ -52,13 +57,30 @@ class LateTransfers(Transfers):
             target.fill_(torch.nan)
         return self._done + len(self._queue)
 
+    def finish(self, mark: int | None) -> None:
+        if mark is not None:
+            self.wait(mark)
+            self._arrive(lambda done, _: done <= mark)
+
+    def _arrive(self, which: Callable[[int, Tensor], bool]) -> None:
+        for done, target, contents in self._arriving:
+            if which(done, target):
+                target.copy_(contents)
+        self._arriving = [
+            (done, target, contents) for done, target, contents in self._arriving if not which(done, target)
+        ]
+
     def wait(self, mark: int) -> None:
         while self._done < mark:
             made = self._queue.popleft()
             self._done += 1
             if made.seen is not None and not torch.equal(made.source.view(torch.uint8), made.seen.view(torch.uint8)):
                 raise AssertionError("written before a copy from it was done")
-            made.target.copy_(made.source)
+            if made.target.data_ptr() in self._host:
+                self._arriving.append((self._done, made.target, made.source.clone()))
+            else:
+                self._arrive(lambda _, stored, source=made.source: _overlap(stored, source))
+                made.target.copy_(made.source)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
