@@ -66,7 +66,7 @@ class Runtime:
         self.buffers = buffers
         # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
         root = {unit for unit in self.units if unit.module is model and streams_module(topology.device) is not None}
-        self._staying = root if config.reshard_after_forward else set(self.units)
+        self.staying = root if config.reshard_after_forward else set(self.units)
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
@@ -152,7 +152,7 @@ class Runtime:
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward.returned)
-        stays = comes_back and unit in self._staying
+        stays = comes_back and unit in self.staying
         if not stays and not inside_backward() and self._is_idle(unit):
             unit.reshard()
         if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):

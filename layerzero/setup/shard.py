@@ -22,6 +22,7 @@ from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.methods import bind_methods
 from layerzero.setup.node import Node, share_node
 from layerzero.setup.partition import partition
+from layerzero.setup.scratch import plan_scratch
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import Transfers
@@ -148,8 +149,10 @@ def shard_model(
     device = topology.device
     transfers = _transfers(device) if offload_grads else None
     handles = [plan_handles(plan, config, topology) for plan in plans]
-    node = share_node([each for unit in handles for each in unit], config, topology)
-    buffers = _buffers(device, node, transfers)
+    every = [each for unit in handles for each in unit]
+    node = share_node(every, config, topology)
+    scratch = plan_scratch(every, config, topology, in_node=node is not None)
+    buffers = _buffers(BufferPool(device, scratch.scratch), node, transfers)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
@@ -173,8 +176,8 @@ def shard_model(
     return model
 
 
-def _buffers(device: torch.device, node: Node | None, transfers: Transfers | None) -> Buffers:
-    scratch, full = BufferPool(device), StoragePool(device)
+def _buffers(scratch: BufferPool, node: Node | None, transfers: Transfers | None) -> Buffers:
+    device, full = scratch.device, StoragePool(scratch.device)
     if node is None:
         return Buffers(scratch, scratch, full, Accumulators(device, transfers))
     return Buffers(scratch, node.outgoing, full, Accumulators(device, transfers, node.keep))

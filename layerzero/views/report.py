@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
+from layerzero.storage.buffers import BufferPool
+from layerzero.views.rehearsal import rehearse
 
 __all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
 
@@ -20,17 +23,23 @@ class MemoryReport:
 
     Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
     ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
-    most the root's, one unit's and those of the units gathered ahead of it; measured only),
+    most the root's, one unit's and those of the units gathered ahead of it),
     ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
-    the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
-    zero_grad sets aside; measured only), ``optimizer`` (measured only).
+    the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer``
+    (measured only).
 
     Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and in ``reduce_buffer``
     the gradients that others read.
 
     Attributes:
-        predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
+        predicted: by formula, from the layouts and settings, for a model between two steps, the second one or a later
+            one, whose units are called one after the other in the order of their registration. Measured may be more,
+            in ``reduce_buffer``, where units are not (their gradients land at the same time), where a backward comes
+            without zero_grad (the gradients are set aside), or where parameters were unfrozen.
         measured: of the storages that exist now.
+        predicted_peak: the most bytes on the device at any time in a step, with the optimizer's as they are measured.
+        measured_peak: the most so far, as the model's own pools count them. Activations, and what an optimizer or
+            torch allocates for a moment, are not in it.
         node: bytes that the ranks of the node share, all their parts and some pages for signals, as the system counts
             them: one number for the node, which each of its ranks reports. 0 where they exchange.
     """
@@ -38,11 +47,13 @@ class MemoryReport:
     predicted: dict[str, int]
     measured: dict[str, int]
     node: int = 0
+    predicted_peak: int = 0
+    measured_peak: int = 0
 
     @property
     def total(self) -> int:
         """Measured bytes of all kinds on the device."""
-        return sum(self.measured.values()) - self.measured["host_accumulator"]
+        return _on_device(self.measured)
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,21 @@ def memory(model: nn.Module) -> MemoryReport:
     for handle in runtime.handles:
         predicted.update(_predict(handle))
     predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
-    node = next((handle.shared.hand_over.memory.held_bytes for handle in runtime.handles if handle.shared), 0)
-    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime), node=node)
+    predicted["reduce_buffer"] = sum(pool.predicted_bytes for pool in _pools(runtime))
+    full = rehearse(runtime)
+    predicted["idle_buffer"] = full.idle
+    measured = _measure(runtime)
+    shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
+    return MemoryReport(
+        predicted=dict(predicted),
+        measured=measured,
+        node=0 if shared is None else shared.hand_over.memory.held_bytes,
+        predicted_peak=_on_device(predicted) - full.idle + full.peak + measured["optimizer"],
+        measured_peak=_on_device(measured)
+        - measured["idle_buffer"]
+        - measured["full_buffer"]
+        + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["idle_buffer"]),
+    )
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
@@ -135,8 +159,7 @@ def _measure(runtime: Runtime) -> dict[str, int]:
     measured["idle_buffer"] = buffers.full.parked_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
-    pools = {id(pool): pool for pool in (buffers.scratch, buffers.outgoing)}
-    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in pools.values())
+    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in _pools(runtime))
     tensors = [
         value
         for optimizer in runtime.optimizers
@@ -146,6 +169,16 @@ def _measure(runtime: Runtime) -> dict[str, int]:
     ]
     measured["optimizer"] = sum(_bytes(tensor) for tensor in tensors)
     return dict(measured)
+
+
+def _pools(runtime: Runtime) -> list[BufferPool]:
+    """Each once: scratch, and what hop 1 sends."""
+    buffers = runtime.buffers
+    return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
+
+
+def _on_device(kinds: Mapping[str, int]) -> int:
+    return sum(kinds.values()) - kinds["host_accumulator"]
 
 
 def _bytes(tensor: Tensor | None) -> int:
