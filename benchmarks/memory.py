@@ -4,8 +4,8 @@
 
 Four ranks of this machine train a model whose activations are next to nothing. "Process" is the highest resident memory
 of two steps above that of the same process after its imports, with this rank's share of what ranks share; beside what
-is predicted it holds activations, temporaries of torch, gloo's own buffers and Python objects. Buffers that are made and never needed, as exchanges are
-fast, are no resident memory: there a process takes less.
+is predicted it holds activations, temporaries of torch, gloo's own buffers and Python objects. Buffers that are made
+and never needed, as exchanges are fast, are no resident memory: there a process takes less.
 """
 
 from __future__ import annotations
