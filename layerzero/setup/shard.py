@@ -46,7 +46,7 @@ def shard_model(
     offload_grads: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
-    node_memory: str = "off",
+    node_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
@@ -85,7 +85,7 @@ def shard_model(
         prefetch: units gathered ahead of the one that computes.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
-            ``"off"``: they exchange. See ``docs/node_memory.md``.
+            ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
         ignored_params: left as they are: whole on every rank, gradients not averaged.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
