@@ -28,8 +28,8 @@ class MemoryReport:
     the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer``
     (measured only).
 
-    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and in ``reduce_buffer``
-    the gradients that others read.
+    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and the gradients that
+    others read, in ``reduce_buffer`` and, where ``"full"`` accumulates, ``accumulator``.
 
     Attributes:
         predicted: by formula, from the layouts and settings, for a model between two steps, the second one or a later
