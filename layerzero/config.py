@@ -57,7 +57,7 @@ class LayerZeroConfig:
     offload_optimizer: bool = False
     reshard_after_forward: Reshards = True
     prefetch: int = 1
-    node_memory: str = "off"
+    node_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
 

@@ -26,7 +26,7 @@ accumulation: full
 offload_grads: true
 reshard_after_forward: false
 prefetch: 2
-node_memory: auto
+node_memory: "off"
 ignored_modules: [head]
 sync_module_states: false
 """
@@ -66,7 +66,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         offload_grads=True,
         reshard_after_forward=False,
         prefetch=2,
-        node_memory="auto",
+        node_memory="off",
         ignored_modules=["head"],
         sync_module_states=False,
     )

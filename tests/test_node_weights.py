@@ -284,6 +284,17 @@ def test_one_rank_may_evaluate_alone() -> None:
     run_ranks(_evaluate_alone, world_size=4)
 
 
+def _evaluate_first(rank: int) -> None:
+    model = shard(blocks(1), size=2)
+    if rank == 0:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="rank"):
+            model(batch(0, 0))
+
+
+def test_an_evaluation_on_one_rank_alone_must_not_come_first() -> None:
+    run_ranks(_evaluate_first, world_size=2, pg_timeout=2)
+
+
 # --- what stays an error ---
 
 

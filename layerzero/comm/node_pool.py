@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -28,15 +29,15 @@ from torch import Tensor
 
 from layerzero.comm.node import NodeMemory
 from layerzero.comm.signals import LINE
-from layerzero.storage.buffers import BufferPool
+from layerzero.storage.buffers import BufferPool, Size
 from layerzero.storage.places import Loan, Place
 
-__all__ = ["RING_BYTES", "Arrival", "NodePlace", "NodePool", "room_for"]
+__all__ = ["RING_BYTES", "Arrival", "NodePlace", "NodePool", "room_for", "room_of_all"]
 
 SENT, ADDED = 1, 2  # words of the node's memory; the next one is free
 FIRST_FREE_WORD = 3
 _RING = 64
-_MOST_UNREAD = 2  # buffers of a size that wait for others to read them, before more memory is taken
+_USUAL = 4  # buffers of a size that nothing was foreseen of, before one is taken that others may still read
 RING_BYTES = _RING * 2 * 8
 
 
@@ -45,15 +46,26 @@ def room_for(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
+def room_of_all(buffers: Mapping[Size, int]) -> int:
+    """The same of several."""
+    return sum(count * room_for(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
+
+
 class NodePool(BufferPool):
     """Buffers in this rank's part of the node's memory; see [Note: When a buffer is written again].
 
     Args:
         explain: what to raise where waiting for another rank has failed.
+        foreseen: how many of a size are made before one is used again.
     """
 
-    def __init__(self, memory: NodeMemory, explain: Callable[[Exception], Exception]) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(
+        self,
+        memory: NodeMemory,
+        explain: Callable[[Exception], Exception],
+        foreseen: Mapping[Size, int] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(torch.device("cpu"), foreseen)
         self._memory = memory
         self._signals = memory.signals
         self._explain = explain
@@ -68,20 +80,28 @@ class NodePool(BufferPool):
         ]
         self._lock = threading.Lock()
         self.allocated_bytes = memory.committed
+        self._foreseen_bytes = memory.committed
 
     @property
     def size(self) -> int:
         return self._memory.size
 
+    @property
+    def predicted_bytes(self) -> int:
+        return self._foreseen_bytes - self.kept_bytes
+
     # Buffers
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents, which nobody reads."""
+        size = numel, dtype
         with self._lock:
-            idle = self._idle[numel, dtype]
+            idle = self._idle[size]
             buffer = None
-            if idle and (self._is_read(idle[0][0]) or len(idle) >= _MOST_UNREAD):
-                buffer = idle.popleft()[0]
+            if idle and self._made[size] >= self._foreseen.get(size, _USUAL):
+                buffer = idle.popleft()[0]  # the one that the others have most likely read
+            else:
+                self._made[size] += 1
         if buffer is None:
             return self._grow(numel, dtype)
         self.await_readers(buffer)
@@ -91,6 +111,7 @@ class NodePool(BufferPool):
         """A 1-D buffer ``[numel]`` of zeros that does not come back."""
         buffer = self._grow(numel, dtype)
         self.kept_bytes += room_for(buffer.nbytes)
+        self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     def await_readers(self, buffer: Tensor) -> None:
@@ -100,9 +121,6 @@ class NodePool(BufferPool):
     def holds(self, tensor: Tensor) -> bool:
         """It is one of these buffers."""
         return tensor.data_ptr() in self._offsets
-
-    def _is_read(self, buffer: Tensor) -> bool:
-        return not self._signals.behind(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def _grow(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize

@@ -272,9 +272,13 @@ class Handle:
             self._storages.reclaim(self.full.untyped_storage())
 
     @property
+    def gathered_sizes(self) -> tuple[int, ...]:
+        """Bytes of what is there while the unit computes: the full buffer, and parameters in strides of their own."""
+        return (self._full_bytes if self.gathers else 0, *(strided.gathered_bytes for strided in self._strided))
+
+    @property
     def gathered_bytes(self) -> int:
-        """Bytes that are there while the unit computes."""
-        return (self._full_bytes if self.gathers else 0) + sum(strided.gathered_bytes for strided in self._strided)
+        return sum(self.gathered_sizes)
 
     @property
     def full_bytes(self) -> int:

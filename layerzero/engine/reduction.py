@@ -21,12 +21,12 @@ from layerzero.engine.gradients import Carry, Gradients
 from layerzero.storage.device import streams_module
 from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, PlayedStreams, Streams
 
-__all__ = ["ReductionQueue", "streams_of"]
+__all__ = ["IN_FLIGHT", "ReductionQueue", "streams_of"]
 
 # Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each
 # holds a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
 # With more than one first exchange, ranks whose slabs (slabs.py) are both in use could launch in other orders.
-_IN_FLIGHT = (1, 5)
+IN_FLIGHT = (1, 5)
 
 
 def streams_of(topology: Topology) -> Streams:
@@ -44,7 +44,7 @@ class ReductionQueue:
         self.streams = streams
         self._next = 0  # in order: the first one not started in this pass
         self._carried: list[Gradients] = []  # started in this pass
-        self._landings: list[deque[Awaited]] = [deque() for _ in _IN_FLIGHT]  # first and second ones, oldest first
+        self._landings: list[deque[Awaited]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle whose gradients are complete and whose predecessors have started; play what is due."""
@@ -119,6 +119,6 @@ class ReductionQueue:
 
     def _follow(self, carry: Carry) -> None:
         """One more is on its way."""
-        for landings, landed, most in zip(self._landings, carry.landings, _IN_FLIGHT, strict=False):
+        for landings, landed, most in zip(self._landings, carry.landings, IN_FLIGHT, strict=False):
             landings.append(landed)
             self.streams.bound(landings, most)

@@ -66,9 +66,9 @@ class Runtime:
         self.topology = topology
         self.buffers = buffers
         # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
-        self._staying = {unit for unit in self.units if not unit.reshards}
+        self.staying = {unit for unit in self.units if not unit.reshards}
         if streams_module(topology.device) is not None:
-            self._staying.add(self.units[0])
+            self.staying.add(self.units[0])
         buffers.full.limit = self._most_gathered()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
@@ -153,7 +153,7 @@ class Runtime:
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward.returned)
-        stays = comes_back and unit in self._staying
+        stays = comes_back and unit in self.staying
         if not stays and not inside_backward() and self._is_idle(unit):
             unit.reshard()
         if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):

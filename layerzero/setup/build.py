@@ -15,8 +15,9 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat import plan_layouts
-from layerzero.setup.node import Node, PlannedHandle
+from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
+from layerzero.setup.scratch import PlannedHandle
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.moves import carry_over
@@ -96,7 +97,7 @@ def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) ->
             num_shards=topology.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
-        planned += [PlannedHandle(kind, trainable, precision, layout, route) for layout in layouts]
+        planned += [PlannedHandle(plan.name, kind, trainable, precision, layout, route) for layout in layouts]
     return planned
 
 

@@ -22,6 +22,7 @@ from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.methods import bind_methods
 from layerzero.setup.node import Node, share_node
 from layerzero.setup.partition import partition
+from layerzero.setup.scratch import plan_scratch
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import Transfers
@@ -46,7 +47,7 @@ def shard_model(
     offload_optimizer: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
-    node_memory: str = "off",
+    node_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
@@ -90,7 +91,7 @@ def shard_model(
         prefetch: units gathered ahead of the one that computes.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
-            ``"off"``: they exchange. See ``docs/node_memory.md``.
+            ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
         ignored_params: left as they are: whole on every rank, gradients not averaged.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
@@ -154,8 +155,10 @@ def shard_model(
     topology = Topology.from_mesh(mesh)
     device = topology.device
     handles = [plan_handles(plan, config, topology) for plan in plans]
-    node = share_node([each for unit in handles for each in unit], config, topology)
-    buffers = _buffers(device, node, config)
+    every = [each for unit in handles for each in unit]
+    node = share_node(every, config, topology)
+    scratch = plan_scratch(every, config, topology, in_node=node is not None)
+    buffers = _buffers(BufferPool(device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
@@ -179,8 +182,8 @@ def shard_model(
     return model
 
 
-def _buffers(device: torch.device, node: Node | None, config: LayerZeroConfig) -> Buffers:
-    scratch, full = BufferPool(device), StoragePool(device)
+def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:
+    device, full = scratch.device, StoragePool(scratch.device)
     asked = [name for name in ("offload_grads", "offload_optimizer") if getattr(config, name)]
     transfers = Transfers(device) if asked else None
     if transfers is not None and not transfers.pins:

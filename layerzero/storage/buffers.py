@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from layerzero.storage.device import StreamMark, StreamOrder
 
-__all__ = ["BufferPool", "StoragePool"]
+__all__ = ["BufferPool", "Size", "StoragePool"]
 
+Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
 
 _SLOTS = 3  # buffers of a size on a device: one that is filled, one that is sent, one that is added up
 
@@ -21,27 +24,45 @@ class BufferPool:
     A buffer handed to an exchange is given back only after the exchange was waited for. On a device that is a stream's
     waiting, not the host's: the host has given a buffer back long before it is free, and so takes the one that was
     given back first, once there are as many as are used at a time; whoever takes it waits for whoever gave it.
+
+    Args:
+        foreseen: how many of a size may be in use at once. In the host's memory these are made together, and those that
+            were given back last are taken first: what is never needed is an address, and no memory. More are made where
+            they are needed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
+        self._foreseen = dict(foreseen)
         self._order = StreamOrder.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
         self.allocated_bytes = 0
 
+    @property
+    def predicted_bytes(self) -> int:
+        """What it comes to have allocated, if no more are needed than was foreseen."""
+        counts = self._foreseen if self._order is None else dict.fromkeys(self._foreseen, _SLOTS)
+        return sum(count * numel * dtype.itemsize for (numel, dtype), count in counts.items())
+
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
         idle = self._idle[key]
-        if idle and self._order is None:
+        if self._order is None:
+            if not idle:
+                more = max(1, self._foreseen.get(key, 0) - self._made[key])
+                idle.extend((self._make(numel, dtype), None) for _ in range(more))
             return idle.pop()[0]
-        if idle and self._order is not None and self._made[key] >= _SLOTS:
+        if idle and self._made[key] >= _SLOTS:
             buffer, given = idle.popleft()
             self._order.wait(given)
             return buffer
+        return self._make(numel, dtype)
+
+    def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
-        self._made[key] += 1
+        self._made[numel, dtype] += 1
         self.allocated_bytes += buffer.untyped_storage().nbytes()
         return buffer
 
@@ -55,8 +76,9 @@ class StoragePool:
 
     Autograd saves views of a full buffer, so its storage must stay the same object while its memory comes and goes.
     Memory given back is parked and lent again to a storage of the same size: no allocation, and none of the page faults
-    that memory fresh from the system costs. No more is parked than what is lent leaves of the limit. torch 2.11 cannot
-    move memory between storages; there, every loan is an allocation.
+    that memory fresh from the system costs. A storage gets the memory that it had before, where that is free. No more
+    is parked than what is lent leaves of the limit. torch 2.11 cannot move memory between storages; there, every loan
+    is an allocation.
     """
 
     can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
@@ -65,11 +87,13 @@ class StoragePool:
         self.limit = 0  # bytes that may be lent and parked; to be set
         self.parked_bytes = 0
         self.allocations = 0  # so far
+        self.most_bytes = 0  # lent and parked at once, so far
         self._lent_bytes = 0
         self._device = device
         self._order = StreamOrder.of(device)
         self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
+        self._homes: dict[int, int] = {}  # by storage: the address that it had last
 
     def lend(self, storage: UntypedStorage, nbytes: int) -> None:
         """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""
@@ -77,7 +101,7 @@ class StoragePool:
             self.reclaim(storage)
         parked = self._parked[nbytes]
         if parked:
-            source, given = parked.pop()
+            source, given = parked.pop(self._choose(storage, parked))
             if self._order is not None:
                 self._order.wait(given)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
@@ -88,6 +112,8 @@ class StoragePool:
             storage.resize_(nbytes)
             self.allocations += 1
         self._lent_bytes += nbytes
+        self._homes[storage._cdata] = storage.data_ptr()
+        self.most_bytes = max(self.most_bytes, self._lent_bytes + self.parked_bytes)
 
     def reclaim(self, storage: UntypedStorage) -> None:
         """Take a storage's memory; it has 0 bytes then."""
@@ -100,6 +126,11 @@ class StoragePool:
             self.parked_bytes += nbytes
         else:
             storage.resize_(0)
+
+    def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamMark]]) -> int:
+        """The memory that it had last, if it is there: a program that repeats itself finds units where they were."""
+        home = self._homes.get(storage._cdata)
+        return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)
 
     def _keep_parked(self, most: int) -> None:
         """Free parked memory, of whatever size, until no more than `most` bytes are parked."""

@@ -33,7 +33,7 @@ def default_device_type() -> str:
 
 def streams_module(device: torch.device) -> Any:
     """``torch.cuda``, or what has the streams of another device; None where the host itself computes."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 def compute_device(device_type: str) -> torch.device:

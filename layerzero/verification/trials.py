@@ -159,7 +159,8 @@ def train_sharded(
     mesh = init_mesh(zero3_size, device_type)
     model = task.build()
     own = {name: settings[name](model) for name in PER_MODEL if settings.get(name) is not None}
-    model = shard_model(model, mesh=mesh, **{**settings, **own})
+    # With exchanges, whose order the ranks must keep, unless it is to be tried out without: the run may be on devices.
+    model = shard_model(model, mesh=mesh, **{"node_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for step in range(task.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.layout.grid import Extent
+from layerzero.storage.buffers import BufferPool
+from layerzero.views.rehearsal import rehearse
 
 __all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
 
@@ -21,18 +24,24 @@ class MemoryReport:
 
     Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
     ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
-    most the root's, one unit's and those of the units gathered ahead of it; measured only),
+    most the root's, one unit's and those of the units gathered ahead of it),
     ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
-    the accumulator), ``reduce_buffer`` (scratch that is reused: of exchanges, and of gradients that a backward without
-    zero_grad sets aside; measured only), ``optimizer`` (measured only). With `offload_optimizer` there are
-    ``host_zero1_shard``, ``host_gradient_shard`` and ``host_optimizer`` in host memory, and 0 of these on the device.
+    the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer``
+    (measured only). With `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``host_optimizer`` in host memory, and 0 of these on the device.
 
-    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and in ``reduce_buffer``
-    the gradients that others read.
+    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and the gradients that
+    others read, in ``reduce_buffer`` and, where ``"full"`` accumulates, ``accumulator``.
 
     Attributes:
-        predicted: by formula, from the layouts and settings, for a model between two passes that has run a backward.
+        predicted: by formula, from the layouts and settings, for a model between two steps, the second one or a later
+            one, whose units are called one after the other in the order of their registration. Measured may be more,
+            in ``reduce_buffer``, where units are not (their gradients land at the same time), where a backward comes
+            without zero_grad (the gradients are set aside), or where parameters were unfrozen.
         measured: of the storages that exist now.
+        predicted_peak: the most bytes on the device at any time in a step, with the optimizer's as they are measured.
+        measured_peak: the most so far, as the model's own pools count them. Activations, and what an optimizer or
+            torch allocates for a moment, are not in it.
         node: bytes that the ranks of the node share, all their parts and some pages for signals, as the system counts
             them: one number for the node, which each of its ranks reports. 0 where they exchange.
     """
@@ -40,11 +49,13 @@ class MemoryReport:
     predicted: dict[str, int]
     measured: dict[str, int]
     node: int = 0
+    predicted_peak: int = 0
+    measured_peak: int = 0
 
     @property
     def total(self) -> int:
         """Measured bytes of all kinds on the device."""
-        return sum(size for kind, size in self.measured.items() if not kind.startswith("host_"))
+        return _on_device(self.measured)
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,21 @@ def memory(model: nn.Module) -> MemoryReport:
     for handle in runtime.handles:
         predicted.update(_predict(handle))
     predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
-    node = next((handle.shared.hand_over.memory.held_bytes for handle in runtime.handles if handle.shared), 0)
-    return MemoryReport(predicted=dict(predicted), measured=_measure(runtime), node=node)
+    predicted["reduce_buffer"] = sum(pool.predicted_bytes for pool in _pools(runtime))
+    full = rehearse(runtime)
+    predicted["idle_buffer"] = full.idle
+    measured = _measure(runtime)
+    shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
+    return MemoryReport(
+        predicted=dict(predicted),
+        measured=measured,
+        node=0 if shared is None else shared.hand_over.memory.held_bytes,
+        predicted_peak=_on_device(predicted) - full.idle + full.peak + measured["optimizer"],
+        measured_peak=_on_device(measured)
+        - measured["idle_buffer"]
+        - measured["full_buffer"]
+        + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["idle_buffer"]),
+    )
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
@@ -131,7 +155,7 @@ def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
 
 
 def _measure(runtime: Runtime) -> dict[str, int]:
-    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard"), 0))
+    measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:
         measured["zero3_shard"] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
@@ -144,8 +168,7 @@ def _measure(runtime: Runtime) -> dict[str, int]:
     measured["idle_buffer"] = buffers.full.parked_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
-    pools = {id(pool): pool for pool in (buffers.scratch, buffers.outgoing)}
-    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in pools.values())
+    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in _pools(runtime))
     tensors = [
         value
         for optimizer in runtime.optimizers
@@ -157,6 +180,16 @@ def _measure(runtime: Runtime) -> dict[str, int]:
         _bytes(tensor) for tensor in tensors
     )
     return dict(measured)
+
+
+def _pools(runtime: Runtime) -> list[BufferPool]:
+    """Each once: scratch, and what hop 1 sends."""
+    buffers = runtime.buffers
+    return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
+
+
+def _on_device(kinds: Mapping[str, int]) -> int:
+    return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -37,7 +37,8 @@ import layerzero
 
 __all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing"]
 
-BOTH = pytest.mark.parametrize("node_memory", ["auto", "off"])  # shared memory where S > 1, and exchanges
+# What users have who choose nothing, shared memory where S > 1; and exchanges.
+BOTH = pytest.mark.parametrize("node_memory", [None, "off"], ids=["default", "off"])
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
@@ -50,7 +51,7 @@ def run_ranks(
     timeout: float = 120.0,
     pg_timeout: float = 60.0,
     store_file: Path | None = None,
-    node_memory: str = "off",
+    node_memory: str | None = "off",
 ):
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
@@ -59,7 +60,7 @@ def run_ranks(
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: where the ranks meet; by default a server of this process.
-        node_memory: what ``shard_model`` does where it is not told.
+        node_memory: what ``shard_model`` does where it is not told; None: what it does for users.
 
     Raises:
         AssertionError: a rank raised (holds every traceback), or did not return in time.
@@ -76,7 +77,7 @@ class _Setting(NamedTuple):
     """What a call of ranks runs under."""
 
     pg_timeout: float
-    node_memory: str
+    node_memory: str | None
 
 
 class _Rank:
@@ -240,11 +241,12 @@ def _call(
     store.set_timeout(timeout)
     dist.distributed_c10d._set_pg_timeout(timeout)
     defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
-    defaults["node_memory"] = setting.node_memory
+    default = defaults["node_memory"]
+    defaults["node_memory"] = setting.node_memory or default
     try:
         return fn(rank, *args)
     finally:
-        defaults["node_memory"] = "off"
+        defaults["node_memory"] = default
         _meshes.clear()
         _clear_caches()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own

@@ -1,0 +1,135 @@
+"""What full buffers take in a step, found out by a rehearsal on the meta device.
+
+Units are gathered and freed in the order of their registration, nested ones inside those that hold them, ahead of each
+other as `prefetch` says; the memory of their storages is lent, parked and freed by the same class as in earnest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import UntypedStorage
+
+from layerzero.engine.runtime import Runtime
+from layerzero.engine.unit import Unit
+from layerzero.storage.buffers import StoragePool
+
+__all__ = ["FullBuffers", "rehearse"]
+
+_STEPS = 3  # the first one knows no order yet, and the last one repeats the one before
+
+
+class FullBuffers(NamedTuple):
+    """Bytes."""
+
+    idle: int  # parked between two steps
+    peak: int  # lent and parked at once, at most
+
+
+def rehearse(runtime: Runtime) -> FullBuffers:
+    """The full buffers of some steps with one forward and one backward each."""
+    stage = _Stage(runtime)
+    for step in range(_STEPS):
+        stage.prefetch = runtime.config.prefetch if step else 0
+        stage.forward()
+        stage.prefetch = runtime.config.prefetch
+        stage.backward()
+    return FullBuffers(stage.pool.parked_bytes, stage.pool.most_bytes)
+
+
+class _Stage:
+    def __init__(self, runtime: Runtime) -> None:
+        self.pool = StoragePool(torch.device("meta"))
+        self.pool.limit = runtime.buffers.full.limit
+        self.prefetch = 0
+        self._staying = runtime.staying
+        self._inner = _nested(runtime.units)
+        self._order = [unit for unit in runtime.units if unit.name == ""] + [u for u in runtime.units if u.name]
+        self._storages = {
+            unit: [_storages(sizes) for handle in unit.handles if (sizes := handle.gathered_sizes)]
+            for unit in runtime.units
+        }
+
+    def forward(self) -> None:
+        for unit in self._outermost():
+            self._call(unit)
+
+    def backward(self) -> None:
+        returned = [unit for outer in self._outermost() for unit in self._by_return(outer)]
+        for index in reversed(range(len(returned))):
+            unit = returned[index]
+            for around in reversed(returned[index + 1 :]):
+                if unit in self._by_return(around):
+                    self._gather(around)
+                    self._wait(around)
+            self._gather(unit)
+            following = returned[index + 1] if index + 1 < len(returned) else None
+            if following is None or unit in self._by_return(following):
+                self._prefetch_before(returned, index)
+            self._wait(unit)
+            if following is not None and unit not in self._by_return(following):
+                self._free(following)
+                self._prefetch_before(returned, index)
+        for unit in returned:
+            self._free(unit)
+
+    def _prefetch_before(self, returned: Sequence[Unit], index: int) -> None:
+        for earlier in returned[max(0, index - self.prefetch) : index][::-1]:
+            self._gather(earlier)
+
+    def _call(self, unit: Unit) -> None:
+        self._gather(unit)
+        here = self._order.index(unit) + 1
+        for upcoming in self._order[here : here + self.prefetch]:
+            self._gather(upcoming)
+        self._wait(unit)
+        for inner in self._inner[unit]:
+            self._call(inner)
+        if unit not in self._staying:
+            self._free(unit)
+
+    def _outermost(self) -> Iterator[Unit]:
+        held = {inner for several in self._inner.values() for inner in several}
+        return (unit for unit in self._order if unit not in held)
+
+    def _by_return(self, unit: Unit) -> list[Unit]:
+        return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
+
+    def _gather(self, unit: Unit) -> None:
+        for full, *_ in self._storages[unit]:
+            self._lend(*full)
+
+    def _wait(self, unit: Unit) -> None:
+        for _, *strided in self._storages[unit]:
+            for each in strided:
+                self._lend(*each)
+
+    def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
+        if nbytes and not storage.nbytes():
+            self.pool.lend(storage, nbytes)
+
+    def _free(self, unit: Unit) -> None:
+        for full, *strided in self._storages[unit]:
+            for storage, _ in (*strided, full):
+                if storage.nbytes():
+                    self.pool.reclaim(storage)
+
+
+def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
+    return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
+
+
+def _nested(units: Sequence[Unit]) -> dict[Unit, list[Unit]]:
+    """The units that each one holds directly, in order."""
+    inner: dict[Unit, list[Unit]] = {unit: [] for unit in units}
+    for unit in units:
+        around = [other for other in units if other is not unit and _contains(other.name, unit.name)]
+        if around:
+            inner[max(around, key=lambda other: len(other.name))].append(unit)
+    return inner
+
+
+def _contains(outer: str, name: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
