@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 
 import layerzero
 from tests.support.models import (
@@ -15,6 +19,7 @@ from tests.support.models import (
     different,
     exact_sgd,
     full_gradients,
+    full_parameters,
     integer_batch,
     integer_loss,
     integer_net,
@@ -23,6 +28,129 @@ from tests.support.models import (
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # D, S
+
+
+class Wide(nn.Module):
+    """Units side by side whose gradients are small integers whatever the weights: exact for any optimizer."""
+
+    UNITS = ("a", "b", "c", "d")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.a, self.b = nn.Linear(6, 9), nn.Linear(6, 4)
+        self.c, self.d = nn.Linear(6, 16, bias=False), nn.Linear(6, 9)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(3)
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-2, 3, parameter.shape))
+
+    def forward(self, x: Tensor, use: str = "abcd") -> Tensor:
+        """The sum of the outputs of some units, each times an integer for each of its elements."""
+        total = (x * self.scale).sum()
+        for name in use:
+            y = getattr(self, name)(x)
+            total = total + (y * (torch.arange(y.numel()).view(y.shape) % 5 - 2)).sum()
+        return total
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randint(-2, 3, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank)).float()
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def others(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.ndim != 2]
+
+
+def adamw(parameters: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class Grouped(Optimizer):
+    """Scales matrices by their norms, and other parameters not at all: in groups of one optimizer that counts steps."""
+
+    def __init__(self, params: Iterable[dict[str, Any]]) -> None:
+        super().__init__(params, {"lr": 0.1, "by_norm": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+                    moment.mul_(0.5).add_(parameter.grad)
+                    by = moment.norm() if group["by_norm"] else 1.0
+                    parameter.sub_(moment / by, alpha=group["lr"] / group["step"])
+
+
+def grouped(model: nn.Module) -> list[Optimizer]:
+    return [Grouped([{"params": matrices(model), "by_norm": True}, {"params": others(model), "lr": 0.25}])]
+
+
+CASES: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "Adafactor": lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.1)],
+    "Adafactor, then AdamW": lambda model: [torch.optim.Adafactor(matrices(model)), adamw(others(model))],
+    "groups of one": grouped,
+}
+if hasattr(torch.optim, "Muon"):
+    CASES["Muon, then AdamW"] = lambda model: [torch.optim.Muon(matrices(model), lr=0.1), adamw(others(model))]
+    CASES["AdamW, then Muon"] = lambda model: [adamw(others(model)), torch.optim.Muon(matrices(model), lr=0.1)]
+    CASES["two of Muon"] = lambda model: [torch.optim.Muon(matrices(model)[at::2], lr=0.1) for at in (0, 1)]
+
+
+def shard_all(optimizers: list[Optimizer], model: nn.Module) -> list[layerzero.ShardedOptimizer]:
+    return [layerzero.shard_optimizer(optimizer, model) for optimizer in optimizers]
+
+
+def used_in(step: int) -> str:
+    """By all ranks: what is not named has no gradient. Every other node uses less: see `step_of`."""
+    return ("abcd", "abc", "acd", "abcd")[step]
+
+
+def step_of(
+    model: nn.Module, optimizers: list[Optimizer], ranks: Iterable[int], step: int, share: float, zero3_size: int
+) -> None:
+    for rank in ranks:
+        use = used_in(step)
+        (model(rows(rank, step), use[:-1] if rank // zero3_size % 2 else use) * share).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def _like_one_process(rank: int, world: int, zero3_size: int, name: str) -> None:
+    mesh, build = mesh_of(zero3_size), CASES[name]
+    for accumulation, units, dtype in (("sharded", Wide.UNITS, None), ("full", None, torch.bfloat16)):
+        net = Wide()
+        theirs = build(net)
+        model = layerzero.shard_model(
+            Wide(),
+            mesh=mesh,
+            accumulation=accumulation,
+            units=units,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        )
+        ours = shard_all(build(model), model)
+        for step in range(4):
+            step_of(model, ours, [rank], step, 1.0, zero3_size)
+            step_of(net, theirs, range(world), step, 1.0 / world, zero3_size)
+            wrong = different(full_parameters(model), dict(net.named_parameters()))
+            assert not wrong, f"{name} D={world} S={zero3_size} {units} step {step}: {wrong}"
+        for optimizer, their in zip(ours, theirs, strict=True):
+            for group, alone in zip(optimizer.param_groups, their.param_groups, strict=True):
+                assert group.get("step") == alone.get("step"), "counted once a step, on every rank"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
+def test_matrix_optimizers_have_the_bits_of_one_process(world: int, zero3_size: int, name: str) -> None:
+    run_ranks(_like_one_process, world, zero3_size, name, world_size=world)
 
 
 def owned_sgd(model: nn.Module) -> layerzero.ShardedOptimizer:

@@ -31,7 +31,7 @@ from layerzero.checkpoint.values import Decoder, references
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
-from layerzero.tensors.rows import Watch
+from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.sharded import plain, sharded
 from layerzero.tensors.whole import rows_of
 
@@ -78,7 +78,7 @@ class Restore:
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._landings: list[_Landing] = []
-        self._uses: dict[str, list[Member | None]] = {}  # by key: the parameters that it is cut like; None: whole
+        self._uses: dict[str, list[RowSpan | None]] = {}  # by key: how it is cut; None: not
         self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
@@ -91,8 +91,8 @@ class Restore:
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
         self.in_place = self._can_hold() if twice else frozenset()
-        for key, members in self._uses.items():
-            self.tensors[key] = self._memory(key, members)
+        for key, spans in self._uses.items():
+            self.tensors[key] = self._memory(key, spans)
 
     # Before reading
 
@@ -128,7 +128,8 @@ class Restore:
             else:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
-            self._use(key, member, member.master if member is not None and len(keys) == 1 else None)
+            home = member.master if member is not None and len(keys) == 1 else None
+            self._use(key, None if member is None else member.span, home)
             if index == 0:
                 self._landings.append(_Landing(key, target if member is None else member))
                 first = (name, key)
@@ -168,7 +169,9 @@ class Restore:
             wrong = [
                 f"{entry} of {name} in the optimizer: {problem}"
                 for entry, key in keys.items()
-                if self._stored[key].shape and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
+                if self._stored[key].shape
+                and not optimizer.is_owned(here[name])  # then it has what shapes it likes
+                and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
             nested = [entry for entry in values.keys() - keys if next(references(values[entry], rank=self._rank), None)]
             wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in nested]
@@ -178,7 +181,7 @@ class Restore:
             if not wrong:
                 for entry, key in keys.items():
                     home = held.get(here[name], {}).get(entry)
-                    self._use(key, member if self._stored[key].shape else None, home)
+                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape), home)
                 state[here[name]] = values
                 self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]
@@ -208,34 +211,34 @@ class Restore:
         if like is not None and (member is None or member.span.shape != stored.shape):
             self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
         else:
-            self._use(key, member)
+            self._use(key, None if member is None else member.span)
 
-    def _use(self, key: str, member: Member | None, home: Tensor | None = None) -> None:
-        """The stored tensor `key` is wanted: the rows of `member` that are on this rank, or all of them."""
-        self._uses.setdefault(key, []).append(member)
-        if member is not None and isinstance(home, Tensor):
+    def _use(self, key: str, span: RowSpan | None, home: Tensor | None = None) -> None:
+        """The stored tensor `key` is wanted: the rows of `span` that are on this rank, or all of them."""
+        self._uses.setdefault(key, []).append(span)
+        if span is not None and isinstance(home, Tensor):
             self._homes[key] = home
 
     def _can_hold(self) -> frozenset[str]:
         """The keys whose rows are wanted once, and by memory that can take their bytes as they are."""
         able: list[tuple[int, int, str]] = []  # where it begins and ends
         for key, home in self._homes.items():
-            (member, *others), stored = self._uses[key], self._stored[key]
-            if member is not None and not others and _takes_bytes(home, member, stored):
+            (span, *others), stored = self._uses[key], self._stored[key]
+            if span is not None and not others and _takes_bytes(home, span, stored):
                 able.append((home.data_ptr(), home.data_ptr() + home.nbytes, key))
         able.sort()
         apart = all(one[1] <= other[0] for one, other in pairwise(able))
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
-    def _memory(self, key: str, members: list[Member | None]) -> Tensor:
+    def _memory(self, key: str, spans: list[RowSpan | None]) -> Tensor:
         """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
-        stored, first = self._stored[key], members[0]
-        if first is None or not all(member is not None and member.span.cut_like(first.span) for member in members):
+        stored, first = self._stored[key], spans[0]
+        if first is None or not all(span is not None and span.cut_like(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
-            return sharded(self._homes[key].detach(), first.span, Watch())
-        rows = torch.empty(len(first.span.rows), *stored.shape[1:], dtype=stored.dtype)
-        return sharded(rows, first.span, Watch())
+            return sharded(self._homes[key].detach(), first, Watch())
+        rows = torch.empty(len(first.rows), *stored.shape[1:], dtype=stored.dtype)
+        return sharded(rows, first, Watch())
 
     def _read(self, key: str) -> Any:
         """What was read for `key`; None where it does not fit."""
@@ -291,12 +294,12 @@ class Restore:
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
-def _takes_bytes(home: Tensor, member: Member, stored: StoredTensor) -> bool:
+def _takes_bytes(home: Tensor, span: RowSpan, stored: StoredTensor) -> bool:
     return (
         type(home) in (Tensor, nn.Parameter)
         and home.layout is torch.strided
         and home.dtype == stored.dtype
-        and home.shape == (len(member.span.rows), *stored.shape[1:])
+        and home.shape == (len(span.rows), *stored.shape[1:])
         and home.is_contiguous()
         and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
     )

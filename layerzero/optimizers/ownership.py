@@ -38,7 +38,7 @@ class Ownership:
         self._runtime = runtime
         self._inner = inner
         self._whole_kinds = frozenset(whole_kinds)
-        self._known_kinds: set[str] = set()
+        self._known_kinds = {kind_of(group) for group in inner.param_groups}
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[Member, Tensor]]) -> None:
         """A group has come, with these parameters and their masters. Every rank must call this.

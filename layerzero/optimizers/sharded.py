@@ -8,7 +8,7 @@ the masters, plain tensors, on which fused and foreach kernels run at full speed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -39,6 +39,7 @@ from layerzero.optimizers.ownership import Ownership, own
 from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.optimizers.state_view import StateView
 from layerzero.optimizers.trial import kind_of
+from layerzero.tensors.rows import RowSpan
 from layerzero.tensors.sharded import plain
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -373,6 +374,18 @@ class ShardedOptimizer(AroundAnother):
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
         """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
+
+    def is_owned(self, name: str) -> bool:
+        """One rank updates the parameter that :meth:`state_dict` calls so, and has all of its state."""
+        return any(owned.member.name == name for owned in self._ownership.owned.values())
+
+    def span_of_state(self, name: str, shape: Sequence[int]) -> RowSpan | None:
+        """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""
+        member = self._runtime.members.get(name)
+        holder = None if member is None else self._holder_of(member.parameter)
+        if not shape or holder is None:
+            return None
+        return holder.span_of(shape) if isinstance(holder, Owned) else holder.span
 
     def _holder_of(self, parameter: Tensor) -> Holder:
         return self._ownership.owned.get(id(parameter)) or self._member_at.get(id(parameter))

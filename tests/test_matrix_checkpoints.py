@@ -1,0 +1,162 @@
+"""The state of whole parameters: on their owners alone, by name for all, and in checkpoints for any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import layerzero
+from layerzero import checkpoint
+from tests.support.models import different, full_parameters
+from tests.support.ranks import mesh_of, run_ranks
+from tests.test_matrix_optimizers import CASES, Wide, matrices, owned_sgd, rows, shard_all
+
+TOPOLOGIES = ((2, 1), (4, 4), (1, 1), (2, 2), (4, 1), (4, 2))
+BATCHES = 4  # of a step, whatever the number of ranks
+NAMES = [name for name in ("Adafactor", "groups of one", "Muon, then AdamW") if name in CASES]
+
+
+def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> None:
+    """The same steps on any number of ranks, and in one process that has no ranks."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if hasattr(model, "no_sync") else (0, 1)
+    for step in steps:
+        for batch in range(rank, BATCHES, world):
+            (model(rows(batch, step)) * (world / BATCHES)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole_state(optimizer: layerzero.ShardedOptimizer) -> dict[str, Tensor]:
+    """All state by name, whole, on every rank."""
+    found = {}
+    for name, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+            found[f"{name} {key}"] = whole.clone()
+    return found
+
+
+def state_alone(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return {
+        f"{names[parameter]} {key}": torch.as_tensor(value)
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def alone(name: str, steps: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    net = Wide()
+    optimizers = CASES[name](net)
+    train(net, optimizers, range(steps))
+    return net, optimizers
+
+
+def sharded(name: str, zero3_size: int) -> tuple[nn.Module, list[layerzero.ShardedOptimizer]]:
+    model = layerzero.shard_model(Wide(), mesh=mesh_of(zero3_size), units=Wide.UNITS)
+    return model, shard_all(CASES[name](model), model)
+
+
+def expect(model: nn.Module, optimizers: Iterable[Any], name: str, steps: int, case: str) -> None:
+    net, theirs = alone(name, steps)
+    wrong = different(full_parameters(model), dict(net.named_parameters()))
+    for ours, their in zip(optimizers, theirs, strict=True):
+        wrong += different(whole_state(ours), state_alone(their, net))
+    assert not wrong, f"{case}: {wrong}"
+
+
+def _save(rank: int, path: str, zero3_size: int, name: str) -> None:
+    model, optimizers = sharded(name, zero3_size)
+    train(model, optimizers, range(2))
+    expect(model, optimizers, name, 2, "trained")
+    for index, optimizer in enumerate(optimizers):
+        checkpoint.save(f"{path}-{index}", model, optimizer)
+
+
+def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
+    model, optimizers = sharded(name, zero3_size)
+    train(model, optimizers, range(5, 6))  # has a state already, of which nothing may stay
+    for index, optimizer in enumerate(optimizers):
+        checkpoint.load(f"{path}-{index}", model, optimizer)
+    case = f"D={dist.get_world_size()} S={zero3_size}"
+    expect(model, optimizers, name, 2, f"{case} loaded")
+    train(model, optimizers, range(2, 4))
+    expect(model, optimizers, name, 4, f"{case} resumed")
+
+
+@pytest.mark.parametrize("saved_on", [(4, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_whole_parameters_loads_on_any_topology(
+    tmp_path: Path, name: str, saved_on: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "step-2")
+    run_ranks(_save, path, saved_on[1], name, world_size=saved_on[0])
+    for world_size, zero3_size in TOPOLOGIES:
+        if (world_size, zero3_size) != saved_on:
+            run_ranks(_resume, path, zero3_size, name, world_size=world_size)
+
+
+def _states(rank: int, zero3_size: int) -> None:
+    for name in NAMES:
+        model, optimizers = sharded(name, zero3_size)
+        train(model, optimizers, range(2))
+        kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
+        train(model, optimizers, range(2, 4))
+        expect(model, optimizers, name, 4, name)
+        for optimizer, state in zip(optimizers, kept, strict=True):
+            optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                value.copy_(parameters[key])
+        expect(model, optimizers, name, 2, f"{name}, put back")
+        net, theirs = alone(name, 3)
+        for optimizer, their in zip(optimizers, theirs, strict=True):
+            optimizer.load_state_dict(their.state_dict())  # by number, whole
+        layerzero.load_full_state_dict(model, net.state_dict())
+        train(model, optimizers, range(3, 4))
+        expect(model, optimizers, name, 4, f"{name}, from one process")
+
+
+@pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
+def test_states_by_name_and_of_one_process_can_be_put_back(world: int, zero3_size: int) -> None:
+    run_ranks(_states, zero3_size, world_size=world)
+
+
+def _early(rank: int) -> None:
+    source = Wide()
+    name = NAMES[-1]
+    optimizers = CASES[name](source)
+    train(source, optimizers, range(2))
+    model = layerzero.shard_model(source, mesh=mesh_of(2), units=Wide.UNITS)
+    ours = shard_all(optimizers, model)
+    expect(model, ours, name, 2, "taken over")
+    train(model, ours, range(2, 4))
+    expect(model, ours, name, 4, "went on")
+
+
+def test_a_state_from_before_sharding_goes_to_the_owners() -> None:
+    run_ranks(_early)
+
+
+def _once(rank: int, zero3_size: int) -> tuple[int, int]:
+    model = layerzero.shard_model(Wide(), mesh=mesh_of(zero3_size), units=Wide.UNITS)
+    optimizer = owned_sgd(model)
+    train(model, [optimizer], range(1))
+    held = layerzero.memory(model).measured["optimizer"]
+    return held, sum(p.numel() for p in matrices(model))
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_the_state_of_whole_parameters_exists_once_in_the_cluster(zero3_size: int) -> None:
+    numel = sum(parameter.numel() for parameter in Wide().parameters())
+    assert sum(held for held, _ in run_ranks(_once, zero3_size)) == 4 * numel
