@@ -153,14 +153,14 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
 def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> list[tuple[str, nn.Module]]:
     chosen = []
     alone: set[str] = set()
+    keys: set[str] = set()
     for name, module in model.named_modules():
         answer = units(name, module) if name else False
-        if isinstance(answer, str) and answer:
-            chosen.append((answer, module))
-        elif answer:
-            alone.add(name)
-            chosen.append((name, module))
-    if odd := sorted(alone & {unit for unit, module in chosen if model.get_submodule(unit) is not module}):
+        if answer:
+            unit = answer if isinstance(answer, str) else name
+            (keys if isinstance(answer, str) else alone).add(unit)
+            chosen.append((unit, module))
+    if odd := sorted(alone & keys):
         raise ValueError(f"units returned {odd[0]!r} as a key, which is the name of a module that is a unit by itself")
     return chosen
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_mesh
-from layerzero.config import Accumulation, LayerZeroConfig, Units
+from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
@@ -37,13 +37,13 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     zero3_size: int | None = None,
     units: Units = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: Policy | None = None,
     replica_reduce_dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
     offload_grads: bool = False,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     node_memory: str = "off",
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -63,11 +63,15 @@ def shard_model(
         mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
         zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
-            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``. Parameters outside all units
-            belong to the root. None: root only.
+            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``; where that returns a str, all
+            modules with this key are one unit, gathered when any of them is called: a loss in chunks with its tied
+            head. ``"auto"``: the classes in the model's ``_no_split_modules``, which models of transformers have.
+            Parameters outside all units belong to the root. None: root only.
         mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
-            for every unit.
+            for every unit. Or ``callable(name, module)`` that chooses a policy for each unit; ``""`` is the root, and
+            units of several modules come with their key and the first module. A norm in fp32 between blocks in bf16 is
+            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
         replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
         buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
             do.
@@ -80,7 +84,8 @@ def shard_model(
             take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
             one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
             the CPU the setting warns, and changes nothing else.
-        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
+        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
+            ``callable(name, module) -> bool``: False for the last unit spares the gather that nothing hides.
         prefetch: units gathered ahead of the one that computes.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
