@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_mesh
+from layerzero.comm.topology import Topology, as_data_parallel, groups_so_far, init_mesh
 from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
@@ -60,8 +60,10 @@ def shard_model(
 
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
-        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
-        zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
+        mesh: instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or torch's own, of
+            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas.
+        zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
+            a node, as torchrun says.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
             classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``; where that returns a str, all
             modules with this key are one unit, gathered when any of them is called: a loss in chunks with its tied
@@ -112,13 +114,9 @@ def shard_model(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
-    if (mesh is None) == (zero3_size is None):
+    if mesh is not None and zero3_size is not None:
         raise ValueError("give either mesh or zero3_size")
-    if mesh is None:
-        assert zero3_size is not None
-        mesh = init_mesh(zero3_size)
-    check_mesh(mesh)
-
+    mesh = init_mesh(zero3_size) if mesh is None else as_data_parallel(mesh)
     ranks = mesh.mesh.flatten().tolist()
     fields: dict[str, object] = {}
     failure: Exception | None = None
