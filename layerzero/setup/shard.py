@@ -46,7 +46,7 @@ def shard_model(
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     node_memory: str = "off",
-    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -92,7 +92,9 @@ def shard_model(
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
             ``"off"``: they exchange. See ``docs/node_memory.md``.
-        ignored_params: left as they are: whole on every rank, gradients not averaged.
+        ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
+            frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
+            their own. All ranks must have loaded the same.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
         param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
