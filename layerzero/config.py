@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ACCUMULATIONS", "AUTO", "LayerZeroConfig", "Precision", "Units"]
+__all__ = ["ACCUMULATIONS", "AUTO", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
 NODE_MEMORIES = ("auto", "off")
 AUTO = "auto"  # units: what a model says of itself
+UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool | str] | Iterable[type[nn.Module] | str] | None
 Accumulation = str | Callable[[str, nn.Module], str]

@@ -127,6 +127,12 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
+        if not isinstance(tensor, (DTensor, LocalRows)) and not _has_own_memory(tensor):
+            raise TypeError(
+                f"{path}: a {type(tensor).__name__}, a tensor of a class of its own, cannot be put into a safetensors "
+                "file; save what is trained, layerzero.full_state_dict(model, trainable_only=True), and make the rest "
+                "anew as it was made"
+            )
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
             key = (self._prefix + path).encode(errors="replace").decode()  # safetensors are strict about Unicode
@@ -248,6 +254,10 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _leaf(value: Any, path: str) -> Any:

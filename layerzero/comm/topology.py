@@ -12,6 +12,7 @@ not bound to a device; the group then connects at its first exchange, as it does
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from layerzero.comm.exchange import Ledger
 from layerzero.layout.grid import Grid
 from layerzero.storage.device import compute_device, default_device_type
 
-__all__ = ["AXES", "Topology", "check_mesh", "groups_so_far", "init_mesh", "mesh_from_groups", "new_group_like"]
+__all__ = ["AXES", "Topology", "as_data_parallel", "groups_so_far", "init_mesh", "mesh_from_groups", "new_group_like"]
 
 AXES = ("replica", "zero3")
+_NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Topology:
-        check_mesh(mesh)
+        mesh = as_data_parallel(mesh)
         ledger = Ledger()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
@@ -95,12 +97,13 @@ class Topology:
         )
 
 
-def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
+def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
     """A mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
         zero3_size: S, the number of consecutive ranks that share the low-precision weights, usually the ranks of
-            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size.
+            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size. None: the ranks of a
+            node, as torchrun says in ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
     Raises:
@@ -118,17 +121,35 @@ def init_mesh(zero3_size: int, device_type: str | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     device_type = device_type or default_device_type()
     failure: Exception | None = None
-    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
-        failure = TypeError(f"zero3_size must be an int, got {zero3_size!r}")
-    elif zero3_size < 1 or world % zero3_size:
-        failure = ValueError(_indivisible(zero3_size, world))
-    fields = {"zero3_size": repr(zero3_size), "device_type": device_type, **groups_so_far()}
+    try:
+        size = _checked_size(zero3_size, world)
+    except (TypeError, ValueError) as error:
+        size, failure = 1, error
+    asked = zero3_size if failure is not None else size
+    fields = {"zero3_size": repr(asked), "device_type": device_type, **groups_so_far()}
     agree("init_mesh", fields, ranks=range(world), failure=failure)
-    table = torch.arange(world).view(world // zero3_size, zero3_size)
+    table = torch.arange(world).view(world // size, size)
     everyone = dist.group.WORLD
     assert everyone is not None
-    row = table[dist.get_rank() // zero3_size].tolist()
+    row = table[dist.get_rank() // size].tolist()
     return _mesh_over(table, new_group_like(row, like=everyone, device_type=device_type), device_type)
+
+
+def _checked_size(zero3_size: int | None, world: int) -> int:
+    if zero3_size is None:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not said.isdigit() or int(said) == 0 or world % int(said):
+            raise ValueError(
+                "without zero3_size and mesh, S is the number of ranks of a node, which torchrun says in "
+                f"LOCAL_WORLD_SIZE; that is {said or 'not set'} here, with {world} ranks. Give zero3_size, one of "
+                f"{_divisors(world)}"
+            )
+        return int(said)
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    if zero3_size < 1 or world % zero3_size:
+        raise ValueError(_indivisible(zero3_size, world))
+    return zero3_size
 
 
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
@@ -181,13 +202,46 @@ def new_control_group(topology: Topology) -> dist.ProcessGroup:
     return new_group_like(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
 
 
+def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of data-parallel ranks, with the axes that everything here goes by.
+
+    Args:
+        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; or torch's own, with one axis (all ranks share the
+            weights) or with two, whatever their names: replicas, and the ranks that share the weights.
+
+    Raises:
+        TypeError, ValueError: it is something else; on this rank alone.
+    """
+    check_mesh(mesh)
+    if mesh.mesh_dim_names == AXES:
+        return mesh
+    ranks = mesh.mesh
+    zero3 = mesh.get_group(mesh.ndim - 1)
+    if mesh.ndim == 2:
+        replica = mesh.get_group(0)
+    else:
+        mine, kind = [dist.get_rank()], mesh.device_type
+        replica, ranks = new_group_like(mine, like=zero3, device_type=kind), ranks.view(1, -1)
+    return DeviceMesh.from_group([replica, zero3], mesh.device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless `mesh` is a DeviceMesh with the two axes."""
-    way_out = "make it with layerzero.init_mesh or layerzero.mesh_from_groups"
+    """Raise unless `mesh` is a DeviceMesh of data-parallel ranks alone, in their order."""
     if not isinstance(mesh, DeviceMesh):
+        way_out = "make it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
-    if tuple(mesh.mesh_dim_names or ()) != AXES:
-        raise ValueError(f"mesh has axes {mesh.mesh_dim_names}, expected {AXES}; {way_out}")
+    names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+    others = sorted({*(names or ())} & _NOT_DATA_PARALLEL)
+    if mesh.ndim > 2 or others:
+        raise ValueError(
+            f"mesh has axes {names} of {shape}{f', of which {others} are not data-parallel' if others else ''}; give "
+            'the axes over which batches differ: one, mesh["dp"], or two, mesh["dp_replicate", "dp_shard"]'
+        )
+    if names == AXES[::-1]:
+        raise ValueError(f"mesh has axes {names}; the first one is of replicas: expected {AXES}")
+    table = mesh.mesh.view(-1, shape[-1])
+    if (table.diff(dim=0) <= 0).any() or (table.diff(dim=1) <= 0).any():
+        raise ValueError(f"mesh has the ranks {mesh.mesh.tolist()}; along each axis they must ascend")
 
 
 def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
@@ -247,5 +301,8 @@ def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
 
 
 def _indivisible(size: int, world: int) -> str:
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {divisors}"
+    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {_divisors(world)}"
+
+
+def _divisors(world: int) -> list[int]:
+    return [d for d in range(1, world + 1) if world % d == 0]

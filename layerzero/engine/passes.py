@@ -65,6 +65,7 @@ class ForwardPass:
         self.called: list[Unit] = []
         self.returned: list[weakref.ref[Call]] = []
         self.prefetched: set[Unit] = set()
+        self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
         self._expected = expected
 
     def upcoming(self, count: int) -> list[Unit]:

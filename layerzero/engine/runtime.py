@@ -1,12 +1,12 @@
 """The schedule: when units are gathered, freed and reduced. Driven by module, tensor and parameter hooks.
 
 [Note: Who frees the full buffer]
-A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it) or
-`reshard_after_forward` is off and the graph will come back. A backward frees it when the gradients of a call's inputs
-are known: autograd runs later nodes first, so all of the call's nodes have run by then. Leaves come before later nodes,
-though, and of inputs without gradients nothing is heard: such a call ends with the backward that holds it, which in a
-reentrant checkpoint is one inside another. The gradients of the unit's parameters tell nothing: others, of nested units
-or tied weights, may still be reached through its weights.
+A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it), the unit is one that
+stays until its backward and the graph will come back, or the next call is to be of the same unit again. A backward
+frees it when the gradients of a call's inputs are known: autograd runs later nodes first, so all of the call's nodes
+have run by then. Leaves come before later nodes, though, and of inputs without gradients nothing is heard: such a call
+ends with the backward that holds it, which in a reentrant checkpoint is one inside another. The gradients of the unit's
+parameters tell nothing: others, of nested units or tied weights, may still be reached through its weights.
 
 [Note: Forward order]
 A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
@@ -36,7 +36,7 @@ from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_back
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
-from layerzero.engine.unit import Unit
+from layerzero.engine.unit import Unit, most_gathered
 from layerzero.engine.view import View, refuse_gradients
 from layerzero.layout.owners import Owner
 from layerzero.storage.device import streams_module
@@ -69,7 +69,7 @@ class Runtime:
         self.staying = {unit for unit in self.units if not unit.reshards}
         if streams_module(topology.device) is not None:
             self.staying.add(self.units[0])
-        buffers.full.limit = self._most_gathered()
+        buffers.full.limit = most_gathered(self.units, config.prefetch)
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.views: list[View] = []  # the contexts that are entered
@@ -92,13 +92,6 @@ class Runtime:
         )
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
-
-    def _most_gathered(self) -> int:
-        """Bytes of the full buffers that are filled at once: the root's, a unit's and those of the ones ahead of it."""
-        root, *others = self.units
-        staying = [unit for unit in others if not unit.reshards]
-        sizes = sorted(unit.gathered_bytes for unit in others if unit.reshards)
-        return sum(unit.gathered_bytes for unit in (root, *staying)) + sum(sizes[-1 - self.config.prefetch :])
 
     @property
     def model(self) -> nn.Module:
@@ -127,6 +120,7 @@ class Runtime:
         self._gather(unit)
         if self._forward is not None:
             self._forward.called.append(unit)
+            self._free_kept(self._forward, unless=unit)
             for upcoming in self._forward.upcoming(self.config.prefetch):
                 self._forward.prefetched.add(upcoming)
                 self._gather(upcoming)
@@ -155,7 +149,10 @@ class Runtime:
             call.join(self._forward.returned)
         stays = comes_back and unit in self.staying
         if not stays and not inside_backward() and self._is_idle(unit):
-            unit.reshard()
+            if self._forward is not None and self._forward.upcoming(1) == [unit]:
+                self._forward.kept = unit
+            else:
+                unit.reshard()
         if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):
             self._end_forward(self._forward, comes_back=comes_back)
         return output
@@ -179,9 +176,15 @@ class Runtime:
         self.refreshes.before_forward()
         self._forward = ForwardPass(entry, expected=self._last_calls.get(entry, []))
 
+    def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
+        kept, forward.kept = forward.kept, None
+        if kept is not None and kept is not unless and self._is_idle(kept):
+            kept.reshard()
+
     def _end_forward(self, forward: ForwardPass, *, comes_back: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry] = forward.called
+        self._free_kept(forward)
         # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
         for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
             if self._is_idle(unit):
@@ -272,7 +275,10 @@ class Runtime:
             backward.open.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-        if self._is_idle(call.unit):
+        comes_again = backward is not None and any(
+            previous.unit is call.unit and previous not in backward.begun for previous in call.before(1)
+        )
+        if self._is_idle(call.unit) and not comes_again:
             call.unit.release()
         for previous in call.before(1):
             if backward is not None and previous in backward.open:

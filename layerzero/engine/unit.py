@@ -14,7 +14,7 @@ from layerzero.engine.member import Member
 from layerzero.engine.structure import replaced
 from layerzero.tensors.structures import cast_floating
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "most_gathered"]
 
 
 class Unit:
@@ -110,3 +110,11 @@ class Unit:
     def show_sharded(self) -> None:
         for parameters, attribute, member in self._places:
             parameters[attribute] = member.parameter
+
+
+def most_gathered(units: Sequence[Unit], prefetch: int) -> int:
+    """Bytes of the full buffers that are filled at once: the root's, a unit's, those ahead of it, those that stay."""
+    root, *others = units
+    staying = [unit for unit in others if not unit.reshards]
+    sizes = sorted(unit.gathered_bytes for unit in others if unit.reshards)
+    return sum(unit.gathered_bytes for unit in (root, *staying)) + sum(sizes[-1 - prefetch :])

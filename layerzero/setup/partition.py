@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layerzero.config import AUTO, Units
+from layerzero.config import AUTO, UNSUPPORTED, Units
 from layerzero.setup.foreign import refuse_wrapped_parts
 from layerzero.tensors.sharded import RowShardedTensor
 
@@ -40,7 +40,7 @@ def partition(
     model: nn.Module,
     units: Units,
     *,
-    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
 ) -> list[UnitPlan]:
     """The units of a model in module order, the root first.
@@ -75,11 +75,16 @@ def partition(
 
 
 def _ignored(
-    model: nn.Module, ignored_params: Iterable[nn.Parameter], ignored_modules: Iterable[nn.Module | str]
+    model: nn.Module, ignored_params: Iterable[nn.Parameter] | str, ignored_modules: Iterable[nn.Module | str]
 ) -> set[int]:
     """The ids of all parameters that are to be left alone."""
     owned = {id(parameter) for parameter in model.parameters()}
     ignored = set()
+    if isinstance(ignored_params, str):
+        if ignored_params != UNSUPPORTED:
+            raise TypeError(f"ignored_params={ignored_params!r}; give parameters of the model, or {UNSUPPORTED!r}")
+        frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
+        ignored, ignored_params = {id(p) for p in frozen if _unsupported(p) is not None}, ()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"ignored_params holds {parameter!r}; give parameters of the model, not their names")
@@ -153,14 +158,14 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
 def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> list[tuple[str, nn.Module]]:
     chosen = []
     alone: set[str] = set()
+    keys: set[str] = set()
     for name, module in model.named_modules():
         answer = units(name, module) if name else False
-        if isinstance(answer, str) and answer:
-            chosen.append((answer, module))
-        elif answer:
-            alone.add(name)
-            chosen.append((name, module))
-    if odd := sorted(alone & {unit for unit, module in chosen if model.get_submodule(unit) is not module}):
+        if answer:
+            unit = answer if isinstance(answer, str) else name
+            (keys if isinstance(answer, str) else alone).add(unit)
+            chosen.append((unit, module))
+    if odd := sorted(alone & keys):
         raise ValueError(f"units returned {odd[0]!r} as a key, which is the name of a module that is a unit by itself")
     return chosen
 
@@ -234,29 +239,34 @@ def _refuse_sharded_twice(model: nn.Module) -> None:
 
 def _refuse_unsupported(found: Found) -> None:
     parameter, name = found.parameter, found.name
-    way_out = "convert it, or pass it in ignored_params"
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name!r} has no shape yet: run a forward, which initialises it, before shard_model"
         )
+    why = _unsupported(parameter)
+    if why is not None:
+        frozen = (
+            "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} leaves all frozen ones like it whole)"
+        )
+        raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
+
+
+def _unsupported(parameter: nn.Parameter) -> str | None:
+    """Why a parameter cannot be sharded; None if it can."""
+    dtype = parameter.dtype
     if isinstance(parameter, DTensor):
-        raise ValueError(f"parameter {name!r} is a DTensor of another framework; {way_out}")
+        return "a DTensor of another framework"
     if not _is_plain(parameter):
-        raise ValueError(
-            f"parameter {name!r} is a {type(parameter).__name__}, a tensor of a class of its own, whose meaning would "
-            f"be lost where its rows are cut; {way_out}"
-        )
-    if not parameter.dtype.is_floating_point:
-        kind = "complex" if parameter.dtype.is_complex else "integer"
-        raise ValueError(
-            f"parameter {name!r} is {kind} ({parameter.dtype}); only floating point can be sharded: {way_out}"
-        )
-    if parameter.dtype.itemsize < 2:
-        raise ValueError(f"parameter {name!r} is {parameter.dtype}, an 8-bit format; {way_out}")
+        kind = type(parameter).__name__
+        return f"a {kind}, a tensor of a class of its own, whose meaning would be lost where its rows are cut"
+    if not dtype.is_floating_point:
+        kind = "complex" if dtype.is_complex else "integer"
+        return f"{kind} ({dtype}), and only floating point can be sharded"
+    if dtype.itemsize < 2:
+        return f"{dtype}, an 8-bit format"
     if parameter.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded: {way_out}"
-        )
+        return f"of layout {parameter.layout}, and only dense parameters can be sharded"
+    return None
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_mesh
-from layerzero.config import Accumulation, LayerZeroConfig, Units
+from layerzero.comm.topology import Topology, as_data_parallel, groups_so_far, init_mesh
+from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
@@ -38,17 +38,17 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     zero3_size: int | None = None,
     units: Units = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: Policy | None = None,
     replica_reduce_dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
     offload_grads: bool = False,
     offload_optimizer: bool = False,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     node_memory: str = "auto",
-    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -62,14 +62,20 @@ def shard_model(
 
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
-        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; give this or `zero3_size`.
-        zero3_size: S, ranks that share the compute weights, usually those of one node; must divide the world.
+        mesh: instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or torch's own, of
+            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas.
+        zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
+            a node, as torchrun says.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
-            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``. Parameters outside all units
-            belong to the root. None: root only.
+            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``; where that returns a str, all
+            modules with this key are one unit, gathered when any of them is called: a loss in chunks with its tied
+            head. ``"auto"``: the classes in the model's ``_no_split_modules``, which models of transformers have.
+            Parameters outside all units belong to the root. None: root only.
         mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
-            for every unit.
+            for every unit. Or ``callable(name, module)`` that chooses a policy for each unit; ``""`` is the root, and
+            units of several modules come with their key and the first module. A norm in fp32 between blocks in bf16 is
+            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
         replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
         buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
             do.
@@ -87,12 +93,15 @@ def shard_model(
             summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
             weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
             nothing else.
-        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward.
+        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
+            ``callable(name, module) -> bool``: False for the last unit spares the gather that nothing hides.
         prefetch: units gathered ahead of the one that computes.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
             ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
-        ignored_params: left as they are: whole on every rank, gradients not averaged.
+        ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
+            frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
+            their own. All ranks must have loaded the same.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
         sync_module_states: start from rank 0's parameters and buffers on all ranks.
         param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
@@ -114,13 +123,9 @@ def shard_model(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
-    if (mesh is None) == (zero3_size is None):
+    if mesh is not None and zero3_size is not None:
         raise ValueError("give either mesh or zero3_size")
-    if mesh is None:
-        assert zero3_size is not None
-        mesh = init_mesh(zero3_size)
-    check_mesh(mesh)
-
+    mesh = init_mesh(zero3_size) if mesh is None else as_data_parallel(mesh)
     ranks = mesh.mesh.flatten().tolist()
     fields: dict[str, object] = {}
     failure: Exception | None = None

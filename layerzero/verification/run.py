@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import agree
-from layerzero.config import LayerZeroConfig
+from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.setup.shard import shard_model
 from layerzero.storage.device import compute_device, default_device_type
 from layerzero.verification.differences import Comparison, ParameterDifference, VerifyReport
@@ -177,7 +177,7 @@ def check_arguments(
             raise TypeError(f"verify does not take {name}: {_REFUSED[name]}")
         if name == "mp_policy" and callable(value):
             raise TypeError("verify compares in one precision after the other: give one mp_policy for the whole model")
-        if name in PER_MODEL and not (value is None or callable(value)):
+        if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
             raise TypeError(f"verify builds several models, so {name} must be a function of the model, got {value!r}")
         if name not in known:
             raise TypeError(

@@ -158,7 +158,8 @@ def train_sharded(
     """
     mesh = init_mesh(zero3_size, device_type)
     model = task.build()
-    own = {name: settings[name](model) for name in PER_MODEL if settings.get(name) is not None}
+    given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
+    own = {name: value(model) if callable(value) else value for name, value in given.items()}
     # With exchanges, whose order the ranks must keep, unless it is to be tried out without: the run may be on devices.
     model = shard_model(model, mesh=mesh, **{"node_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)

@@ -1,0 +1,110 @@
+"""Meshes of torch's own, and the one that is made where none is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import layerzero
+from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net, union
+from tests.support.ranks import run_ranks, run_sharing
+
+WORLD = 4
+
+
+def _train(mesh: DeviceMesh | None, **settings: Any) -> tuple[int, dict[str, Tensor]]:
+    """S, and what two steps on the batches of the mesh's ranks lead to; they are those of one process."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    found = next(model.parameters()).device_mesh
+    ranks = sorted(found.mesh.flatten().tolist())
+    alone = integer_net()
+    exact = exact_sgd(alone.parameters())
+    for step in range(2):
+        with layerzero.no_sync(model):
+            integer_loss(model, integer_batch(step=step, rank=torch.distributed.get_rank())).backward()
+        integer_loss(model, integer_batch(step=step, micro_batch=1, rank=torch.distributed.get_rank())).backward()
+        for micro_batch in range(2):
+            batches = [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in ranks]
+            integer_loss(alone, union(batches)).backward()
+        for each in (optimizer, exact):
+            each.step()
+            each.zero_grad()
+    whole = full_parameters(model)
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(whole[name], parameter), (ranks, name)
+    return found.size(0), whole
+
+
+def _torchs(rank: int) -> None:
+    names = ("dp_replicate", "dp_shard")
+    for mesh, size in (
+        (init_device_mesh("cpu", (4,)), 4),
+        (init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), 4),
+        (init_device_mesh("cpu", (2, 2)), 2),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=names), 2),
+        (init_device_mesh("cpu", (1, 4), mesh_dim_names=names), 4),
+        (init_device_mesh("cpu", (4, 1), mesh_dim_names=names), 1),
+        (layerzero.init_mesh(2), 2),
+    ):
+        assert _train(mesh)[0] == size, mesh
+    # Parts of a larger one: the data-parallel ranks of each tensor-parallel rank, side by side and two apart.
+    for names, part in ((("dp", "tp"), "dp"), (("pp", "dp"), "dp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        assert _train(mesh[part])[0] == 2
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    assert _train(mesh["dp_replicate", "dp_shard"])[0] == 1
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_sharing])
+def test_meshes_of_torch_train_as_one_process(run: Any) -> None:
+    run(_torchs, world_size=WORLD)
+
+
+def _checkpoint(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+    layerzero.checkpoint.save(folder / "saved", model)
+    other = layerzero.shard_model(integer_net(1), mesh=init_device_mesh("cpu", (4,)))
+    layerzero.checkpoint.load(folder / "saved", other)
+    ours, theirs = full_parameters(model), full_parameters(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_checkpoints_go_from_one_mesh_of_torch_to_another(tmp_path: Path) -> None:
+    run_ranks(_checkpoint, tmp_path, world_size=WORLD)
+
+
+def _default(rank: int) -> None:
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    try:
+        for said, size in (("2", 2), ("4", 4), ("1", 1)):
+            os.environ["LOCAL_WORLD_SIZE"] = said
+            assert _train(None)[0] == size
+            assert layerzero.init_mesh().size(1) == size
+        for said, text in (
+            ("3", "is 3 here, with 4 ranks"),
+            ("0", "is 0 here"),
+            ("", "is not set here"),
+            ("x", "is x"),
+        ):
+            os.environ["LOCAL_WORLD_SIZE"] = said
+            with pytest.raises(ValueError, match=rf"LOCAL_WORLD_SIZE.*{text}.*one of \[1, 2, 4\]"):
+                layerzero.shard_model(integer_net())
+        os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 3 else "2"  # nodes with unequal numbers of ranks
+        with pytest.raises(ValueError, match="ranks disagree: zero3_size"):
+            layerzero.shard_model(integer_net())
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def test_without_mesh_and_size_the_ranks_of_a_node_share_the_weights() -> None:
+    run_ranks(_default, world_size=WORLD)

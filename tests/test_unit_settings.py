@@ -1,0 +1,331 @@
+"""What is chosen for each unit: precision, what is kept, which modules are one unit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
+from tests.support.models import TiedTransformer, full_gradients, full_parameters
+from tests.support.ranks import mesh_of, run_ranks, run_sharing
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP32_NORM = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+
+
+# --- precision of a unit ---
+
+
+class Watched(nn.LayerNorm):
+    """A norm that says in which dtypes it is called and computes."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.seen: set[tuple[torch.dtype, ...]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add((x.dtype, self.weight.dtype))
+        return super().forward(x)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = Watched(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def _policy(name: str, module: nn.Module) -> MixedPrecisionPolicy:
+    if isinstance(module, Watched):
+        return FP32_NORM
+    return BF16 if name else MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+
+
+def _by_hand(model: nn.Module, x: Tensor) -> Tensor:
+    """The same casts in one process."""
+    weights = {n: p.bfloat16() if "norm" not in n else p for n, p in model.named_parameters()}
+    x = x.bfloat16()
+    for i in range(len(model)):
+        normed = F.layer_norm(x.float(), (WIDTH,), weights[f"{i}.norm.weight"], weights[f"{i}.norm.bias"]).bfloat16()
+        x = x + torch.tanh(F.linear(normed, weights[f"{i}.linear.weight"], weights[f"{i}.linear.bias"]))
+    return x.float()
+
+
+def _mixed(rank: int) -> None:
+    for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": False}):
+        torch.manual_seed(0)
+        alone = nn.Sequential(Normed(), Normed())
+        model = layerzero.shard_model(
+            copy.deepcopy(alone), mesh=mesh_of(2), units={Normed, Watched}, mp_policy=_policy, **settings
+        )
+        output = model(batch(rank, 0).float())
+        expected = _by_hand(alone, batch(rank, 0).float())
+        assert torch.equal(output, expected) and output.dtype == torch.float32
+        assert all(module.norm.seen == {(torch.float32, torch.float32)} for module in model)
+        output.sum().backward()
+        for r in range(WORLD):
+            (_by_hand(alone, batch(r, 0).float()).sum() / WORLD).backward()
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, alone.get_parameter(name).grad, rtol=2e-2, atol=2e-2)
+        kinds = {handle.precision.compute for handle in runtime_of(model).handles}
+        assert kinds == {torch.bfloat16, torch.float32}
+        layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model).step()
+        torch.optim.SGD(alone.parameters(), lr=0.5).step()
+        for name, whole in full_parameters(model).items():
+            torch.testing.assert_close(whole, alone.get_parameter(name).detach(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_sharing])
+def test_norms_compute_in_fp32_beside_blocks_in_bf16(run: Callable[..., Any]) -> None:
+    run(_mixed, world_size=WORLD)
+
+
+# --- what is kept ---
+
+
+def _kept(rank: int) -> None:
+    for kept in (("units.2",), ("units.0", "units.2"), ("units.0", "units.1", "units.2")):
+
+        def reshards(name: str, module: nn.Module, kept: tuple[str, ...] = kept) -> bool:
+            return name not in kept
+
+        compare(rank, "kept", Case(blocks, IN_FLIGHT), reshard_after_forward=reshards)
+        model = shard(blocks(), reshard_after_forward=reshards, prefetch=0)
+        runtime = runtime_of(model)
+        loss = model(batch(rank, 0)).sum()
+        assert [unit.name for unit in runtime.units if unit.gathered] == list(kept)
+        before = layerzero.traffic(model).calls["gather"]
+        loss.backward()
+        units = len([unit for unit in runtime.units if unit.name and unit.name not in kept])
+        assert layerzero.traffic(model).calls["gather"] - before == units + 1  # the root
+        assert not any(unit.gathered for unit in runtime.units)
+        with torch.no_grad():
+            model(batch(rank, 0))
+        assert not any(unit.gathered for unit in runtime.units)
+
+
+def test_the_last_unit_stays_gathered_for_its_backward() -> None:
+    run_ranks(_kept, world_size=WORLD)
+
+
+def _wrong(rank: int) -> None:
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"mp_policy": lambda name, module: torch.bfloat16}, TypeError, r"mp_policy\('', module\) returns.*got dtype"),
+        ({"mp_policy": "bf16"}, TypeError, "mp_policy must be .*MixedPrecisionPolicy.*got str"),
+        ({"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)}, TypeError, "param_dtype of what mp_policy"),
+        ({"reshard_after_forward": 2}, TypeError, "must be a bool, got 2.*zero3_size=2, or False"),
+        ({"reshard_after_forward": lambda name, module: 4}, TypeError, r"reshard_after_forward\('', module\).*got 4"),
+        ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be a bool.*'yes'"),
+    ]
+    for settings, kind, text in refused:
+        with pytest.raises(kind, match=text):
+            shard(blocks(), **settings)
+    odd = {
+        "reshard_after_forward": lambda name, module: rank == 0,
+        "mp_policy": lambda n, m: BF16 if rank else FP32_NORM,
+    }
+    for setting, value in odd.items():
+        with pytest.raises(ValueError, match=rf"ranks disagree.*{setting} of unit '"):
+            shard(blocks(), **{setting: value})
+    with pytest.raises(TypeError, match="one mp_policy for the whole model"):
+        layerzero.verify(blocks, lambda *_: None, mp_policy=_policy)
+
+
+def test_settings_of_units_that_are_wrong_are_refused() -> None:
+    run_ranks(_wrong, world_size=2)
+
+
+# --- several modules, one unit ---
+
+
+class ChunkedLoss(nn.Module):
+    """The cross-entropy of a head, some tokens at a time, so that few logits are there at once."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        chunks = zip(x.flatten(0, 1).split(5), targets.flatten().split(5), strict=True)
+        return (
+            torch.stack([F.cross_entropy(self.head(x), t, reduction="sum") for x, t in chunks]).sum() / targets.numel()
+        )
+
+
+class WithLoss(TiedTransformer):
+    """A language model that returns its loss; its head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.chunked = ChunkedLoss(self.head)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.chunked(self.norm(x), targets)
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> None:
+    first = model(*TiedTransformer.batch(step=step, rank=rank))
+    second = model(*TiedTransformer.batch(step=step, micro_batch=1, rank=rank))
+    first.backward()
+    second.backward()
+
+
+def _grouped(name: str, module: nn.Module) -> bool | str:
+    if name in ("embedding", "chunked", "head"):
+        return "vocabulary"
+    return name.startswith("blocks.") and name.count(".") == 1
+
+
+def _tied_head(rank: int) -> None:
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        compare(rank, "tied head", Case(WithLoss, _loss), **{"units": _grouped, **settings})
+    model = shard(WithLoss(), units=_grouped)
+    named = {unit.name: [member.name for member in unit.members()] for unit in runtime_of(model).units}
+    assert named["vocabulary"] == ["embedding.weight"] and "norm.weight" in named[""]
+    if layerzero.memory(model).measured["full_buffer"] == 0:
+        model(*TiedTransformer.batch(step=0, rank=rank))
+        before = layerzero.traffic(model).calls.get("gather", 0)
+        model(*TiedTransformer.batch(step=1, rank=rank)).backward()
+        calls = layerzero.traffic(model).calls.get("gather", 0) - before
+        # The root, two blocks, and the group where it embeds and where it takes the loss; and again for the backward.
+        assert calls in (0, 5 + 5), calls
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_sharing])
+def test_a_chunked_loss_is_one_unit_with_its_tied_head(run: Callable[..., Any]) -> None:
+    run(_tied_head, world_size=WORLD)
+
+
+class TwoInOne(nn.Module):
+    """Two layers, called one after the other or with another unit in between."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = Block(), nn.LayerNorm(WIDTH, dtype=torch.float64), Block()
+        self.between, self.apart = Block(), apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.body(x))
+        return self.head(self.between(x) if self.apart else x)
+
+
+def _pair(name: str, module: nn.Module) -> bool | str:
+    return "norm and head" if name in ("norm", "head") else name in ("body", "between")
+
+
+def _consecutive(rank: int) -> None:
+    for apart in (False, True):
+        for settings in (*MODES, {"prefetch": 0}, {"size": 1}):
+            compare(rank, "pair", Case(lambda apart=apart: TwoInOne(apart=apart), IN_FLIGHT), units=_pair, **settings)
+        for prefetch in (0, 1, 2):
+            model = shard(TwoInOne(apart=apart), units=_pair, prefetch=prefetch)
+            assert sorted(unit.name for unit in runtime_of(model).units) == sorted(
+                ["", "body", "between", "norm and head"]
+            )
+            for step in range(3):
+                before = layerzero.traffic(model).calls.get("gather", 0)
+                output = model(batch(rank, step).requires_grad_())
+                forward = layerzero.traffic(model).calls["gather"] - before
+                output.sum().backward()
+                backward = layerzero.traffic(model).calls["gather"] - before - forward
+                once = step > 0 and not apart  # from the second forward on it is known what follows
+                assert (forward, backward) == ((2 if once else 4 if apart else 3), (4 if apart else 2)), (
+                    apart,
+                    prefetch,
+                    step,
+                    forward,
+                    backward,
+                )
+                assert layerzero.memory(model).measured["full_buffer"] == 0
+    # What is expected next does not come: nothing stays.
+    model = shard(TwoInOne(apart=False), units=_pair)
+    for step in range(2):
+        model(batch(rank, step)).sum().backward()
+    model.apart = True
+    model(batch(rank, 0)).sum().backward()
+    assert layerzero.memory(model).measured["full_buffer"] == 0
+    model.apart = False
+    with torch.no_grad():
+        model(batch(rank, 0))
+    assert layerzero.memory(model).measured["full_buffer"] == 0
+
+
+def test_modules_of_one_unit_that_follow_each_other_are_gathered_once() -> None:
+    run_ranks(_consecutive, world_size=WORLD)
+
+
+def _wrong_groups(rank: int) -> None:
+    refused: list[tuple[Any, str]] = [
+        (lambda name, module: "body" if name in ("norm", "body") else name == "head", ""),
+        (lambda name, module: "body" if name == "norm" else name == "body", "'body' as a key, .* a unit by itself"),
+        (
+            lambda name, module: "all" if name in ("norm", "units") else False,
+            r"unit 'all' \(ModuleList\) has no forward",
+        ),
+        (lambda name, module: "act" if name.startswith("act") else False, r"unit 'act' \(GELU\) has no parameters"),
+    ]
+    for units, text in refused:
+        model = TwoInOne(apart=False)
+        model.units, model.act1, model.act2 = nn.ModuleList([Block()]), nn.GELU(), nn.GELU()
+        if not text:
+            shard(model, size=1, units=units)
+            continue
+        with pytest.raises(ValueError, match=text):
+            shard(model, size=1, units=units)
+
+
+def test_groups_that_cannot_be_one_unit_are_refused() -> None:
+    run_ranks(_wrong_groups, world_size=1)
+
+
+# --- units="auto" ---
+
+
+class Layer(Block):
+    pass
+
+
+class Backbone(nn.Module):
+    _no_split_modules: Any = ("Layer", "VisionLayer")  # transformers lists more than a model has
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _auto(rank: int) -> None:
+    for make, names in ((Backbone, ["", "layers.0", "layers.1"]), (lambda: Chain(Backbone()), None)):
+        compare(rank, "auto", Case(make, IN_FLIGHT), units="auto")
+        model = shard(make(), units="auto")
+        found = [unit.name for unit in runtime_of(model).units]
+        assert found == (names or ["", "units.0.layers.0", "units.0.layers.1"])
+    with pytest.raises(ValueError, match=r"units='auto'.*this is a Chain, and it has no such list.*units=\{Block\}"):
+        shard(blocks(), units="auto")
+    backbone = Backbone()
+    backbone._no_split_modules = {"Other"}
+    with pytest.raises(ValueError, match=r"of those in its _no_split_modules, \['Other'\], it has none"):
+        shard(backbone, units="auto")
+
+
+def test_a_model_names_its_own_units() -> None:
+    run_ranks(_auto, world_size=WORLD)
