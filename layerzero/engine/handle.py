@@ -51,6 +51,10 @@ class ShardState(enum.Enum):
     GATHERED = "gathered"
 
 
+_MOVED = (
+    "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
+    "them from the parameter now"
+)
 _NEXT = {
     ShardState.SHARDED: ShardState.GATHERING,
     ShardState.GATHERING: ShardState.GATHERED,
@@ -90,9 +94,7 @@ class Handle:
         self.shared = shared
         self._storages = buffers.full
         self.state = ShardState.SHARDED
-        self.watch = Watch()
-        if shared is not None and self.shares_master:
-            self.watch.before_edit = shared.hand_over.come
+        self.watch = self._new_watch()
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
@@ -152,6 +154,12 @@ class Handle:
 
     # Birth
 
+    def _new_watch(self) -> Watch:
+        watch = Watch()
+        if self.shared is not None and self.shares_master:
+            watch.before_edit = self.shared.hand_over.come
+        return watch
+
     def _new_master(self) -> Tensor:
         """See [Note: One storage for equal shards]."""
         if self.shares_master:
@@ -209,8 +217,10 @@ class Handle:
             parts = topology.grid.parts(old)
             all_gather(topology.replica, Exchange.UNSHARD, node, self.master, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
+        self.watch.forbidden = _MOVED
+        self.watch = self._new_watch()
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot))
+            member.recut(*self._rows_of(slot), self.watch)
         if self.gradients is not None:
             self.gradients.recut(layout)
             self.shown = ShownGradients(self.members, self.gradients)

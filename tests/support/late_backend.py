@@ -89,6 +89,36 @@ class LateGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         return self._late(self._gloo._reduce_scatter_base(output, tensor, opts))
 
+    # Of unequal parts, which gloo itself does not take.
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        outputs[0][self.rank()].copy_(tensors[0])
+        works = [self._broadcast_from(rank, part) for rank, part in enumerate(outputs[0]) if part.numel()]
+        return self._late_after(works)
+
+    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Any:
+        for rank, part in enumerate(tensors[0]):
+            options = dist.ReduceOptions()
+            options.rootRank = rank
+            summed = part.clone()
+            self._gloo.reduce([summed], options).wait()
+            if rank == self.rank():
+                outputs[0].copy_(summed)
+        return self._late_after([])
+
+    def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
+        return self._late(self._gloo.alltoall_base(output, tensor, outputs, inputs, opts))
+
+    def _broadcast_from(self, rank: int, part: Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        return self._gloo.broadcast([part], options)
+
+    def _late_after(self, works: list[Any]) -> _LateWork:
+        for work in works:
+            work.wait()
+        return self._late(self._gloo.barrier(dist.BarrierOptions()))
+
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         return self._allgather_base(output, tensor, opts)
 
