@@ -5,9 +5,10 @@
 DIR holds those of pytorch_optimizer, lion-pytorch, schedulefree, bitsandbytes and torchao that are to be judged;
 install them there with ``--no-deps --target DIR``, so that torch stays as it is.
 
-The truth is decided without the trial of `layerzero.optimizers`: each optimizer is built anew for whole parameters and
-for the rows of three ranks (some of them none), takes 60 steps on larger tensors, from two seeds, on a quadratic loss
-with noise, and the parameters are compared. Nothing of this is needed to use or to test layerzero.
+The truth is decided without the trial of `layerzero.optimizers`: each optimizer is built anew for whole parameters, for
+the rows of three ranks (some of them none), and for each parameter alone. It takes 60 steps on larger tensors, from two
+seeds, on a quadratic loss with noise, and the parameters are compared. Nothing of this is needed to use or to test
+layerzero.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.elementwise import require_elementwise
+from layerzero.optimizers.elementwise import kinds_that_need_whole
 
 PACKAGES = {
     "torch.optim": "torch",
@@ -68,15 +69,16 @@ Build = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Truth(NamedTuple):
-    works: bool | None  # None: not known
+    works: bool | None  # on rows; None: not known
     why: str
+    alone: bool = False  # it steps each parameter by itself as it steps all together
 
 
 class Row(NamedTuple):
     package: str
     name: str
     truth: Truth
-    accepted: bool
+    accepted: str  # "on rows", "whole", or nothing
     said: str
 
     @property
@@ -84,10 +86,11 @@ class Row(NamedTuple):
         if self.truth.works is None:
             return "not judged"
         if self.accepted:
-            return "accepted" if self.truth.works else "WRONGLY ACCEPTED"
+            works = self.truth.works if self.accepted == "on rows" else self.truth.alone
+            return self.accepted if works else f"{self.accepted} (WRONGLY)"
         if "other way round" in self.said:
             return "around others"
-        return "WRONGLY REFUSED" if self.truth.works else "refused"
+        return "refused (WRONGLY)" if self.truth.works or self.truth.alone else "refused"
 
 
 def classes() -> Iterator[tuple[str, str, type[Optimizer]]]:
@@ -129,7 +132,7 @@ def _muon(kind: type[Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def truth_of(build: Build) -> Truth:
-    worst, quantised = 0.0, False
+    worst, worst_alone, quantised, on_rows = 0.0, 0.0, False, ""
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
         start = [0.5 * torch.randn(shape, generator=generator) for shape in CUTS]
@@ -146,6 +149,9 @@ def truth_of(build: Build) -> Truth:
             raise
         except Exception as error:
             return Truth(None, f"whole parameters: {_short(error)}")
+        if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
+            return Truth(None, "nothing moves with its defaults")
+        quantised |= _is_quantised(optimizer)
         try:
             pieces = [
                 _train(build, *(rows(t, rank) for t in (start, target)), [rows(n, rank) for n in noise], scales, seed)[
@@ -153,26 +159,42 @@ def truth_of(build: Build) -> Truth:
                 ]
                 for rank in range(3)
             ]
+            together = [torch.cat([piece[index] for piece in pieces]) for index in range(len(start))]
+            worst = max(worst, _apart(whole, together, start))
         except _OutOfTimeError:
             raise
         except Exception as error:
-            return Truth(False, f"rows on three ranks: {_short(error)}")
-        for index, first in enumerate(start):
-            moved = (whole[index] - first).double().norm().item()
-            together = torch.cat([piece[index] for piece in pieces])
-            off = (whole[index] - together).double().norm().item()
-            rounding = STEPS**0.5 * 2.0**-24 * first.double().norm().item()
-            if moved <= 3 * rounding:
-                continue
-            worst = max(worst, max(0.0, off - rounding) / moved)
-        if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
-            return Truth(None, "nothing moves with its defaults")
-        quantised |= _is_quantised(optimizer)
+            worst, on_rows = 1.0, f"rows on three ranks: {_short(error)}"
+        try:
+            alone = [
+                whole[i]
+                if torch.equal(whole[i], start[i])
+                else _train(build, [start[i]], [target[i]], [[each[i]] for each in noise], scales, seed)[0][0]
+                for i in range(len(start))
+            ]
+            worst_alone = max(worst_alone, _apart(whole, alone, start))
+        except _OutOfTimeError:
+            raise
+        except Exception:
+            worst_alone = 1.0
+    by_itself = worst_alone < 1e-6
     if worst < 1e-6:
-        return Truth(True, "same updates")
+        return Truth(True, "same updates", by_itself)
     if quantised and worst < 0.5:
-        return Truth(True, f"quantises its state in blocks: {100 * worst:.1f} % of the way apart")
-    return Truth(False, f"{100 * worst:.2g} % of the way apart")
+        return Truth(True, f"quantises its state in blocks: {100 * worst:.1f} % of the way apart", by_itself)
+    return Truth(False, on_rows or f"{100 * worst:.2g} % of the way apart", by_itself)
+
+
+def _apart(whole: list[Tensor], others: list[Tensor], start: list[Tensor]) -> float:
+    """The largest share of a parameter's way by which the others are off, beyond rounding."""
+    worst = 0.0
+    for first, ours, theirs in zip(start, whole, others, strict=True):
+        moved = (ours - first).double().norm().item()
+        off = (ours - theirs).double().norm().item()
+        rounding = STEPS**0.5 * 2.0**-24 * first.double().norm().item()
+        if moved > 3 * rounding:
+            worst = max(worst, max(0.0, off - rounding) / moved)
+    return worst
 
 
 def _train(
@@ -224,13 +246,13 @@ def survey(only: list[str]) -> list[Row]:
     for package, name, kind in classes():
         if only and name not in only:
             continue
-        build, said, accepted = builder(kind), "", False
+        build, said, accepted = builder(kind), "", ""
         signal.alarm(SECONDS)
         try:
             with torch.compiler.set_stance("force_eager"):
                 truth = truth_of(build)
             if truth.works and name in BY_DEFINITION:
-                truth = Truth(False, BY_DEFINITION[name])
+                truth = truth._replace(works=False, why=BY_DEFINITION[name])
         except _OutOfTimeError:
             truth = Truth(None, f"not done within {SECONDS} s")
         finally:
@@ -241,8 +263,7 @@ def survey(only: list[str]) -> list[Row]:
             truth = Truth(None, f"not built: {_short(error)}")
         else:
             try:
-                require_elementwise(optimizer, torch.device("cpu"))
-                accepted = True
+                accepted = "whole" if kinds_that_need_whole(optimizer, torch.device("cpu")) else "on rows"
             except Exception as error:
                 said = str(error).split(". layerzero gives")[0]
         rows.append(Row(package, name, truth, accepted, said))
@@ -259,22 +280,20 @@ def table(rows: list[Row]) -> str:
         + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         + ".",
         "",
-        "| package | accepted | refused | around others | not judged |",
-        "| --- | --- | --- | --- | --- |",
+        "| package | on rows | whole | refused | around others | not judged |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for package in PACKAGES:
-        cells = {"accepted": [], "refused": [], "around others": [], "not judged": []}  # type: dict[str, list[str]]
+        cells: dict[str, list[str]] = {
+            key: [] for key in ("on rows", "whole", "refused", "around others", "not judged")
+        }
         for row in rows:
             if row.package == package:
+                verdict, _, wrong = row.verdict.partition(" (")
                 mark = "\\*" if row.truth.works and "quantises" in row.truth.why else ""
-                cells.setdefault(row.verdict, []).append(row.name + mark)
-        wrong = {key: names for key, names in cells.items() if key.isupper() or key.startswith("WRONG")}
-        for key, names in wrong.items():
-            cells["accepted" if key.endswith("ACCEPTED") else "refused"] += [
-                f"**{name} ({key.lower()})**" for name in names
-            ]
-        columns = [", ".join(cells[key]) or "none" for key in ("accepted", "refused", "around others", "not judged")]
-        lines.append(f"| {package} | {' | '.join(columns)} |")
+                name = row.name + mark
+                cells[verdict].append(f"**{name} ({wrong.lower()}**" if wrong else name)
+        lines.append(f"| {package} | {' | '.join(', '.join(names) or 'none' for names in cells.values())} |")
     return "\n".join([*lines, MARKS[1]])
 
 

@@ -8,7 +8,7 @@ after, what the run held in memory and sent, what other ways of sharding would n
 formulas are in scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` it may be stopped
 and started again, also with another number of ranks.
 
-To make it your own, look at `build`: three calls shard a model and an optimizer that know nothing of it.
+To make it your own, look at `build`: a call each shards a model and its optimizers, which know nothing of it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=240, help="optimizer steps")
     add("--batch-size", type=int, default=8, help="sequences per rank and micro-batch")
     add("--seq-len", type=int, default=64, help="bytes per sequence")
+    add(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="muon: for the blocks' matrices, AdamW for others",
+    )
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
     add("--dtype", choices=list(DTYPES), default="bf16", help=DTYPE_HELP)
@@ -82,8 +88,8 @@ class Ranks:
 
 class Trainer(NamedTuple):
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
+    optimizers: list[layerzero.ShardedOptimizer]
+    schedulers: list[LambdaLR]
     numel: int  # parameters of the whole model
 
 
@@ -149,16 +155,27 @@ def build(args: argparse.Namespace, ranks: Ranks) -> Trainer:
         mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32),
         accumulation=args.accumulation,
     )
+    optimizers = [layerzero.shard_optimizer(optimizer, model) for optimizer in make_optimizers(args, model)]
+    schedulers = [LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps)) for optimizer in optimizers]
+    return Trainer(model, optimizers, schedulers, numel)
+
+
+def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.optim.Optimizer]:
     # Sharded parameters keep their true shape, so the usual split by dims needs no change.
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizers: list[torch.optim.Optimizer] = []
+    if args.optimizer == "muon":
+        in_blocks = [p for m in model.modules() if isinstance(m, Block) for p in m.parameters() if p.ndim == 2]
+        # The size of AdamW's updates, so that one rate serves both.
+        how = {"lr": args.lr, "weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(in_blocks, **how))
+        matrices = [p for p in matrices if all(p is not other for other in in_blocks)]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95)), model)
-    scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
-    return Trainer(model, optimizer, scheduler, numel)
+    return [*optimizers, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))]
 
 
 def resume(args: argparse.Namespace, trainer: Trainer) -> int:
@@ -166,15 +183,24 @@ def resume(args: argparse.Namespace, trainer: Trainer) -> int:
     path = checkpoint.latest(args.checkpoints) if args.checkpoints else None
     if path is None:
         return 0
-    extra = checkpoint.load(path, trainer.model, trainer.optimizer)
-    trainer.scheduler.load_state_dict(extra["scheduler"])
+    first, *others = trainer.optimizers
+    extra = checkpoint.load(path, trainer.model, first)
+    for optimizer, state in zip(others, extra["other optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    for scheduler, state in zip(trainer.schedulers, extra["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
     return int(extra["step"])
 
 
 def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.PendingSave:
-    extra = {"step": step, "scheduler": trainer.scheduler.state_dict()}
+    first, *others = trainer.optimizers
+    extra = {
+        "step": step,
+        "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
+        "other optimizers": [optimizer.state_dict() for optimizer in others],
+    }
     path = f"{args.checkpoints}/step-{step:06d}"
-    return checkpoint.save_async(path, trainer.model, trainer.optimizer, extra, keep_last=2)
+    return checkpoint.save_async(path, trainer.model, first, extra, keep_last=2)
 
 
 def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> int:
@@ -190,7 +216,7 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
             bar.set_postfix(
                 loss=f"{loss:.3f}",
                 grad_norm=f"{grad_norm:.2f}",
-                lr=f"{trainer.scheduler.get_last_lr()[0]:.1e}",
+                lr=f"{trainer.schedulers[0].get_last_lr()[0]:.1e}",
                 tokens_per_s=f"{tokens * (step + 1 - first) / (time.perf_counter() - start):,.0f}",
                 refresh=False,
             )
@@ -206,7 +232,7 @@ def train_step(
     args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks, step: int
 ) -> tuple[float, float]:
     """One optimizer step; returns the mean training loss over ranks and the gradient's norm."""
-    model, optimizer, scheduler, _ = trainer
+    model, optimizers, schedulers, _ = trainer
     total = torch.zeros((), device=ranks.device)
     for micro_batch in range(args.micro_batches):
         batch = sampler.batch(step=step, micro_batch=micro_batch, rank=ranks.rank)
@@ -219,9 +245,12 @@ def train_step(
             loss.backward()
         total += loss.detach()
     grad_norm = layerzero.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     dist.all_reduce(total)
     return float(total) / ranks.size, float(grad_norm)
 

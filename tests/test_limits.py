@@ -195,11 +195,23 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_limits_loops.py::test_a_unit_on_raw_data_stays_gathered_until_the_backward_ends",
     ),
     # --- optimizers ---
-    "Optimizers that are not element-wise": (
+    "Optimizers that are not element-wise, and mix parameters": (
+        "test_matrix_optimizers.py::test_matrix_optimizers_have_the_bits_of_one_process",
         "test_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
         "test_elementwise.py::test_an_optimizer_that_mixes_parameters_somewhere_is_refused",
         "test_optimizer.py::test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding",
         "test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
+    ),
+    "`shard_optimizer` of an optimizer that needs whole parameters": (
+        "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
+    ),
+    "Of whole parameters: the optimizer's own methods": (
+        "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
+        "test_matrix_checkpoints.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
+        "test_matrix_checkpoints.py::test_lists_in_the_state_of_whole_parameters_are_refused_by_name",
+    ),
+    "Of a whole parameter, setting": (
+        "test_matrix_rules.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
     ),
     "Optimizers around optimizers": (
         "test_optimizer_wrapper.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",

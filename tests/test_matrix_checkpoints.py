@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.models import different, full_parameters
+from tests.support.models import LayerwiseScaling, different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 from tests.test_matrix_optimizers import CASES, Wide, matrices, owned_sgd, rows, shard_all
 
@@ -146,6 +146,31 @@ def _early(rank: int) -> None:
 
 def test_a_state_from_before_sharding_goes_to_the_owners() -> None:
     run_ranks(_early)
+
+
+class Listing(LayerwiseScaling):
+    """Keeps its tensors in a list, as some packages do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["factors"] = [torch.ones(2)]
+
+
+def _lists(rank: int, path: str) -> None:
+    model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS)
+    optimizer = layerzero.shard_optimizer(Listing(model.parameters()), model, elementwise=False)
+    train(model, [optimizer], range(2))
+    with pytest.raises(TypeError, match=r"optimizer.state.[a-z.]*.factors is a list"):
+        optimizer.state_dict()
+    with pytest.raises((TypeError, RuntimeError), match=r"factors is a list"):
+        checkpoint.save(path, model, optimizer)
+
+
+def test_lists_in_the_state_of_whole_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(_lists, str(tmp_path / "step"))
 
 
 def _once(rank: int, zero3_size: int) -> tuple[int, int]:

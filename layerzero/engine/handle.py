@@ -52,6 +52,10 @@ class ShardState(enum.Enum):
     GATHERED = "gathered"
 
 
+_MOVED = (
+    "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
+    "them from the parameter now"
+)
 _NEXT = {
     ShardState.SHARDED: ShardState.GATHERING,
     ShardState.GATHERING: ShardState.GATHERED,
@@ -214,8 +218,9 @@ class Handle:
             parts = topology.grid.parts(old)
             all_gather(topology.replica, Exchange.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
+        self.watch = self.watch.moved(_MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot, member.span.shape))
+            member.recut(*self._rows_of(slot, member.span.shape), self.watch)
         if self.gradients is not None:
             self.gradients.recut(layout)
             self.shown = ShownGradients(self.members, self.gradients)

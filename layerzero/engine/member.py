@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.tensors.rows import RowSpan
+from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.sharded import LocalRows, RowShardedTensor
 
 __all__ = ["Member", "Parameters"]
@@ -30,11 +30,11 @@ class Member:
     local: slice  # this rank's elements inside the ZeRO-1 shard
     accumulates: Node  # autograd's node that delivers the gradient of the leaf
 
-    def recut(self, master: Tensor, span: RowSpan, local: slice) -> None:
+    def recut(self, master: Tensor, span: RowSpan, local: slice, watch: Watch) -> None:
         """Have other rows on this rank; the sharded parameter stays the object that users hold."""
         self.master, self.span, self.local = master, span, local
         assert isinstance(self.parameter, RowShardedTensor)
-        self.parameter._local_tensor = LocalRows(master, span, self.parameter._local_tensor.watch)
+        self.parameter._local_tensor = LocalRows(master, span, watch)
 
     def is_coming(self) -> bool:
         """The backward that runs now delivers a gradient of the whole parameter."""

@@ -163,9 +163,10 @@ class _Loads:
             at = from_point[at]
         return ends[::-1]
 
+    # What a replica holds counts twice: the slow link carries it.
     def _growth(self, r: int, total: float, work: int, shares: Sequence[tuple[int, float]]) -> float:
         size, effort = sum(share for _, share in shares), work * self._per_work
-        growth = size * (2 * total + size) + effort * (2 * self.work[r] + effort)
+        growth = 2 * size * (2 * total + size) + effort * (2 * self.work[r] + effort)
         ranks = self.elements[r]
         return growth + self._zero3_size * sum(share * (2 * ranks[s] + share) for s, share in shares)
 
@@ -204,7 +205,7 @@ def _write_bounds(bounds: list[int], chain: _Chain, ends: Sequence[int], replica
 def _owners(
     layouts: Sequence[FlatLayout], owned: Sequence[Collection[str]], replicas: int, zero3_size: int
 ) -> dict[str, Owner]:
-    """Inside each node, the heaviest first, to the rank that has least then."""
+    """Inside each node, the heaviest first: to the rank that has most of its rows, or has least of all so far."""
     of_node: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
     for layout, names in zip(layouts, owned, strict=True):
         for slot in layout.slots:
@@ -222,7 +223,9 @@ def _owners(
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
             size, effort = weight(slot)
             rows = [len(layout.rows_in(slot, layout.zero3_range(s, zero3_size))) for s in range(zero3_size)]
-            s = min(range(zero3_size), key=lambda s: (max(loads[s][0] + size, loads[s][1] + effort), -rows[s], s))
+            after = [max(loads[s][0] + size, loads[s][1] + effort) for s in range(zero3_size)]
+            allowed = max(min(after), 1 / zero3_size)  # up to its share, a rank may have what is mostly there already
+            s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
             loads[s] = loads[s][0] + size, loads[s][1] + effort
             owners[slot.name] = Owner(r, s)
     return owners

@@ -15,6 +15,7 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse
 from layerzero.megatron.param_groups import Condition, param_groups
+from layerzero.optimizers.elementwise import kinds_that_need_whole
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.tensors.sharded import plain
@@ -72,6 +73,11 @@ class ShardedMegatronOptimizer:
                 config_overrides=config_overrides,
             )
             inner = (make_optimizer or self._make)(groups) if groups else None
+            if inner is not None and kinds_that_need_whole(inner, runtime_of(chunk).topology.device):
+                raise ValueError(
+                    f"{type(inner).__name__} needs whole parameters, which is not supported inside Megatron: let "
+                    "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"
+                )
             self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
         self._device = runtime_of(self.model_chunks[0]).topology.device
         self.grad_scaler: Any = _grad_scaler(config)

@@ -35,7 +35,7 @@ _ELEMENTWISE = {
 _DISTANCE = "it estimates its rate from all parameters together, which may need more steps to show than a trial has"
 _LOSS = "it follows the loss, and each rank has a loss of its own"
 # Known to mix the elements of a parameter: in few steps on small ones that may not show.
-_MIXES_INSIDE = {"Muon", "Adafactor", "AdaFactor", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
+_MIXES_INSIDE = {"Adafactor", "AdaFactor", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # Of these, those that do nothing else.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
 _MIXES_PARAMETERS = {

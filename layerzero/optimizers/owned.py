@@ -18,10 +18,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from layerzero.comm.collectives import Exchange, send_pieces
+from layerzero.comm.collectives import Exchange, all_reduce, send_pieces
 from layerzero.comm.topology import Topology
 from layerzero.engine.member import Member
 from layerzero.layout.owners import Owner, work_of
@@ -84,6 +85,7 @@ def step_owned(
         inner: its groups hold this rank's rows, with their final gradients.
         pool: lends memory for a whole parameter and its gradient.
     """
+    _require_gradients_alike([each for each in owned if each.owner.r == topology.grid.r], topology)
     away: list[tuple[Owned, Tensor]] = []  # in this node, with this rank's rows of the gradient
     for each in owned:
         gradient = each.master.grad
@@ -93,6 +95,21 @@ def step_owned(
         if each.owner.r == topology.grid.r and not each.is_at_home:
             away.append((each, gradient))
     step_in_turns(inner, take_step, _turns(away, topology, pool))
+
+
+def _require_gradients_alike(owned: Sequence[Owned], topology: Topology) -> None:
+    """Raise RuntimeError where the ranks of the node would send each other the rows of different parameters."""
+    lane = topology.node_control
+    if lane.size == 1 or not owned:
+        return
+    there = torch.tensor([each.master.grad is not None for each in owned], dtype=torch.int32)
+    all_reduce(lane, Exchange.AGREE, there, dist.ReduceOp.SUM).wait()
+    for each, ranks in zip(owned, there.tolist(), strict=True):
+        if ranks not in (0, lane.size):
+            raise RuntimeError(
+                f"{each.member.name!r} is updated whole, and has a gradient on {ranks} of the {lane.size} ranks of its "
+                "node: set .grad to None, or to a tensor, on all of them"
+            )
 
 
 def _turns(away: Sequence[tuple[Owned, Tensor]], topology: Topology, pool: BufferPool) -> Iterator[Turn]:

@@ -15,6 +15,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.layout.owners import plan_owners
+from layerzero.optimizers.interchange import asked_by_torch
 from layerzero.optimizers.owned import Owned, step_owned
 from layerzero.optimizers.owned_state import with_what_others_own
 from layerzero.optimizers.trial import kind_of
@@ -66,6 +67,12 @@ class Ownership:
         """A state by name, with the entries that only owners know. Every rank must call this if there are owners."""
         if not self.owned:
             return dict(state)
+        if asked_by_torch():
+            raise NotImplementedError(
+                f"torch.distributed.checkpoint.state_dict cannot have the state of {type(self._inner).__name__}, which "
+                "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
+                "every rank"
+            )
         return with_what_others_own(state, list(self.owned.values()), self._runtime.topology)
 
     def refuse(self, method: str) -> None:

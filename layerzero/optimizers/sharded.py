@@ -50,7 +50,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
 
     The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
     hyperparameters survive, and state that it has gathered before is cut like its parameters. Step through what this
-    returns; stepping the old object raises.
+    returns; stepping the old object raises. All ranks must call this.
 
     Args:
         optimizer: any torch optimizer that updates each element by itself, fused and foreach variants included; or each

@@ -75,7 +75,7 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() <= _MOST_ELEMENTS and not isinstance(value, torch.nn.Parameter)
     if isinstance(value, (list, tuple)):
-        return all(isinstance(each, (int, float)) for each in value)
+        return bool(value) and all(isinstance(each, (int, float)) for each in value)
     return value is None or isinstance(value, (int, float, str, complex))
 
 

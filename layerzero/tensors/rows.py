@@ -26,6 +26,13 @@ class Watch:
         self.loaded: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
         self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
 
+    def moved(self, reason: str) -> Watch:
+        """The rows are elsewhere from here on: the watch over them there. Using the old ones raises with `reason`."""
+        self.forbidden = reason
+        new = Watch()
+        new.before_edit = self.before_edit
+        return new
+
     def edit(self) -> None:
         """The storage is about to be written."""
         if not self.edited and self.before_edit is not None:

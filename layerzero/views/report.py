@@ -64,7 +64,8 @@ class TrafficReport:
 
     Attributes:
         calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
-            (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``.
+            (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``,
+            ``collect`` and ``hand_back`` (whole parameters, to their owners and back, inside the node).
             Where the ranks of a node share memory, ``node_sum`` takes the place of ``hop1``, and there are no gathers;
             ``hand_over`` counts the refreshes.
         bytes: by exchange; of ``node_sum``, those that this rank has read in the memory of others.

@@ -71,6 +71,36 @@ class WrappedGloo(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         return self.launch(lambda: self._gloo._reduce_scatter_base(output, tensor, opts), output, tensor)
 
+    def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
+        return self.launch(lambda: self._gloo.alltoall_base(output, tensor, outputs, inputs, opts), output, tensor)
+
+    # Of unequal parts, which gloo itself does not take.
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        def run() -> dist.Work:
+            outputs[0][self.rank()].copy_(tensors[0])
+            for rank, part in enumerate(outputs[0]):
+                options = dist.BroadcastOptions()
+                options.rootRank = rank
+                if part.numel():
+                    self._gloo.broadcast([part], options).wait()
+            return self._gloo.barrier(dist.BarrierOptions())
+
+        return self.launch(run, tensors[0], tensors[0])
+
+    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Any:
+        def run() -> dist.Work:
+            for rank, part in enumerate(tensors[0]):
+                options = dist.ReduceOptions()
+                options.rootRank = rank
+                summed = part.clone()
+                self._gloo.reduce([summed], options).wait()
+                if rank == self.rank():
+                    outputs[0].copy_(summed)
+            return self._gloo.barrier(dist.BarrierOptions())
+
+        return self.launch(run, outputs[0], tensors[0][0])
+
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         return self._allgather_base(output, tensor, opts)
 
