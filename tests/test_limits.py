@@ -17,6 +17,8 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Reading a parameter outside": (
         "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
         "test_limits_rows.py::test_a_weight_that_a_sibling_reads_belongs_to_the_parent",
+        "test_forward_methods.py::test_methods_are_trained_as_in_one_process",
+        "test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",
     ),
     "A penalty on whole parameters": (
         "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
@@ -36,13 +38,17 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
         "test_refusals.py::test_it_is_refused_on_every_rank",
         "test_refusals.py::test_ways_out_work",
-        "test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",
+        "test_quantised_bases.py::test_what_is_left_out_is_frozen",
     ),
-    "Lazy parameters": ("test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",),
+    "`layerzero.checkpoint` of a model with such tensors": (
+        "test_quantised_bases.py::test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused",
+        "test_quantised_bases.py::test_adapters_are_trained_on_bases_that_cannot_be",
+    ),
+    "Lazy parameters": ("test_limits_rows.py::test_lazy_parameters_and_sparse_buffers_have_their_ways_out",),
     "Quantised, sparse or wrapped buffers": (
         "test_refusals.py::test_it_is_refused_on_every_rank",
         "test_refusals.py::test_ways_out_work",
-        "test_limits_rows.py::test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out",
+        "test_limits_rows.py::test_lazy_parameters_and_sparse_buffers_have_their_ways_out",
     ),
     "`DistributedDataParallel`, `DataParallel`": (
         "test_refusals.py::test_it_is_refused_on_every_rank",
@@ -62,6 +68,16 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_parity.py::test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits",
     ),
     "Changing parameters between": ("test_gradients.py::test_an_edit_between_forward_and_backward_is_an_error",),
+    "A forward with gradients inside": (
+        "test_forward_methods.py::test_forwards_without_gradients_run_on_whole_parameters",
+    ),
+    "Methods of `register_forward_method`": (
+        "test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",
+    ),
+    "Generation of different lengths": (
+        "test_experts.py::test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders",
+        "test_forward_methods.py::test_forwards_without_gradients_run_on_whole_parameters",
+    ),
     "Replacing parameters of a sharded model": (
         "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
         "test_refusals.py::test_it_is_refused_on_every_rank",

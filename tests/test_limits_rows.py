@@ -98,7 +98,7 @@ def _unusual_tensors(rank: int) -> None:
     _train(_shard(model, sync_module_states=False))
 
 
-def test_scalars_lazy_parameters_and_sparse_buffers_have_their_ways_out() -> None:
+def test_lazy_parameters_and_sparse_buffers_have_their_ways_out() -> None:
     run_ranks(_unusual_tensors, world_size=WORLD)
 
 

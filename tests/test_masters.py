@@ -214,7 +214,9 @@ def _show_whole_parameters(rank: int) -> None:
             inside = dict(model.named_parameters())
             assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in inside.values()), size
             assert not different(inside, dict(alone.named_parameters())), size
-            assert _message_of(lambda model=model: _output(model)), size
+            torch.testing.assert_close(_output(model).float(), _output_alone(alone, torch.float32))
+            batch = integer_batch(samples=6)[0]
+            assert "torch.no_grad()" in _message_of(lambda model=model, batch=batch: model(batch)), size
             EDITS["p.detach().add_"](model)
         _assert_same(model, alone, (size, dtype), dtype)
         with layerzero.unsharded(model, writeback=True):

@@ -110,11 +110,11 @@ class Speaks(Net):
 
 
 class Scaled(Net):
-    """Has a parameter of no dim, which layerzero refuses unless it is ignored."""
+    """Has an integer parameter, which layerzero refuses unless it is ignored."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.scale = nn.Parameter(torch.tensor([2], dtype=torch.int8), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale

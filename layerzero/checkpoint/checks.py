@@ -137,7 +137,8 @@ def _check_tagged(
             raise ValueError(f"it refers to a tensor {content!r}, which it does not list")
         if tag == "$ndarray":
             torch.empty(0, dtype=tensors[content].dtype).numpy()
-        if tag == "$sharded" and "like" not in value:
+        parameter = tensors.get(f"model.{value.get('like')}", tensors[content])  # a row of a 0-dim one has no dims
+        if tag == "$sharded" and ("like" not in value or (parameter.shape and not tensors[content].shape)):
             raise ValueError(f"it refers to {content!r}, but not to rows of it")
         return
     if tag in ("$bytes", "$float", "$dtype"):

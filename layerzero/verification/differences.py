@@ -199,7 +199,9 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
 
 
 def _ulps(values: Tensor) -> Tensor:
-    """The distance of each element to the next larger one in its dtype, fp64; 0 for zeros and what is not finite."""
+    """The distance of each element to the next larger one in its dtype, fp64; 0 for zeros, integers, infinities."""
+    if not values.is_floating_point():
+        return torch.zeros(values.shape, dtype=torch.float64)
     magnitudes = values.double().abs()
     mantissas, _ = torch.frexp(magnitudes)  # in [0.5, 1), so that the quotient is a power of two, exactly
     return (magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
