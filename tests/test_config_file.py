@@ -24,6 +24,7 @@ buffer_dtype: float32
 gradient_divide_factor: 2.0
 accumulation: full
 offload_grads: true
+offload_optimizer: true
 reshard_after_forward: false
 prefetch: 2
 node_memory: "off"
@@ -39,6 +40,7 @@ reduce_dtype: fp32
 buffer_dtype: fp32
 ignored_modules: [vae]
 offload_grads: False
+offload_optimizer: False
 forward_prefetch: True
 backward_prefetch: BACKWARD_PRE
 autocast_input: False
@@ -64,6 +66,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         gradient_divide_factor=2.0,
         accumulation="full",
         offload_grads=True,
+        offload_optimizer=True,
         reshard_after_forward=False,
         prefetch=2,
         node_memory="off",
