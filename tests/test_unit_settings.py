@@ -217,11 +217,11 @@ class TwoInOne(nn.Module):
     def __init__(self, *, apart: bool) -> None:
         super().__init__()
         self.body, self.norm, self.head = Block(), nn.LayerNorm(WIDTH, dtype=torch.float64), Block()
-        self.between, self.apart = Block(), apart
+        self.between, self.apart, self.stops = Block(), apart, False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.body(x))
-        return self.head(self.between(x) if self.apart else x)
+        return x if self.stops else self.head(self.between(x) if self.apart else x)
 
 
 def _pair(name: str, module: nn.Module) -> bool | str:
@@ -256,10 +256,13 @@ def _consecutive(rank: int) -> None:
     model = shard(TwoInOne(apart=False), units=_pair)
     for step in range(2):
         model(batch(rank, step)).sum().backward()
-    model.apart = True
-    model(batch(rank, 0)).sum().backward()
-    assert layerzero.memory(model).measured["full_buffer"] == 0
-    model.apart = False
+    for other in ("apart", "stops"):
+        model(batch(rank, 0)).sum().backward()
+        setattr(model, other, True)
+        output = model(batch(rank, 0))
+        assert layerzero.memory(model).measured["full_buffer"] == 0, other
+        output.sum().backward()
+        setattr(model, other, False)
     with torch.no_grad():
         model(batch(rank, 0))
     assert layerzero.memory(model).measured["full_buffer"] == 0
