@@ -114,11 +114,10 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model, in place. With `evaluation_mode` it stays whole."""
-        if is_sharded(model):
-            device_placement, evaluation_mode = False, True
-        elif not evaluation_mode and not getattr(model, "_is_accelerate_prepared", False):
+        """Shard the model, in place. With `evaluation_mode` it stays whole, until it is to be trained."""
+        if not evaluation_mode:
             self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
+        if is_sharded(model):
             device_placement, evaluation_mode = False, True
         # All that Accelerate does but for wrapping: autocast, outputs in fp32, the list of models.
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)

@@ -245,6 +245,21 @@ def test_mixed_precision_becomes_the_policy() -> None:
     run_ranks(_bf16)
 
 
+def _evaluated_first(rank: int) -> None:
+    with launched():
+        acc = accelerator(LayerZeroPlugin(**PLUGIN))
+        net, *others = objects()
+        acc.prepare_model(net, evaluation_mode=True)
+        assert type(net.shift) is nn.Parameter
+        losses = train(acc, acc.prepare(net, *others))[0]
+        acc = accelerator(LayerZeroPlugin(**PLUGIN))
+        assert losses == train(acc, acc.prepare(*objects()))[0]
+
+
+def test_a_model_that_was_prepared_for_evaluation_is_sharded_when_it_is_to_be_trained() -> None:
+    run_ranks(_evaluated_first)
+
+
 def _overflow(rank: int) -> None:
     with launched():
         acc = accelerator(LayerZeroPlugin(**PLUGIN), gradient_accumulation_steps=1)
