@@ -21,7 +21,7 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.setup.shard import shard_model
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "save_over", "units_of"]
+__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "save_over", "units_of"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -54,11 +54,14 @@ class Settings:
         LayerZeroConfig(**given)  # says now what is wrong with them
         return cls(given)
 
-    def shard(self, model: nn.Module, mixed_precision: torch.dtype | None = None) -> nn.Module:
+    def shard(
+        self, model: nn.Module, mixed_precision: torch.dtype | None = None, *, node_size: int | None = None
+    ) -> nn.Module:
         """:func:`layerzero.shard_model`, unless the model is sharded already.
 
         Args:
             mixed_precision: what the loop was told to compute in: the `mp_policy` is made of it if none was given.
+            node_size: the ranks of a node, which are the `zero3_size` if none was given; None: as torchrun says.
 
         Raises:
             ValueError: `mixed_precision` and the given `mp_policy` disagree.
@@ -70,7 +73,7 @@ class Settings:
         if settings["units"] == "auto":
             settings["units"] = units_of(model)
         if settings.get("zero3_size") is None and dist.is_initialized():
-            settings["zero3_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+            settings["zero3_size"] = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
         return shard_model(model, **settings)
 
@@ -86,6 +89,24 @@ def _policy(given: MixedPrecisionPolicy | None, mixed_precision: torch.dtype | N
             "give one of them, or the same"
         )
     return replace(given, param_dtype=mixed_precision)
+
+
+def lightning_dtype(precision: str) -> torch.dtype | None:
+    """What Lightning's `precision` asks to compute in; None: as the module is.
+
+    Raises:
+        ValueError: a precision that has no counterpart here.
+    """
+    known = {
+        "bf16-mixed": torch.bfloat16,
+        "16-mixed": torch.float16,
+        "32-true": None,
+        "bf16-true": None,
+        "64-true": None,
+    }
+    if precision not in known:
+        raise ValueError(f"precision={precision!r} has no counterpart in layerzero: use one of {', '.join(known)}")
+    return known[precision]
 
 
 def units_of(model: nn.Module) -> Units:

@@ -42,7 +42,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
 
-def assert_like(ours: list[float], theirs: list[float], *, rtol: float = 1e-5) -> None:
+def assert_like(ours: list[float], theirs: list[float], *, rtol: float = 1e-5, atol: float | None = None) -> None:
     """Equal but for rounding, and of something."""
     assert len(ours) == len(theirs) > 0
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=1e-6 if rtol else 0)
+    atol = (1e-6 if rtol else 0) if atol is None else atol
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=atol)
