@@ -48,10 +48,11 @@ bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and pl
 bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
-$(VENV)/ready: requirements.txt requirements-megatron.txt setup.py pyproject.toml
+$(VENV)/ready: requirements.txt requirements-megatron.txt requirements-loops.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-megatron.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-loops.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["read_settings"]
+__all__ = ["read_settings", "translate"]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -36,7 +36,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
     """
     content = _parse(Path(path))
     try:
-        return _translate(content, known)
+        return translate(content, known)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
 
@@ -66,7 +66,8 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """What a file holds, as arguments for :class:`layerzero.LayerZeroConfig`; see :func:`read_settings`."""
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
@@ -96,6 +97,8 @@ def _translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
 def _policy(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
+    if isinstance(value, MixedPrecisionPolicy):  # of settings that Python gives
+        return {name: getattr(value, name) for name in _POLICY}
     if not isinstance(value, dict) or not set(value) <= set(_POLICY):
         raise ValueError(f"mp_policy must hold {', '.join(_POLICY)}, got {value!r}")
     return {name: each if name == "cast_forward_inputs" else _dtype(name, each) for name, each in value.items()}

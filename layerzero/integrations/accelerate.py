@@ -1,0 +1,248 @@
+"""Accelerate: an ``Accelerator`` that shards what it prepares.
+
+Accelerate's own plugins are branches inside its ``Accelerator``, chosen by an enum that cannot be added to. So this is
+a subclass, which overrides documented methods; none of Accelerate's own objects is changed. ``save_state`` and
+``load_state`` have no hook for optimizers: what is sharded is hidden from them in :meth:`_all_but_sharded`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero import checkpoint
+from layerzero.config import Units
+from layerzero.engine.hooks import runtime_of
+from layerzero.integrations.common import Settings, current_parameters, is_sharded, save_over
+from layerzero.optimizers.clip import clip_grad_norm_
+from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.views.full import full_state_dict
+from layerzero.views.loop import no_sync
+
+__all__ = ["CONFIG_VARIABLE", "LayerZeroAccelerator", "LayerZeroPlugin"]
+
+CONFIG_VARIABLE = "ACCELERATE_LAYERZERO_CONFIG"
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LayerZeroPlugin:
+    """How :class:`LayerZeroAccelerator` shards models.
+
+    Args:
+        zero3_size: ranks that share the compute weights; None: those of a node.
+        units: as for :func:`layerzero.shard_model`; ``"auto"``: the model's ``_no_split_modules``.
+        mp_policy: None: made of Accelerate's `mixed_precision`, with gradients in fp32.
+        config_file: further settings, or these, in YAML: :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the file
+            that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if there is one.
+        settings: further arguments of :func:`layerzero.shard_model`, as a file would have them.
+
+    Example::
+
+        plugin = LayerZeroPlugin(zero3_size=8, settings={"accumulation": "full"})
+        accelerator = LayerZeroAccelerator(layerzero_plugin=plugin, mixed_precision="bf16")
+    """
+
+    def __init__(
+        self,
+        *,
+        zero3_size: int | None = None,
+        units: Units = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        config_file: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
+        further = Settings.of(settings, **given).given
+        self.settings = Settings.of(config_file or os.environ.get(CONFIG_VARIABLE), **further)
+
+
+class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
+    """Accelerate's ``Accelerator``, with models sharded by layerzero in place of ``DistributedDataParallel``.
+
+    Args:
+        layerzero_plugin: None: ``LayerZeroPlugin()``.
+        args, kwargs: as for ``accelerate.Accelerator``.
+
+    Raises:
+        ValueError: a setting of Accelerate's that shards, wraps or compiles models itself; names it.
+
+    Example::
+
+        accelerator = LayerZeroAccelerator(layerzero_plugin=LayerZeroPlugin(zero3_size=8))
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args: Any, layerzero_plugin: LayerZeroPlugin | None = None, **kwargs: Any) -> None:
+        self.layerzero_plugin = layerzero_plugin if layerzero_plugin is not None else LayerZeroPlugin()
+        super().__init__(*args, **kwargs)
+        self._require_nothing_else()
+
+    def _require_nothing_else(self) -> None:
+        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+        others = [name for name in plugins if getattr(self.state, name, None)]
+        others += ["parallelism_config"] if self.parallelism_config else []
+        others += ["dynamo_backend"] if self.state.dynamo_plugin.backend != DynamoBackend.NO else []
+        handler = self.ddp_handler or DistributedDataParallelKwargs()
+        others += ["comm_hook"] if handler.comm_hook != DDPCommunicationHookType.NO else []
+        others += ["mixed_precision='fp8'"] if self.mixed_precision == "fp8" else []
+        if others:
+            raise ValueError(
+                f"{', '.join(others)}: Accelerate would shard, wrap or compile the model that layerzero shards. Leave "
+                "it out, also in what `accelerate launch` sets; compile units with torch.compile before"
+            )
+        if self.mixed_precision == "fp16" and not self.native_amp:
+            raise ValueError(
+                f"mixed_precision='fp16' on {self.device}, where Accelerate scales no loss: use 'bf16' or 'no'"
+            )
+
+    # Models, optimizers, schedulers: in any order, in one call of prepare or several
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard the model, in place. With `evaluation_mode` it stays whole, until it is to be trained."""
+        if not evaluation_mode:
+            self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
+        if is_sharded(model):
+            device_placement, evaluation_mode = False, True
+        # All that Accelerate does but for wrapping: autocast, outputs in fp32, the list of models.
+        model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        self._shard_optimizers()
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wrap the optimizer; it is sharded as soon as the model has been, which may come later."""
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._shard_optimizers()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerate does; a scheduler of an optimizer that has been sharded steps with that one alone."""
+        prepared = super().prepare_scheduler(scheduler)
+        stepped = getattr(scheduler, "optimizer", None)
+        own = [each for each in self._optimizers if stepped in (each, getattr(each.optimizer, "inner", None))]
+        prepared.optimizers = own or prepared.optimizers
+        return prepared
+
+    def _shard_optimizers(self) -> None:
+        for prepared in self._optimizers:
+            if isinstance(prepared.optimizer, ShardedOptimizer):
+                continue
+            held = next((p for group in prepared.param_groups for p in group["params"]), None)
+            model = next((model for model in self._sharded if _owns(model, held)), None)
+            if model is not None:
+                sharded = shard_optimizer(prepared.optimizer, model)
+                prepared.__init__(
+                    sharded, device_placement=False, scaler=prepared.scaler
+                )  # the user may hold it already
+
+    @property
+    def _sharded(self) -> list[nn.Module]:
+        return [model for model in self._models if is_sharded(model)]
+
+    # The loop
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside exchange nothing between nodes; what ``accumulate`` uses."""
+        with no_sync(model) if is_sharded(model) else super().no_sync(model):
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Refused for sharded models: ranks without data cannot answer the others' exchanges."""
+        if any(is_sharded(each) for each in joinables):
+            raise ValueError("join_uneven_inputs of a sharded model: use even_batches=True, which repeats samples")
+        with super().join_uneven_inputs(joinables, even_batches=even_batches):
+            yield
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm of all ranks' gradients; over a whole model :func:`layerzero.clip_grad_norm_`."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in self._sharded:
+            given = current_parameters(model, given)
+        for model in self._sharded:
+            if {id(p) for p in given} == {id(member.parameter) for member in runtime_of(model).members.values()}:
+                self.unscale_gradients()
+                return clip_grad_norm_(model, max_norm, norm_type)
+        norm = super().clip_grad_norm_(given, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    # State
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Of a sharded model the whole state, on the first rank; ``{}`` on the others. All ranks must call it."""
+        return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As Accelerate does; sharded models and their optimizers go to layerzero checkpoints in the same folder.
+
+        Of these each rank writes its own rows, and any number of ranks can load them.
+        """
+        with self._all_but_sharded("_save_model_state_pre_hook", save_over):
+            return super().save_state(output_dir, safe_serialization=safe_serialization, **kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """What :meth:`save_state` has written."""
+        with self._all_but_sharded("_load_model_state_pre_hook", checkpoint.load):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+
+    def _pairs(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
+        """The folder, the model and the optimizer of each layerzero checkpoint."""
+        pairs: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
+        for i, model in enumerate(self._sharded):
+            own = [each.optimizer for each in self._optimizers if each.optimizer in runtime_of(model).optimizers]
+            if len(own) > 1:
+                raise ValueError(f"{len(own)} optimizers of one sharded model: save_state and load_state can keep one")
+            pairs.append((f"layerzero_{i}", model, own[0] if own else None))
+        return pairs
+
+    @contextmanager
+    def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
+        """Inside, Accelerate saves or loads what is not sharded. Its own hooks see all models.
+
+        Args:
+            hooks: the attribute that holds them; they learn the folder that Accelerate has chosen.
+            act: does the rest, ``act(path, model, optimizer)``.
+        """
+        models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()
+
+        def hook(*args: Any) -> None:  # (models, weights, folder) of a save, (models, folder) of a load
+            plain, *_, folder = args
+            shown = list(models)
+            for each in registered.values():
+                each(shown, *args[1:])
+            plain[:] = [model for model in plain if any(model is other for other in shown)]  # a hook may take some out
+            for name, model, optimizer in pairs:
+                act(Path(folder) / name, model, optimizer)
+
+        setattr(self, hooks, OrderedDict({0: hook}))
+        self._models = [model for model in models if not is_sharded(model)]
+        self._optimizers = [each for each in optimizers if not isinstance(each.optimizer, ShardedOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+            setattr(self, hooks, registered)
+
+
+def _owns(model: nn.Module, parameter: Tensor | None) -> bool:
+    return parameter is not None and runtime_of(model).parameters.member_of(parameter) is not None

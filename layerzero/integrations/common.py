@@ -1,0 +1,159 @@
+"""What the loops of other packages share: settings, units, checkpoints that take the place of older ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero import checkpoint
+from layerzero.config import LayerZeroConfig, Units
+from layerzero.config_file import read_settings, translate
+from layerzero.engine.hooks import runtime_of
+from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.setup.shard import shard_model
+
+__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "save_over", "units_of"]
+
+_KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Those settings of :func:`layerzero.shard_model` that were given; the others follow from the model and the loop.
+
+    Attributes:
+        given: by name, as :class:`layerzero.LayerZeroConfig` has them.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None, **more: Any) -> Settings:
+        """From a YAML file or a dict with the same names, and from arguments, None of which count as not given.
+
+        Raises:
+            TypeError, ValueError: a name or value is unknown or wrong, or given in both places; names it.
+        """
+        if source is None or isinstance(source, Mapping):
+            given = translate(dict(source or {}), _KNOWN)
+        else:
+            given = read_settings(source, _KNOWN)
+        more = {name: value for name, value in more.items() if value is not None}
+        if twice := sorted(given.keys() & more.keys()):
+            raise ValueError(f"{', '.join(twice)} given twice, as an argument and in {source}")
+        given |= more
+        LayerZeroConfig(**given)  # says now what is wrong with them
+        return cls(given)
+
+    def shard(
+        self, model: nn.Module, mixed_precision: torch.dtype | None = None, *, node_size: int | None = None
+    ) -> nn.Module:
+        """:func:`layerzero.shard_model`, unless the model is sharded already.
+
+        Args:
+            mixed_precision: what the loop was told to compute in: the `mp_policy` is made of it if none was given.
+            node_size: the ranks of a node, which are the `zero3_size` if none was given; None: as torchrun says.
+
+        Raises:
+            ValueError: `mixed_precision` and the given `mp_policy` disagree.
+        """
+        if is_sharded(model):
+            return model
+        settings = dict(self.given)
+        settings.setdefault("units", "auto")
+        if settings["units"] == "auto":
+            settings["units"] = units_of(model)
+        if settings.get("zero3_size") is None and dist.is_initialized():
+            settings["zero3_size"] = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
+        return shard_model(model, **settings)
+
+
+def _policy(given: MixedPrecisionPolicy | None, mixed_precision: torch.dtype | None) -> MixedPrecisionPolicy:
+    if mixed_precision is None:
+        return given or MixedPrecisionPolicy()
+    if given is None:
+        return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+    if given.param_dtype not in (None, mixed_precision):
+        raise ValueError(
+            f"the loop is told to compute in {mixed_precision} and mp_policy.param_dtype is {given.param_dtype}: "
+            "give one of them, or the same"
+        )
+    return replace(given, param_dtype=mixed_precision)
+
+
+def lightning_dtype(precision: str) -> torch.dtype | None:
+    """What Lightning's `precision` asks to compute in; None: as the module is.
+
+    Raises:
+        ValueError: a precision that has no counterpart here.
+    """
+    known = {
+        "bf16-mixed": torch.bfloat16,
+        "16-mixed": torch.float16,
+        "32-true": None,
+        "bf16-true": None,
+        "64-true": None,
+    }
+    if precision not in known:
+        raise ValueError(f"precision={precision!r} has no counterpart in layerzero: use one of {', '.join(known)}")
+    return known[precision]
+
+
+def units_of(model: nn.Module) -> Units:
+    """The classes that the model, or a part of it, names in its ``_no_split_modules``; None if there are none.
+
+    Example::
+
+        units_of(AutoModelForCausalLM.from_config(config))      # ["LlamaDecoderLayer"]
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return sorted(named & {type(module).__name__ for module in model.modules()}) or None
+
+
+def is_sharded(model: object) -> bool:
+    """Whether this is the whole model that :func:`layerzero.shard_model` returned."""
+    if not isinstance(model, nn.Module):
+        return False
+    try:
+        runtime_of(model)
+    except ValueError:
+        return False
+    return True
+
+
+def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
+    """The same parameters, those from before sharding replaced by what the model holds now."""
+    members = runtime_of(model).parameters
+    found = ((parameter, members.member_of(parameter)) for parameter in parameters)
+    return [parameter if member is None else member.parameter for parameter, member in found]
+
+
+def save_over(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
+    """:func:`layerzero.checkpoint.save`, in place of a checkpoint that may be there.
+
+    The old one goes when the new one is whole. A crash in between leaves the new one at ``PATH.new``.
+    """
+    target = Path(path)
+    fresh, old = target.with_name(f"{target.name}.new"), target.with_name(f"{target.name}.old")
+    first = dist.get_rank() == 0
+    if first:
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+    dist.barrier()
+    checkpoint.save(fresh, model, optimizer)
+    if first:
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()

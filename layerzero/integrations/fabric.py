@@ -1,0 +1,150 @@
+"""Lightning Fabric: a strategy that shards what is set up, under the name ``"layerzero"`` once this is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from layerzero import checkpoint
+from layerzero.config import Units
+from layerzero.engine.hooks import runtime_of
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype, save_over
+from layerzero.optimizers.clip import clip_grad_norm_
+from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.views.full import full_state_dict
+from layerzero.views.loop import no_sync
+
+__all__ = ["FabricStrategy"]
+
+FILE = "fabric.ckpt"  # in the folder of a checkpoint: what Fabric would write, without states of sharded optimizers
+
+
+class FabricStrategy(DDPStrategy):  # type: ignore[misc]
+    """Fabric's strategy for DDP, with modules sharded by layerzero in place of ``DistributedDataParallel``.
+
+    Args:
+        zero3_size, units, mp_policy, config_file, settings: as for
+            :class:`layerzero.integrations.lightning.LayerZeroStrategy`.
+        kwargs: those of ``DDPStrategy`` that are not for DDP: `process_group_backend`, `timeout`, ...
+
+    Example::
+
+        fabric = Fabric(strategy=FabricStrategy(zero3_size=8, units={Block}), precision="bf16-mixed")
+        model, optimizer = fabric.setup(model, optimizer)
+    """
+
+    def __init__(
+        self,
+        zero3_size: int | None = None,
+        units: Units = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        config_file: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if self._ddp_kwargs:
+            raise ValueError(f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}")
+        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
+        self._settings = Settings.of(config_file, **Settings.of(settings, **given).given)
+        self._backward_sync_control = _NoSync()
+        self._sharded: list[nn.Module] = []
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard it, in place."""
+        compute = lightning_dtype(self.precision.precision)
+        self._sharded.append(self._settings.shard(module, compute, node_size=self.num_processes))
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shard it, if it holds parameters of a sharded module."""
+        held = optimizer.param_groups[0]["params"][0]
+        owner = next((m for m in self._sharded if runtime_of(m).parameters.member_of(held) is not None), None)
+        return optimizer if owner is None else shard_optimizer(optimizer, owner)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The norm of all ranks' gradients."""
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Of a sharded module whole tensors, on the first rank."""
+        return full_state_dict(module) if is_sharded(module) else super().get_module_state_dict(module)
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """A folder with Fabric's file, modules whole, and layerzero checkpoints of modules and optimizers."""
+        folder = Path(self.broadcast(path))
+        if filter is not None and _sharded_in(state):
+            raise ValueError("filter with sharded modules: layerzero checkpoints hold all of a module")
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        rest = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
+        super().save_checkpoint(folder / FILE, rest, storage_options=storage_options, filter=filter)
+        for name, module, optimizer in _sharded_in(state):
+            save_over(folder / name, module, optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """A folder of ours, or a file that DDP has left."""
+        folder = Path(self.broadcast(path))
+        if not folder.is_dir() or not isinstance(state, dict):
+            file = folder / FILE if folder.is_dir() else folder
+            left: dict[str, Any] = super().load_checkpoint(file, state, strict=strict, weights_only=weights_only)
+            return left
+        parts = _sharded_in(state)
+        names = {key for key, value in state.items() if isinstance(value, ShardedOptimizer) or is_sharded(value)}
+        rest = {key: value for key, value in state.items() if key not in names}
+        # Fabric takes an empty dict for a wish to get all.
+        left = super().load_checkpoint(folder / FILE, rest or None, strict=strict, weights_only=weights_only)
+        for name, module, optimizer in parts:
+            checkpoint.load(folder / name, module, optimizer, strict=strict)
+        state.update(rest)
+        return {key: value for key, value in left.items() if key not in names}
+
+
+class _NoSync:
+    """What Fabric asks for a context without reductions."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
+    """The name, the module and the optimizer of each layerzero checkpoint."""
+    found: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
+    for key, module in state.items():
+        if is_sharded(module):
+            optimizers = [other for other in state.values() if isinstance(other, ShardedOptimizer)]
+            own = [other for other in optimizers if other in runtime_of(module).optimizers]
+            found += [(f"layerzero_{key}_{i}", module, optimizer) for i, optimizer in enumerate(own or [None])]
+    return found
+
+
+STRATEGY_REGISTRY.register("layerzero", FabricStrategy, description="ZeRO-1 over all ranks, ZeRO-3 inside a node")

@@ -1,0 +1,195 @@
+"""Lightning: a strategy that shards the ``LightningModule``, under the name ``"layerzero"`` once this is imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero import checkpoint
+from layerzero.config import Units
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype, save_over
+from layerzero.optimizers.sharded import shard_optimizer
+from layerzero.views.full import full_state_dict
+from layerzero.views.loop import no_sync
+
+__all__ = ["LayerZeroStrategy"]
+
+FILE = "lightning.ckpt"  # in the folder of a checkpoint: what Lightning would write, without states of optimizers
+
+
+class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
+    """Lightning's strategy for DDP, with the module sharded by layerzero in place of ``DistributedDataParallel``.
+
+    Args:
+        zero3_size: ranks that share the compute weights; None: those of a node.
+        units: as for :func:`layerzero.shard_model`; None: the ``_no_split_modules`` of the models in the module.
+        mp_policy: None: made of the trainer's `precision`, with gradients in fp32.
+        config_file: further settings, or these, in YAML.
+        settings: further arguments of :func:`layerzero.shard_model`, as a file would have them.
+        kwargs: those of ``DDPStrategy`` that are not for DDP: `process_group_backend`, `timeout`, ...
+
+    Example::
+
+        trainer = Trainer(strategy=LayerZeroStrategy(zero3_size=8, units={Block}), precision="bf16-mixed")
+    """
+
+    optimizers: Any  # properties of Lightning's
+    model: Any
+
+    def __init__(
+        self,
+        zero3_size: int | None = None,
+        units: Units = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        config_file: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if self._ddp_kwargs or self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
+            raise ValueError(
+                f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}, hooks"
+            )
+        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
+        self._settings = Settings.of(config_file, **Settings.of(settings, **given).given)
+        self._restored = False  # by load_checkpoint, so that Lightning need not
+
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self.lightning_module
+        return module
+
+    # Setting up and taking down
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module for a fit; leave it whole for anything else."""
+        if trainer.state.fn != TrainerFn.FITTING and not is_sharded(self._module):
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        if not is_sharded(self._module):
+            compute = lightning_dtype(self.precision_plugin.precision)
+            if self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+            self.precision_plugin.convert_module(self._module)
+            self._settings.shard(self._module, compute, node_size=self.num_processes)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Those of ``configure_optimizers``, sharded; schedulers keep what they were made with."""
+        super().setup_optimizers(trainer)
+        self.optimizers = [shard_optimizer(optimizer, self._module) for optimizer in self.optimizers]
+
+    def teardown(self) -> None:
+        """A sharded module stays where it is."""
+        if not is_sharded(self.lightning_module):
+            super().teardown()
+            return
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+    # Steps, through the module's own call, which gathers
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As for DDP."""
+        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As for DDP."""
+        return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As for DDP."""
+        return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As for DDP."""
+        return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+
+    def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
+        with context:
+            if is_sharded(self._module):
+                return self._forward_redirection(self._module, self._module, name, *args, **kwargs)
+            return getattr(self._module, name)(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """What Lightning runs all but the last micro-batch of a step in."""
+        with no_sync(self._module):
+            yield
+
+    # Checkpoints: a folder with Lightning's file, and a layerzero checkpoint for each optimizer
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Sharded first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors, on the first rank."""
+        return full_state_dict(self._module) if is_sharded(self._module) else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Nothing: it is in the layerzero checkpoint."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Called on all ranks."""
+        if not is_sharded(self._module):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        folder = Path(self.broadcast(filepath))
+        if self.is_global_zero:
+            if folder.is_file():
+                folder.unlink()
+            for left in folder.glob("layerzero_*"):  # perhaps of other optimizers
+                shutil.rmtree(left)
+            folder.mkdir(parents=True, exist_ok=True)
+        super().save_checkpoint(checkpoint, folder / FILE, storage_options=storage_options)
+        self.barrier()
+        if "optimizer_states" in checkpoint:
+            for i, optimizer in enumerate(self.optimizers):
+                save_over(folder / f"layerzero_{i}", self._module, optimizer)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """A folder of ours, or a file that DDP has left."""
+        folder = Path(self.broadcast(checkpoint_path))
+        if not folder.is_dir():
+            self._restored = False
+            whole: dict[str, Any] = super().load_checkpoint(folder, weights_only=weights_only)
+            return whole
+        loaded: dict[str, Any] = super().load_checkpoint(folder / FILE, weights_only=weights_only)
+        self._restored = is_sharded(self._module) and "optimizer_states" in loaded
+        for i, optimizer in enumerate(self.optimizers if self._restored else []):
+            checkpoint.load(folder / f"layerzero_{i}", self._module, optimizer)
+        self._restored &= bool(self.optimizers)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Whole tensors, the same on all ranks, unless :meth:`load_checkpoint` has done it."""
+        if not self._restored:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As :meth:`load_model_state_dict`."""
+        if not self._restored:
+            super().load_optimizer_state_dict(checkpoint)
+
+
+StrategyRegistry.register("layerzero", LayerZeroStrategy, description="ZeRO-1 over all ranks, ZeRO-3 inside a node")

@@ -1,0 +1,200 @@
+"""Transformers: a ``Trainer`` on sharded models, and the same for subclasses of it, such as those of TRL.
+
+``Trainer`` builds its accelerator by name, without a hook: :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
+puts another one, with the same arguments, in its place. Besides that, methods are overridden, and nothing is patched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+
+from layerzero import checkpoint
+from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
+from layerzero.integrations.common import is_sharded, save_over
+from layerzero.views.full import full_state_dict, load_full_state_dict
+
+__all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer"]
+
+FOLDER = "layerzero"  # beside model.safetensors, in place of optimizer.pt
+
+
+@dataclass
+class LayerZeroArguments:
+    """For ``HfArgumentParser``: ``--layerzero_config layerzero.yaml --zero3_size 8``.
+
+    Example::
+
+        parser = HfArgumentParser((TrainingArguments, LayerZeroArguments))
+        args, layerzero_args = parser.parse_args_into_dataclasses()
+        trainer = LayerZeroTrainer(model, args, train_dataset=data, layerzero=layerzero_args)
+    """
+
+    layerzero_config: str | None = field(default=None, metadata={"help": "YAML file with layerzero's settings."})
+    zero3_size: int | None = field(
+        default=None, metadata={"help": "Ranks that share the compute weights; by default those of a node."}
+    )
+
+
+class LayerZeroMixin:
+    """Before ``Trainer``, or a subclass of it, among the bases of a class.
+
+    Args:
+        layerzero: settings: a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
+            :class:`layerzero.integrations.accelerate.LayerZeroPlugin`. None: the file that the environment variable
+            ``ACCELERATE_LAYERZERO_CONFIG`` names, or defaults.
+        args, kwargs: those of the trainer.
+
+    Example::
+
+        class Preferences(LayerZeroMixin, DPOTrainer): ...
+    """
+
+    model: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    args: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        layerzero: str | os.PathLike[str] | Mapping[str, Any] | LayerZeroArguments | LayerZeroPlugin | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plugin = _plugin(layerzero)
+        self._accelerator_args: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The trainer's, then an accelerator that shards, made of the same arguments."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = LayerZeroAccelerator(layerzero_plugin=self._plugin, **self._accelerator_args)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not before it is sharded: whole, it may be larger than the device."""
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's. Ranks that generate go on until the last one is done, as all gather in each step."""
+        if getattr(self.args, "predict_with_generate", False):
+            kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {}), **kwargs}
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    # Saving and loading; the trainer calls these on all ranks
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_sharded(self.model):
+            state_dict = _state_to_save(self.model, rank0_only=not self.args.save_on_each_node)
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_sharded(self.model) and _is_peft(self.model):
+            _load_adapters(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if is_sharded(self.model) and _is_peft(self.model):
+            _load_adapters(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        save_over(Path(output_dir) / FOLDER, self.model, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        """Of ours: masters, optimizer and scheduler. Of one that DDP has left: as the trainer does."""
+        if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
+            return
+        checkpoint.load(Path(checkpoint_folder) / FOLDER, self.model, self.optimizer.optimizer)
+        scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+
+class LayerZeroTrainer(LayerZeroMixin, Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` with models sharded by layerzero in place of ``DistributedDataParallel``.
+
+    Example::
+
+        trainer = LayerZeroTrainer(model, args, train_dataset=data, layerzero={"zero3_size": 8})
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model("out")       # AutoModelForCausalLM.from_pretrained("out")
+    """
+
+
+def _plugin(
+    source: str | os.PathLike[str] | Mapping[str, Any] | LayerZeroArguments | LayerZeroPlugin | None,
+) -> LayerZeroPlugin:
+    if isinstance(source, LayerZeroPlugin):
+        return source
+    if isinstance(source, LayerZeroArguments):
+        return LayerZeroPlugin(zero3_size=source.zero3_size, config_file=source.layerzero_config)
+    if source is None or isinstance(source, Mapping):
+        return LayerZeroPlugin(settings=source)
+    return LayerZeroPlugin(config_file=source)
+
+
+def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+    """For each adapter, the entries of `state` that PEFT would save, by the names that it gives them."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - only who uses it has it
+
+    name_of = {id(value): name for name, value in state.items()}
+    names: dict[str, dict[str, str]] = {}
+    for adapter in cast(Any, model).peft_config:
+        saved = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
+        if computed := [key for key, value in saved.items() if id(value) not in name_of]:
+            raise ValueError(
+                f"adapter {adapter!r} saves {computed[0]!r}, which PEFT computes and the model does not hold: save and "
+                "load it inside layerzero.unsharded(model)"
+            )
+        names[adapter] = {key: name_of[id(value)] for key, value in saved.items()}
+    return names
+
+
+def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
+    """What ``save_pretrained`` needs in whole tensors; of a PEFT model its adapters."""
+    if not _is_peft(model):
+        return full_state_dict(model, rank0_only=rank0_only)
+    held = model.state_dict()
+    wanted = {name for names in _adapter_names(model, held).values() for name in names.values()}
+    whole = ((name, getattr(value, "full_tensor", value.clone)()) for name, value in held.items() if name in wanted)
+    return {name: value.cpu() for name, value in whole}
+
+
+def _load_adapters(model: nn.Module, folder: str) -> None:
+    """What ``save_pretrained`` wrote of a PEFT model. PEFT itself would cut the tensors as torch cuts DTensors."""
+    state: dict[str, Tensor] = {}
+    for adapter, names in _adapter_names(model, model.state_dict()).items():
+        path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+        saved = load_file(path)
+        if saved.keys() != names.keys():
+            odd = sorted(saved.keys() ^ names.keys())
+            raise ValueError(f"{path} does not fit adapter {adapter!r}: {', '.join(odd)} are only in one of them")
+        state |= {names[key]: value for key, value in saved.items()}
+    load_full_state_dict(model, state, strict=False)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    """A ``PeftModel``; a transformers model with ``add_adapter`` saves its adapters by itself."""
+    return hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)

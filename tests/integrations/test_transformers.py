@@ -1,0 +1,293 @@
+"""layerzero.integrations.transformers beside the Trainer's own DistributedDataParallel, on the same data."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+if any(find_spec(name) is None for name in ("transformers", "accelerate", "peft")):
+    pytest.skip(
+        "needs transformers, accelerate, peft: pip install --no-deps -r requirements-loops.txt", allow_module_level=True
+    )
+
+from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from layerzero.integrations.common import is_sharded, units_of
+from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer
+from tests.support.loops import assert_like, launched
+from tests.support.models import full_parameters
+from tests.support.ranks import run_ranks
+
+SETTINGS = {"zero3_size": 2}
+SLOW = 300.0  # seconds; a machine may be busy
+
+
+def llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 24}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "use_cache": False, **settings}))
+
+
+def text(size: int, seed: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 24, (size, 8), generator=generator).tolist()
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def arguments(folder: str, **settings: Any) -> TrainingArguments:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 4}
+    defaults |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+    defaults |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
+    return TrainingArguments(output_dir=folder, **{**defaults, **settings})
+
+
+def trainer(
+    folder: str, model: nn.Module | None = None, *, ours: bool = True, layerzero: Any = SETTINGS, **settings: Any
+) -> Trainer:
+    kind, own = (LayerZeroTrainer, {"layerzero": layerzero}) if ours else (Trainer, {})
+    args = arguments(folder, **settings)
+    model = llama() if model is None else model
+    return kind(model, args, train_dataset=text(64), eval_dataset=text(10, seed=1), **own)
+
+
+def logged(trained: Trainer, key: str = "loss") -> list[float]:
+    return [float(entry[key]) for entry in trained.state.log_history if key in entry]
+
+
+def _same_as_ddp(rank: int, folder: str, settings: dict[str, Any]) -> None:
+    with launched():
+        theirs = trainer(folder, ours=False, **settings)
+        theirs.train()
+        ours = trainer(folder, **settings)
+        ours.train()
+        rtol = 2e-2 if "bf16" in settings else 1e-4
+        assert_like(logged(ours), logged(theirs), rtol=rtol)
+        assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=rtol)
+        traffic, handles = layerzero.traffic(ours.model), len(runtime_of(ours.model).handles)
+        assert handles >= 3, "a layer is a unit"
+        assert traffic.calls["hop2"] == handles * 4  # of 8 backwards
+        assert_like([ours.evaluate()["eval_loss"]], [theirs.evaluate()["eval_loss"]], rtol=rtol)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"optim": "adamw_torch", "learning_rate": 0.01}], ids=str)
+def test_losses_and_norms_are_those_of_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run_ranks(_same_as_ddp, str(tmp_path), settings, timeout=SLOW)
+
+
+def _checkpointing(rank: int, folder: str) -> None:
+    with launched():
+        losses = []
+        for reentrant in (None, False, True):
+            settings = {} if reentrant is None else {"gradient_checkpointing": True}
+            if reentrant is not None:
+                settings["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+            trained = trainer(folder, **settings)
+            trained.train()
+            losses.append(logged(trained))
+        assert_like(losses[1], losses[0])
+        assert_like(losses[2], losses[0])
+
+
+def test_gradient_checkpointing_of_both_kinds(tmp_path: Path) -> None:
+    run_ranks(_checkpointing, str(tmp_path), timeout=SLOW)
+
+
+def _resume(rank: int, folder: str, dtype: torch.dtype) -> None:
+    with launched():
+        settings = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01}
+        settings["save_total_limit"] = 2
+        whole = trainer(folder, llama().to(dtype), max_steps=6, **settings)
+        whole.train()
+        final = full_parameters(whole.model)
+        kept = sorted(path.name for path in Path(folder).iterdir())
+        assert kept == ["checkpoint-4", "checkpoint-6"]
+        assert {"layerzero", "model.safetensors", "scheduler.pt"} <= {p.name for p in Path(folder, kept[0]).iterdir()}
+        again = trainer(folder, llama(seed=5).to(dtype), max_steps=6, **settings)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        assert logged(again)[:] == logged(whole)
+        for name, value in full_parameters(again.model).items():
+            assert torch.equal(value, final[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    run_ranks(_resume, str(tmp_path), dtype, timeout=SLOW)
+
+
+def _from_ddp(rank: int, folder: str) -> None:
+    with launched():
+        settings = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01}
+        theirs = trainer(folder, ours=False, **settings)
+        theirs.train()
+        ours = trainer(folder, llama(seed=5), **settings)
+        ours.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        assert_like(logged(ours), logged(theirs), rtol=1e-4)
+
+
+def test_a_run_of_ddp_goes_on_here(tmp_path: Path) -> None:
+    run_ranks(_from_ddp, str(tmp_path), timeout=SLOW)
+
+
+def _save_model(rank: int, folder: str) -> None:
+    with launched():
+        trained = trainer(folder, llama(tie_word_embeddings=True))
+        before = trained.evaluate()["eval_loss"]
+        assert not is_sharded(trained.model), "an evaluation alone needs no shards"
+        trained.train()
+        assert is_sharded(trained.model)
+        assert trained.evaluate()["eval_loss"] != before
+        trained.save_model(f"{folder}/out")
+        state = layerzero.full_state_dict(trained.model, rank0_only=False)
+        trained.accelerator.wait_for_everyone()
+        loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/out").state_dict()
+        assert loaded.keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(loaded[name], value), name
+
+
+def test_a_saved_model_loads_with_from_pretrained(tmp_path: Path) -> None:
+    run_ranks(_save_model, str(tmp_path), timeout=SLOW)
+
+
+def _best(rank: int, folder: str) -> None:
+    with launched():
+        settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        settings |= {"load_best_model_at_end": True, "save_total_limit": 1, "greater_is_better": True}
+        trained = trainer(folder, max_steps=6, **settings)
+        trained.train()
+        evaluated = logged(trained, "eval_loss")
+        assert max(evaluated) != evaluated[-1], "the last is not the best"
+        assert_like([trained.evaluate()["eval_loss"]], [max(evaluated)])
+        best = Path(trained.state.best_model_checkpoint).name
+        assert best in {path.name for path in Path(folder).iterdir()}
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    run_ranks(_best, str(tmp_path), timeout=SLOW)
+
+
+def adapted(seed: int = 0) -> PeftModel:
+    return get_peft_model(llama(seed), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def llama_of(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if "lora" not in name}
+
+
+def _adapters(rank: int, folder: str) -> None:
+    with launched():
+        settings = {"learning_rate": 2.0, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
+        settings |= {"eval_steps": 2, "load_best_model_at_end": True}
+        theirs = trainer(f"{folder}/ddp", adapted(), ours=False, **settings)
+        theirs.train()
+        ours = trainer(folder, adapted(), **settings)
+        ours.train()
+        assert_like(logged(ours), logged(theirs), rtol=1e-4)
+        assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
+        assert {type(u.module).__name__ for u in runtime_of(ours.model).units} >= {"LlamaDecoderLayer"}
+        layerzero.traffic(ours.model, reset=True)
+        ours.save_model(f"{folder}/out")
+        ours.accelerator.wait_for_everyone()
+        files = {path.name: path.stat().st_size for path in Path(folder, "out").iterdir()}
+        assert "model.safetensors" not in files
+        assert files["adapter_model.safetensors"] < 10_000
+        sent = layerzero.traffic(ours.model).bytes
+        assert sum(sent.values()) < 20_000, sent  # the frozen model, of 27,000 bytes, was not gathered
+        loaded = PeftModel.from_pretrained(llama(), f"{folder}/out").state_dict()
+        for name, value in full_parameters(ours.model).items():
+            assert torch.equal(loaded[name], value), name
+        assert ours.evaluate()["eval_loss"] == min(logged(ours, "eval_loss")[:-1])
+        model = adapted(seed=5)
+        model.load_state_dict(llama_of(adapted()), strict=False)
+        again = trainer(folder, model, **settings)
+        for _ in range(2):  # before and after it is sharded
+            again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+            assert logged(again) == logged(ours)[:4]
+
+
+def test_adapters_are_trained_saved_alone_and_resumed(tmp_path: Path) -> None:
+    run_ranks(_adapters, str(tmp_path), timeout=SLOW)
+
+
+def _generate(rank: int, folder: str) -> None:
+    with launched():
+        trained = trainer(folder, layerzero={"zero3_size": 4})
+        trained.train()
+        alone = llama()
+        alone.load_state_dict(layerzero.full_state_dict(trained.model, rank0_only=False))
+        prompt = torch.tensor(text(4, seed=7)[rank]["input_ids"])[None, : 3 + rank]
+        lengths = {"max_new_tokens": 2 + 3 * rank, "do_sample": False, "use_cache": True}
+        got = trained.model.generate(prompt, synced_gpus=True, **lengths)
+        assert torch.equal(got, alone.eval().generate(prompt, **lengths))
+
+
+def test_ranks_generate_texts_of_unequal_length(tmp_path: Path) -> None:
+    run_ranks(_generate, str(tmp_path), timeout=SLOW)
+
+
+class Doubled(Trainer):
+    """A trainer of somebody else."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+class Mixed(LayerZeroMixin, Doubled):
+    pass
+
+
+def _mixin_and_arguments(rank: int, folder: str) -> None:
+    with launched():
+        config = Path(folder, "layerzero.json")
+        if rank == 0:
+            config.write_text(json.dumps({"accumulation": "full"}))  # JSON is YAML
+        torch.distributed.barrier()
+        parser = HfArgumentParser((LayerZeroArguments,))
+        (parsed,) = parser.parse_args_into_dataclasses(["--layerzero_config", str(config), "--zero3_size", "2"])
+        trained = Mixed(llama(), arguments(folder), train_dataset=text(64), layerzero=parsed)
+        trained.train()
+        plain = trainer(folder)
+        plain.train()
+        assert_like(logged(trained)[:1], [2 * loss for loss in logged(plain)[:1]])
+        handles = len(runtime_of(trained.model).handles)
+        assert layerzero.traffic(trained.model).calls["hop1"] == handles * 4  # "full": once a step
+        with pytest.raises(ValueError, match="unknown settings zero3size"):
+            LayerZeroTrainer(llama(), arguments(folder), layerzero={"zero3size": 2})
+        with pytest.raises(ValueError, match="dynamo_backend: Accelerate would"):
+            trainer(folder, torch_compile=True)
+
+
+def test_a_mixin_for_other_trainers_and_arguments_on_the_command_line(tmp_path: Path) -> None:
+    run_ranks(_mixin_and_arguments, str(tmp_path), timeout=SLOW)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, whose older names PEFT uses
+def test_units_of_a_model_are_its_layers() -> None:
+    assert units_of(llama()) == units_of(adapted()) == ["LlamaDecoderLayer"]
+    assert units_of(nn.Linear(2, 2)) is None

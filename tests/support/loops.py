@@ -1,0 +1,49 @@
+"""What the loops of other packages need to find on a rank of :func:`tests.support.ranks.run_ranks`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+__all__ = ["Samples", "assert_like", "launched"]
+
+
+@contextmanager
+def launched(**variables: str) -> Iterator[None]:
+    """The environment of torchrun, with all ranks on one node; other people's warnings are theirs."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    torchruns = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    torchruns |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    with patch.dict(os.environ, torchruns | variables), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(accelerate|transformers|lightning|peft|torch)\b")
+        yield
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs [5] and targets [3] in {-1, 0, 1}, of :func:`tests.support.models.integer_batch`'s kind."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.nn.functional.one_hot(torch.randint(0, 5, (size,), generator=generator), 5).float()
+        self.targets = torch.randint(-1, 2, (size, 3), generator=generator).float()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def assert_like(ours: list[float], theirs: list[float], *, rtol: float = 1e-5, atol: float | None = None) -> None:
+    """Equal but for rounding, and of something."""
+    assert len(ours) == len(theirs) > 0
+    atol = (1e-6 if rtol else 0) if atol is None else atol
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=atol)
