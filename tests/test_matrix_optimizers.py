@@ -192,3 +192,38 @@ def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
 @pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
 def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: int, node_memory: str) -> None:
     run_ranks(_follow_one_process, world, zero3_size, world_size=world, node_memory=node_memory)
+
+
+def _tied_and_frozen(rank: int, world: int, zero3_size: int, name: str) -> None:
+    """One weight in two units, and matrices that are frozen and unfrozen between steps."""
+
+    def built() -> Wide:
+        net = Wide()
+        net.d.weight = net.a.weight
+        net.c.weight.requires_grad_(False)
+        return net
+
+    for accumulation in ("sharded", "full"):
+        net = built()
+        theirs = CASES[name](net)
+        model = layerzero.shard_model(
+            built(), mesh=mesh_of(zero3_size), accumulation=accumulation, units=("a", "b", "c", "d")
+        )
+        ours = shard_all(CASES[name](model), model)
+        frozen = net.c.weight.detach().clone()
+        for step in range(4):
+            if step == 2:
+                for each in (net, model):
+                    each.c.weight.requires_grad_(True)
+                    each.b.weight.requires_grad_(False)
+            step_of(model, ours, [rank], step, 1.0, zero3_size)
+            step_of(net, theirs, range(world), step, 1.0 / world, zero3_size)
+            assert torch.equal(net.c.weight, frozen) is (step < 2)
+            wrong = different(full_parameters(model), dict(net.named_parameters()))
+            assert not wrong, f"{name} D={world} S={zero3_size} {accumulation} step {step}: {wrong}"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in ("Adafactor", "groups of one", "Muon, then AdamW")])
+@pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 1), (4, 2)])
+def test_tied_and_frozen_parameters_are_owned_too(world: int, zero3_size: int, name: str) -> None:
+    run_ranks(_tied_and_frozen, world, zero3_size, name, world_size=world)
