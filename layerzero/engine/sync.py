@@ -98,7 +98,7 @@ class GradientSync:
             if not gradients.landing.place.lasting:
                 raise RuntimeError(
                     f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
-                    "offload_grads or offload_optimizer it may be elsewhere by then; take it in the backward"
+                    "offload_grads=True (or offload_optimizer) it may be elsewhere by then; take it in the backward"
                 )
             if self._debt is Debt.ZERO_GRAD:
                 self.heed_user()
