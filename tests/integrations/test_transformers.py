@@ -210,7 +210,9 @@ def _adapters(rank: int, folder: str) -> None:
         ours.train()
         assert_like(logged(ours), logged(theirs), rtol=1e-4)
         assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
-        assert {type(u.module).__name__ for u in runtime_of(ours.model).units} >= {"LlamaDecoderLayer"}
+        assert {type(module).__name__ for unit in runtime_of(ours.model).units for module in unit.modules} >= {
+            "LlamaDecoderLayer"
+        }
         layerzero.traffic(ours.model, reset=True)
         ours.save_model(f"{folder}/out")
         ours.accelerator.wait_for_everyone()
