@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import optimizers
+from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers import kernels
 from layerzero.optimizers.elementwise import kinds_that_need_whole, state_after_a_step
 from layerzero.tensors.sharded import plain
@@ -33,8 +34,11 @@ from tests.support.models import (
     full_gradients,
     full_parameters,
     in_lockstep,
+    integer_batch,
+    integer_loss,
     integer_net,
     train,
+    union,
 )
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -333,3 +337,36 @@ def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
     assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
     assert not optimizer.state and set(state) <= {"momentum_buffer"}
+
+
+def _two_that_step(rank: int, node_memory: str) -> None:
+    """One refresh for both, from the second step on; also where one is left out, or something is read in between."""
+    net = integer_net()
+    model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, node_memory=node_memory)
+    alone = [exact_sgd(parameters) for parameters in _halves(net)]
+    ours = [layerzero.shard_optimizer(exact_sgd(parameters), model) for parameters in _halves(model)]
+    handles = len(runtime_of(model).handles)
+    for step, (stepping, refreshes) in enumerate(((2, 2), (2, 1), (2, 1), (1, 1), (2, 2), (2, 1))):
+        layerzero.traffic(model, reset=True)
+        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        integer_loss(net, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
+        for index in range(stepping):
+            ours[index].step()
+            alone[index].step()
+            assert not different(full_parameters(model), dict(net.named_parameters())), (step, index)
+        for optimizer in (*ours, *alone):
+            optimizer.zero_grad()
+        with torch.no_grad():  # a forward takes what is left
+            x = integer_batch(step=step, rank=0)[0]
+            assert torch.equal(model(x), net(x)), step
+        assert layerzero.traffic(model).calls["refresh"] == refreshes * handles, step
+
+
+def _halves(model: nn.Module) -> list[list[Tensor]]:
+    parameters = list(model.parameters())
+    return [parameters[::2], parameters[1::2]]
+
+
+@pytest.mark.parametrize("node_memory", ["auto", "off"])
+def test_two_optimizers_that_step_in_turn_refresh_once(node_memory: str) -> None:
+    run_ranks(_two_that_step, node_memory, world_size=4)

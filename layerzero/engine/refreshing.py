@@ -26,6 +26,8 @@ class Refreshes:
     def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
         self.deferred = False
         self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
+        self._steps = 0  # of optimizers, since the last forward
+        self._expected_steps = 1  # as many as there were between the two forwards before
         self._handles = handles
         shared = next((handle.shared for handle in handles if handle.shared is not None), None)
         self._hand_over = None if shared is None else shared.hand_over
@@ -56,9 +58,10 @@ class Refreshes:
             self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])
 
     def after_step(self) -> None:
-        """The refresh of what an optimizer may have updated."""
-        updated = [handle for handle in self._handles if handle.may_be_updated]
-        if not self.deferred:
+        """The refresh of what an optimizer may have updated: one for all that step before the next forward."""
+        self._steps += 1
+        updated = [handle for handle in self._handles if handle.may_be_updated or handle.outdated]
+        if not self.deferred and self._steps >= self._expected_steps:
             self.launch(updated)
             return
         for handle in updated:
@@ -70,6 +73,8 @@ class Refreshes:
 
     def launch_edited(self) -> None:
         """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
+        if not self.deferred:
+            self.launch_due()
         edited = [handle for handle in self._handles if handle.watch.edited]
         if edited:
             self._agree(f"refresh of parameters that were changed outside optimizer.step(); {_ALL_ALIKE}", edited)
@@ -77,8 +82,9 @@ class Refreshes:
 
     def before_forward(self) -> None:
         """What is left, at the latest."""
-        if self.deferred:
-            self.launch_due()
+        if self._steps:
+            self._steps, self._expected_steps = 0, self._steps
+        self.launch_due()
         if self._comes_first:
             edited = [handle for handle in self._handles if handle.watch.edited]
             self._agree(f"first forward; if parameters are changed before it, {_ALL_ALIKE}", edited)
