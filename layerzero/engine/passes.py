@@ -71,9 +71,8 @@ class ForwardPass:
     def upcoming(self, count: int) -> list[Unit]:
         """The units that follow if this forward goes on like the last one; none once it has left that path."""
         here = len(self.called)
-        if not here:  # the first call has raised before it began
-            return []
-        if here > len(self._expected) or self._expected[here - 1] is not self.called[-1]:
+        # There is no call where the first one has raised before it began.
+        if not 0 < here <= len(self._expected) or self._expected[here - 1] is not self.called[-1]:
             self._expected = []
         return self._expected[here : here + count]
 

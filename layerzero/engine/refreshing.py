@@ -29,8 +29,7 @@ class Refreshes:
         self._steps = 0  # of optimizers, since the last forward
         self._expected_steps = 1  # as many as there were between the two forwards before
         self._handles = handles
-        shared = next((handle.shared for handle in handles if handle.shared is not None), None)
-        self._hand_over = None if shared is None else shared.hand_over
+        self._hand_over = next((handle.shared.hand_over for handle in handles if handle.shared is not None), None)
         self._topology = topology
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
@@ -73,8 +72,6 @@ class Refreshes:
 
     def launch_edited(self) -> None:
         """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
-        if not self.deferred:
-            self.launch_due()
         edited = [handle for handle in self._handles if handle.watch.edited]
         if edited:
             self._agree(f"refresh of parameters that were changed outside optimizer.step(); {_ALL_ALIKE}", edited)
@@ -82,8 +79,7 @@ class Refreshes:
 
     def before_forward(self) -> None:
         """What is left, at the latest."""
-        if self._steps:
-            self._steps, self._expected_steps = 0, self._steps
+        self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_due()
         if self._comes_first:
             edited = [handle for handle in self._handles if handle.watch.edited]

@@ -210,11 +210,10 @@ class GradientSync:
         control = self._topology.control
         if control.size == 1 or not local:
             return bytes(local)
-        known = bytes(local) if min(local) == Usage.NEW else None
         if self._telling is not None:
             self._telling.wait()
         self._telling = tell_all(control, Exchange.AGREE, torch.frombuffer(local, dtype=torch.uint8))
-        return self._telling if known is None else known
+        return bytes(local) if min(local) == Usage.NEW else self._telling
 
     def _publish(self, agreement: bytes | Heard | None) -> None:
         if agreement is not None:
