@@ -1,7 +1,7 @@
 """Accelerate: an ``Accelerator`` that shards what it prepares.
 
 Accelerate's own plugins are branches inside its ``Accelerator``, chosen by an enum that cannot be added to. So this is
-a subclass, which overrides documented methods; none of Accelerate's own objects is changed. ``save_state`` and
+a subclass, which overrides documented methods; Accelerate's own classes stay as they are. ``save_state`` and
 ``load_state`` have no hook for optimizers: what is sharded is hidden from them in :meth:`_all_but_sharded`.
 """
 
@@ -41,7 +41,7 @@ class LayerZeroPlugin:
 
     Args:
         zero3_size: ranks that share the compute weights; None: those of a node.
-        units: as for :func:`layerzero.shard_model`; ``"auto"``: the model's ``_no_split_modules``.
+        units: as for :func:`layerzero.shard_model`. None: the classes in its ``_no_split_modules``, if any.
         mp_policy: None: made of Accelerate's `mixed_precision`, with gradients in fp32.
         config_file: further settings, or these, in YAML: :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the file
             that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if there is one.
@@ -62,9 +62,8 @@ class LayerZeroPlugin:
         config_file: str | os.PathLike[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        further = Settings.of(settings, **given).given
-        self.settings = Settings.of(config_file or os.environ.get(CONFIG_VARIABLE), **further)
+        file = config_file or os.environ.get(CONFIG_VARIABLE)
+        self.settings = Settings.of_all(file, settings, zero3_size=zero3_size, units=units, mp_policy=mp_policy)
 
 
 class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
-from layerzero.config import LayerZeroConfig, Units
+from layerzero.config import LayerZeroConfig, Policy
 from layerzero.config_file import read_settings, translate
 from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.setup.partition import block_classes
 from layerzero.setup.shard import shard_model
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "save_over", "units_of"]
+__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "save_over"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -35,6 +36,16 @@ class Settings:
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_all(
+        cls,
+        config_file: str | os.PathLike[str] | None,
+        settings: Mapping[str, Any] | None,
+        **arguments: Any,
+    ) -> Settings:
+        """From a file, a dict and arguments together; raises as :meth:`of`, also where two of them give the same."""
+        return cls.of(config_file, **cls.of(settings, **arguments).given)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None, **more: Any) -> Settings:
@@ -69,17 +80,14 @@ class Settings:
         if is_sharded(model):
             return model
         settings = dict(self.given)
-        settings.setdefault("units", "auto")
-        if settings["units"] == "auto":
-            settings["units"] = units_of(model)
-        if settings.get("zero3_size") is None and dist.is_initialized():
-            settings["zero3_size"] = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        settings.setdefault("units", sorted(block_classes(model)) or None)
+        settings.setdefault("zero3_size", node_size)
         settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
         return shard_model(model, **settings)
 
 
-def _policy(given: MixedPrecisionPolicy | None, mixed_precision: torch.dtype | None) -> MixedPrecisionPolicy:
-    if mixed_precision is None:
+def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
+    if mixed_precision is None or callable(given):  # which says it for each unit
         return given or MixedPrecisionPolicy()
     if given is None:
         return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
@@ -107,17 +115,6 @@ def lightning_dtype(precision: str) -> torch.dtype | None:
     if precision not in known:
         raise ValueError(f"precision={precision!r} has no counterpart in layerzero: use one of {', '.join(known)}")
     return known[precision]
-
-
-def units_of(model: nn.Module) -> Units:
-    """The classes that the model, or a part of it, names in its ``_no_split_modules``; None if there are none.
-
-    Example::
-
-        units_of(AutoModelForCausalLM.from_config(config))      # ["LlamaDecoderLayer"]
-    """
-    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return sorted(named & {type(module).__name__ for module in model.modules()}) or None
 
 
 def is_sharded(model: object) -> bool:

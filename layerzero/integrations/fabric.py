@@ -54,7 +54,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if self._ddp_kwargs:
             raise ValueError(f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}")
         given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of(config_file, **Settings.of(settings, **given).given)
+        self._settings = Settings.of_all(config_file, settings, **given)
         self._backward_sync_control = _NoSync()
         self._sharded: list[nn.Module] = []
 

@@ -32,7 +32,8 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     Args:
         zero3_size: ranks that share the compute weights; None: those of a node.
-        units: as for :func:`layerzero.shard_model`; None: the ``_no_split_modules`` of the models in the module.
+        units: as for :func:`layerzero.shard_model`; None: ``"auto"`` where a part of the module names its blocks,
+            the root alone elsewhere.
         mp_policy: None: made of the trainer's `precision`, with gradients in fp32.
         config_file: further settings, or these, in YAML.
         settings: further arguments of :func:`layerzero.shard_model`, as a file would have them.
@@ -61,7 +62,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
                 f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}, hooks"
             )
         given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of(config_file, **Settings.of(settings, **given).given)
+        self._settings = Settings.of_all(config_file, settings, **given)
         self._restored = False  # by load_checkpoint, so that Lightning need not
 
     @property
@@ -156,14 +157,18 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero:
             if folder.is_file():
                 folder.unlink()
-            for left in folder.glob("layerzero_*"):  # perhaps of other optimizers
-                shutil.rmtree(left)
             folder.mkdir(parents=True, exist_ok=True)
         super().save_checkpoint(checkpoint, folder / FILE, storage_options=storage_options)
         self.barrier()
-        if "optimizer_states" in checkpoint:
-            for i, optimizer in enumerate(self.optimizers):
-                save_over(folder / f"layerzero_{i}", self._module, optimizer)
+        kept = {
+            f"layerzero_{i}": each for i, each in enumerate(self.optimizers if "optimizer_states" in checkpoint else [])
+        }
+        for name, optimizer in kept.items():
+            save_over(folder / name, self._module, optimizer)
+        if self.is_global_zero:
+            for left in folder.glob("layerzero_*"):  # of other optimizers
+                if left.name not in kept:
+                    shutil.rmtree(left)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

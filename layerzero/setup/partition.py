@@ -14,7 +14,7 @@ from layerzero.config import AUTO, UNSUPPORTED, Units
 from layerzero.setup.foreign import refuse_wrapped_parts
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["Found", "UnitPlan", "is_plain_storage", "kind_of", "partition"]
+__all__ = ["Found", "UnitPlan", "block_classes", "is_plain_storage", "kind_of", "partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
-        units = _not_to_be_split(model)
+        units = _blocks_or_raise(model)
     if not isinstance(units, (str, type)) and callable(units):
         chosen = _by_answer(model, units)
     else:
@@ -188,14 +188,23 @@ def _by_kind(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     return chosen
 
 
+def block_classes(model: nn.Module) -> set[str]:
+    """The names of the classes that a model, or a part of it, says must stay in one piece, and has: its blocks."""
+    return _not_to_be_split(model) & {type(module).__name__ for name, module in model.named_modules() if name}
+
+
 def _not_to_be_split(model: nn.Module) -> set[str]:
-    """The classes that a model, or a part of it, says must stay in one piece, and has: its blocks."""
     said: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None)
         said |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
-    found = said & {type(module).__name__ for name, module in model.named_modules() if name}
+    return said
+
+
+def _blocks_or_raise(model: nn.Module) -> set[str]:
+    found = block_classes(model)
     if not found:
+        said = _not_to_be_split(model)
         why = f"of those in its _no_split_modules, {sorted(said)}, it has none" if said else "it has no such list"
         raise ValueError(
             f"units='auto' makes units of the classes that a model names in _no_split_modules, as those of "

@@ -16,12 +16,11 @@ if find_spec("accelerate") is None:
     pytest.skip("needs accelerate: pip install --no-deps -r requirements-loops.txt", allow_module_level=True)
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, load_checkpoint_in_model
 
 import layerzero
 from layerzero.integrations.accelerate import CONFIG_VARIABLE, LayerZeroAccelerator, LayerZeroPlugin
-from tests.support.loops import Samples, assert_like, launched
+from tests.support.loops import Samples, assert_like, forget_accelerators, launched
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, full_parameters, integer_loss, integer_net
 from tests.support.ranks import run_ranks
 
@@ -29,8 +28,7 @@ SAMPLES = 64  # on 4 ranks, in batches of 2: 8 micro-batches
 
 
 def accelerator(plugin: LayerZeroPlugin | None = None, *, ours: bool = True, **settings: Any) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    forget_accelerators()
     settings = {"cpu": True, "gradient_accumulation_steps": 2, **settings}
     return LayerZeroAccelerator(layerzero_plugin=plugin, **settings) if ours else Accelerator(**settings)
 

@@ -16,7 +16,6 @@ if any(find_spec(name) is None for name in ("transformers", "accelerate", "peft"
         "needs transformers, accelerate, peft: pip install --no-deps -r requirements-loops.txt", allow_module_level=True
     )
 
-from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -29,9 +28,10 @@ from transformers import (
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import is_sharded, units_of
+from layerzero.integrations.common import is_sharded
 from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer
-from tests.support.loops import assert_like, launched
+from layerzero.setup.partition import block_classes
+from tests.support.loops import assert_like, forget_accelerators, launched
 from tests.support.models import full_parameters
 from tests.support.ranks import run_ranks
 
@@ -59,8 +59,7 @@ def text(size: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def arguments(folder: str, **settings: Any) -> TrainingArguments:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    forget_accelerators()
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 4}
     defaults |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
     defaults |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
@@ -291,5 +290,5 @@ def test_a_mixin_for_other_trainers_and_arguments_on_the_command_line(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, whose older names PEFT uses
 def test_units_of_a_model_are_its_layers() -> None:
-    assert units_of(llama()) == units_of(adapted()) == ["LlamaDecoderLayer"]
-    assert units_of(nn.Linear(2, 2)) is None
+    assert block_classes(llama()) == block_classes(adapted()) == {"LlamaDecoderLayer"}
+    assert block_classes(nn.Linear(2, 2)) == set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Samples", "assert_like", "launched"]
+__all__ = ["Samples", "assert_like", "forget_accelerators", "launched"]
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps the settings of the first accelerator of a process, which a rank is for many tests."""
+    if "accelerate" in sys.modules:
+        state = importlib.import_module("accelerate.state")
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 @contextmanager
 def launched(**variables: str) -> Iterator[None]:
     """The environment of torchrun, with all ranks on one node; other people's warnings are theirs."""
+    forget_accelerators()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     torchruns = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     torchruns |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
