@@ -160,7 +160,7 @@ def test_an_engine_that_does_not_wait_is_noticed() -> None:
     run_ranks(_without_waits, world_size=WORLD)
 
 
-def _odd_graphs(rank: int) -> None:
+def _odd_graphs(rank: int, setting: str) -> None:
     cases = {
         "in flight": Case(blocks, IN_FLIGHT),
         "called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
@@ -173,16 +173,17 @@ def _odd_graphs(rank: int) -> None:
     }
     with late():
         for (name, case), mode in itertools.product(cases.items(), MODES):
-            compare(rank, name, case, accumulation=mode, offload_grads=True)
+            compare(rank, name, case, accumulation=mode, **{setting: True})
         by_unit = {"accumulation": lambda name, module: MODES[len(name) % 2 if "1" in name else 0]}
-        compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), offload_grads=True, **by_unit)
+        compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 
-def test_any_graph_can_be_offloaded() -> None:
-    run_ranks(_odd_graphs, world_size=WORLD)
+@pytest.mark.parametrize("setting", ["offload_grads", "offload_optimizer"])
+def test_any_graph_can_be_offloaded(setting: str) -> None:
+    run_ranks(_odd_graphs, setting, world_size=WORLD)
 
 
-def _recovers(rank: int) -> None:
+def _recovers(rank: int, setting: str) -> None:
     def boom(*_: object) -> None:
         raise LookupError("boom")
 
@@ -190,7 +191,7 @@ def _recovers(rank: int) -> None:
         for mode in MODES:
             torch.manual_seed(0)
             start = blocks(4)
-            models = [shard(copy.deepcopy(start), accumulation=mode, offload_grads=True) for _ in range(2)]
+            models = [shard(copy.deepcopy(start), accumulation=mode, **{setting: True}) for _ in range(2)]
             handle = models[0].units[1].linear.register_forward_hook(lambda m, a, o: o.register_hook(boom) and None)
             with layerzero.no_sync(models[0]), pytest.raises(LookupError, match="boom"):
                 one_pass(models[0], rank, 9)
@@ -207,8 +208,9 @@ def _recovers(rank: int) -> None:
             assert not different(got, expected), mode
 
 
-def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory() -> None:
-    run_ranks(_recovers, world_size=WORLD)
+@pytest.mark.parametrize("setting", ["offload_grads", "offload_optimizer"])
+def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: str) -> None:
+    run_ranks(_recovers, setting, world_size=WORLD)
 
 
 def _where_it_lies(rank: int) -> None:

@@ -1,14 +1,13 @@
 """`offload_optimizer`: the host updates, with the same bits, and reads and writes nothing that is still being copied.
 
-There is no device here whose copies run late: see tests/support/late_transfers.py.
+There is no device here whose copies run late: see tests/support/late_transfers.py. Odd graphs and failures are in
+test_offload.py.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,17 +22,7 @@ from layerzero import checkpoint
 from layerzero.engine.hooks import runtime_of
 from layerzero.storage.host import HostPlace
 from tests.support.graphs import (
-    IN_FLIGHT,
     WORLD,
-    Block,
-    Case,
-    Chain,
-    blocks,
-    compare,
-    freeze,
-    one_pass,
-    run_script,
-    shard,
 )
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import (
@@ -97,25 +86,6 @@ def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
 @pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_the_host_updates_with_the_bits_of_the_device(world_size: int, zero3_size: int, mode: str) -> None:
     run_ranks(_same_bits, zero3_size, mode, world_size=world_size)
-
-
-def _odd_graphs(rank: int) -> None:
-    cases = {
-        "in flight": Case(blocks, IN_FLIGHT),
-        "called twice": Case(lambda: blocks(order=(0, 1, 0, 2))),
-        "nested": Case(lambda: Chain(blocks(2), blocks(2))),
-        "reentrant": Case(lambda: Chain(Block(reentrant=True), Block(reentrant=True), Block())),
-        "unused": Case(lambda: blocks(4, order=(0, 3))),
-        "half frozen": Case(lambda: freeze(blocks(), "units.1", "units.2.linear.bias")),
-        "retained": Case(blocks, partial(run_script, script="F0 R0 B0")),
-    }
-    with late():
-        for (name, case), mode in itertools.product(cases.items(), MODES):
-            compare(rank, name, case, accumulation=mode, offload_optimizer=True)
-
-
-def test_any_graph_can_be_updated_by_the_host() -> None:
-    run_ranks(_odd_graphs, world_size=WORLD)
 
 
 def _without_waiting(rank: int) -> None:
@@ -204,26 +174,3 @@ def _refused(rank: int) -> None:
 
 def test_what_cannot_be_updated_by_the_host_is_refused() -> None:
     run_ranks(_refused, world_size=2)
-
-
-def _fails_once(rank: int) -> None:
-    def boom(*_: object) -> None:
-        raise LookupError("boom")
-
-    with late():
-        torch.manual_seed(0)
-        start = blocks(4)
-        models = [shard(copy.deepcopy(start), offload_optimizer=True) for _ in range(2)]
-        handle = models[0].units[1].linear.register_forward_hook(lambda m, a, o: o.register_hook(boom) and None)
-        with pytest.raises(LookupError, match="boom"):
-            one_pass(models[0], rank, 9)
-        handle.remove()
-        models[0].zero_grad()
-        for model in models:
-            one_pass(model, rank, 1)
-        got, expected = (full_gradients(model) for model in models)
-        assert not different(got, expected)
-
-
-def test_a_failed_backward_leaves_nothing_in_the_host() -> None:
-    run_ranks(_fails_once, world_size=WORLD)
