@@ -100,6 +100,10 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     backward = ["backward the root", *(f"backward the root/backward {name}" for name in reversed(inner))]
     assert nesting(events) == [*forward, *backward] * 2 + ["update optimizer"]
 
+    begin, end = (next(e for e in of_kind(events, kind) if e.phase == "update") for kind in ("begin", "end"))
+    ahead = [e.name for e in launches if e.exchange == "refresh" and begin.start <= e.start and e.end <= end.end]
+    assert set(ahead) == UNITS, "launched while others are updated"
+
     additions = Counter(event.name for event in of_kind(events, "begin") if event.phase == "add")
     assert additions == {f"{hop} {name}": times for name in UNITS for hop, times in (("hop1", 2), ("hop2", 1))}
 

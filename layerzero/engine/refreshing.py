@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.handover import HandOver
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 
-__all__ = ["Refreshes"]
+__all__ = ["Refreshes", "Round"]
 
 _ALL_ALIKE = (
     "change them on every rank, to the same values (layerzero.load_full_state_dict takes the first rank's), or call "
@@ -35,14 +38,7 @@ class Refreshes:
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
         """The refresh of `handles`; None: of all. Every rank must call this."""
         handles = self._handles if handles is None else handles
-        for handle in handles:
-            handle.reshard()
-        if handles and self._hand_over is not None and not self._comes_first:
-            self._hand_over.come()
-        for handle in handles:
-            handle.launch_refresh()
-        if handles and self._hand_over is not None:
-            self._hand_over.end_round()
+        Round(handles, self._hand_over, waits=not self._comes_first).end()
 
     def before_write(self, handles: Sequence[Handle] | None = None) -> None:
         """The masters of `handles` (None: of all) are about to be written, and then launched; on every rank."""
@@ -51,20 +47,29 @@ class Refreshes:
             if handle.shared is not None and handle.shares_master:
                 handle.watch.edit()
 
-    def before_step(self) -> None:
-        """An optimizer is about to update masters."""
+    @contextmanager
+    def step(self) -> Iterator[Round | None]:
+        """An optimizer updates masters, and then their refresh is launched: one for all that step before a forward.
+
+        Yields the refresh, for the parts of the masters that are updated before others; None if it will come later.
+        """
+        self._steps += 1
         if self._hand_over is not None:
             self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])
-
-    def after_step(self) -> None:
-        """The refresh of what an optimizer may have updated: one for all that step before the next forward."""
-        self._steps += 1
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.outdated]
-        if not self.deferred and self._steps >= self._expected_steps:
-            self.launch(updated)
+        if self.deferred or self._steps < self._expected_steps:
+            yield None
+            for handle in updated:
+                handle.outdate()
             return
-        for handle in updated:
-            handle.outdate()
+        refresh = Round(updated, self._hand_over, waits=not self._comes_first)
+        try:
+            yield refresh
+        except BaseException:
+            if refresh.begun:  # the other ranks take part in all of it
+                refresh.end()
+            raise
+        refresh.end()
 
     def launch_due(self) -> None:
         """The refresh that a step has left."""
@@ -98,3 +103,38 @@ class Refreshes:
         }
         changed = [handle.name for handle in edited]
         agree(subject, {"changed": changed, **loaded}, ranks=self._topology.ranks)
+
+
+class Round:
+    """One refresh of some handles, launched in their order, at once or bit by bit; see [Note: Rounds of writing].
+
+    Args:
+        waits: other ranks may still read what is going to be written.
+    """
+
+    def __init__(self, handles: Sequence[Handle], hand_over: HandOver | None, *, waits: bool) -> None:
+        self._handles = handles
+        self._left: deque[Handle] | None = None
+        self._hand_over = hand_over
+        self._waits = waits
+
+    @property
+    def begun(self) -> bool:
+        return self._left is not None
+
+    def launch(self, ready: Collection[Handle]) -> None:
+        """The refresh of those that are `ready` and have none before them that is not."""
+        if self._left is None:
+            self._left = deque(self._handles)
+            for handle in self._handles:
+                handle.reshard()
+            if self._handles and self._hand_over is not None and self._waits:
+                self._hand_over.come()
+        while self._left and self._left[0] in ready:
+            self._left.popleft().launch_refresh()
+
+    def end(self) -> None:
+        """The refresh of all that are left."""
+        self.launch(self._handles)
+        if self._handles and self._hand_over is not None:
+            self._hand_over.end_round()

@@ -31,7 +31,6 @@ from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Parameters
 from layerzero.engine.micro_batches import MicroBatches
-from layerzero.engine.outside import refuse_transforms
 from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_backward, is_calling_itself
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
@@ -42,6 +41,7 @@ from layerzero.layout.owners import Owner
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
+from layerzero.tensors.outside import refuse_transforms
 from layerzero.tensors.structures import tensors_in
 
 __all__ = ["Runtime"]

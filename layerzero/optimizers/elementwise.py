@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from layerzero.optimizers.trial import CouldNotTry, difference, difference_of_owners, kind_of
 from layerzero.optimizers.twin import inner_optimizers, twin_of, unhooked
 
-__all__ = ["kinds_that_need_whole", "state_after_a_step"]
+__all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
 
 # Known to update each element by itself, whatever their settings. What is derived from them is tried out.
 _ELEMENTWISE = {
@@ -64,6 +64,11 @@ _IMPOSSIBLE = {
 }
 
 
+def is_elementwise_by_name(optimizer: Optimizer) -> bool:
+    """One of torch's own that update each element by itself; all that these keep, they keep by parameter."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
     """The kinds of its groups (:func:`layerzero.optimizers.trial.kind_of`) whose parameters it must have whole.
 
@@ -81,7 +86,7 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     if reason := _named(optimizer, _IMPOSSIBLE):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     _require_reachable(optimizer, name)
-    if elementwise or (elementwise is None and type(optimizer) in _ELEMENTWISE):
+    if elementwise or (elementwise is None and is_elementwise_by_name(optimizer)):
         return set()
     if elementwise is None and (reason := _named(optimizer, _MIXES_PARAMETERS)):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")

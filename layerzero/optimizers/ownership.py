@@ -61,6 +61,9 @@ class Ownership:
     def step(self, take_step: Callable[[], Any]) -> None:
         """Step the whole optimizer."""
         runtime = self._runtime
+        if not self.owned:
+            take_step()
+            return
         step_owned(self._inner, list(self.owned.values()), runtime.topology, runtime.buffers.scratch, take_step)
 
     def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from layerzero.optimizers.inner import (
 from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
 from layerzero.optimizers.owned import Owned
 from layerzero.optimizers.ownership import Ownership, own
+from layerzero.optimizers.parts import update
 from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.optimizers.state_view import StateView
 from layerzero.optimizers.trial import kind_of
@@ -150,10 +151,9 @@ class ShardedOptimizer(AroundAnother):
                 loss = closure()
         self._runtime.complete_gradients()
         self._runtime.micro_batches.note_step()
-        self._runtime.refreshes.before_step()
-        with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
-            step_once(self.inner, self._ownership.step if self._ownership.owned else None)
-        self._runtime.refreshes.after_step()
+        with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
+            names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
+            step_once(self.inner, partial(update, self.inner, self._ownership, names, self._runtime, refresh))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,0 +1,200 @@
+"""A step updates some masters, launches their refresh, and goes on: the same bits, and nothing waits for the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import runtime_of
+from tests.support.graphs import WORLD, Block, blocks, one_pass
+from tests.support.models import different
+from tests.support.ranks import mesh_of, run_ranks
+
+UNITS = 12
+
+
+def _sharded(size: int = 2, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = blocks(UNITS)
+    if settings.get("offload_optimizer"):
+        warnings.filterwarnings("ignore", message="offload_optimizer=True on")
+    return layerzero.shard_model(model, mesh=mesh_of(size), units={Block}, **settings)
+
+
+def _masters(handle: Handle) -> Tensor:
+    return torch.cat([member.master.detach().reshape(-1) for member in handle.members]).clone()
+
+
+@contextmanager
+def _seen_at_refreshes(model: nn.Module) -> Iterator[dict[int, list[bool]]]:
+    """By the index of a handle, when its refresh was launched: which handles' masters had been updated."""
+    handles = runtime_of(model).handles
+    before = [_masters(handle) for handle in handles]
+    seen: dict[int, list[bool]] = {}
+    launch = Handle.launch_refresh
+
+    def spied(handle: Handle) -> None:
+        updated = [not torch.equal(_masters(each), old) for each, old in zip(handles, before, strict=True)]
+        seen[handles.index(handle)] = updated
+        launch(handle)
+
+    with mock.patch.object(Handle, "launch_refresh", spied):
+        yield seen
+
+
+def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> None:
+    model = _sharded(size, **settings)
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.5), model)
+    for step in range(2):
+        one_pass(model, rank, step)
+        with _seen_at_refreshes(model) as seen:
+            optimizer.step()
+        optimizer.zero_grad()
+        handles = runtime_of(model).handles
+        assert list(seen) == list(range(len(handles))), "each once, in the order of the next forward"
+        has_rows = [bool(len(_masters(handle))) for handle in handles]
+        for index, updated in seen.items():
+            assert updated[index] or not has_rows[index], f"unit {index} travels before it was updated"
+        others = [seen[index][-1] for index in seen if index < len(handles) // 2]
+        assert any(has_rows[-1:]), "the last one tells"
+        assert any(others) is not in_parts, "the first half travels before the last unit is updated"
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "in_parts"),
+    [
+        (2, {}, True),
+        (2, {"node_memory": "off"}, True),
+        (1, {}, True),
+        (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
+        (4, {}, False),  # nothing travels
+        (4, {"offload_optimizer": True}, True),
+    ],
+)
+def test_the_first_units_travel_while_the_last_are_updated(size: int, settings: dict[str, Any], in_parts: bool) -> None:
+    run_ranks(_order, size, settings, in_parts, world_size=WORLD)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.25},
+        {"params": [p for n, p in named if "weight" not in n], "lr": 0.125},
+    ]
+
+
+def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
+    for make in (
+        lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.5),
+        lambda groups: torch.optim.AdamW(groups, lr=0.25, fused=True),
+        lambda groups: torch.optim.RMSprop(groups, lr=0.25, foreach=True),
+    ):
+        weights = []
+        for at_once in (False, True):
+            model = _sharded(size, **settings)
+            frozen = next(p for n, p in model.named_parameters() if n.endswith("units.3.linear.bias"))
+            frozen.requires_grad_(False)
+            inner = make(_groups(model))
+            optimizer = layerzero.shard_optimizer(inner, model)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            looked: list[int] = []
+            if at_once:  # whoever looks at all parameters before their refresh
+                inner.register_step_post_hook(lambda *_, to=looked: to.append(1))
+            for step in range(3):
+                one_pass(model, rank, step)
+                with _seen_at_refreshes(model) as seen:
+                    optimizer.step()
+                assert seen[0][-1] is at_once
+                scheduler.step()
+                optimizer.zero_grad()
+            assert len(looked) == (3 if at_once else 0)
+            assert {int(state["step"]) for state in inner.state.values() if "step" in state} <= {3}
+            weights.append((layerzero.full_state_dict(model), optimizer.state_dict()["state"]))
+        (whole, state), (expected, expected_state) = weights
+        if rank == 0:
+            assert not different(whole, expected)
+        assert state.keys() == expected_state.keys()
+        for name, values in state.items():
+            for key, value in values.items():
+                other = expected_state[name][key]
+                local = [v.to_local() if hasattr(v, "to_local") else torch.as_tensor(v) for v in (value, other)]
+                assert torch.equal(torch.as_tensor(local[0]), torch.as_tensor(local[1])), (name, key)
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, {}), (1, {"node_memory": "off"}), (2, {"offload_optimizer": True})])
+def test_parts_have_the_bits_of_the_whole(size: int, settings: dict[str, Any]) -> None:
+    run_ranks(_same, size, settings, world_size=WORLD)
+
+
+def _edited_by_hook(rank: int) -> None:
+    model = _sharded()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = layerzero.shard_optimizer(inner, model)
+
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                master.clamp_(-0.0625, 0.0625)
+
+    inner.register_step_post_hook(clamp)
+    one_pass(model, rank, 0)
+    optimizer.step()
+    with layerzero.unsharded(model):
+        largest = max(p.abs().max().item() for p in model.parameters())
+    assert largest == 0.0625, "what a hook of the optimizer inside does is refreshed"
+
+
+def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_travelled() -> None:
+    run_ranks(_edited_by_hook, world_size=WORLD)
+
+
+def _fails_halfway(rank: int, node_memory: str) -> None:
+    model = _sharded(node_memory=node_memory)
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    one_pass(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    start = layerzero.full_state_dict(model, rank0_only=False)
+    one_pass(model, rank, 1)
+    optimizer.param_groups[0]["lr"], calls = 0.25, []
+
+    class Interrupted(Exception):
+        pass
+
+    def failing(*_: Any, **__: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Interrupted
+
+    with mock.patch("torch.optim.sgd.sgd", failing), pytest.raises(Interrupted):
+        optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(list(model.parameters()))]
+    optimizer.zero_grad()
+    layerzero.load_full_state_dict(model, start)
+    for step in range(2):
+        one_pass(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    other = _sharded(node_memory=node_memory)
+    layerzero.load_full_state_dict(other, start)
+    plain = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.25), other)
+    for step in range(2):
+        one_pass(other, rank, step)
+        plain.step()
+        plain.zero_grad()
+    got, expected = (layerzero.full_state_dict(each, rank0_only=False) for each in (model, other))
+    assert not different(got, expected)
+
+
+@pytest.mark.parametrize("node_memory", ["auto", "off"])
+def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(node_memory: str) -> None:
+    run_ranks(_fails_halfway, node_memory, world_size=WORLD)
