@@ -37,7 +37,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
     A reader naps between its parts, so that a buffer that was written too early is read in the midst of it.
     """
     lane, pool = node_pool()
-    pool._foreseen[NUMEL, torch.float32] = buffers  # with fewer than the usual four, ranks must wait for readers
+    pool.foreseen = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
     if breaks == "reuse":  # as soon as this rank has added it itself

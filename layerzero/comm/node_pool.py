@@ -98,7 +98,7 @@ class NodePool(BufferPool):
         with self._lock:
             idle = self._idle[size]
             buffer = None
-            if idle and self._made[size] >= self._foreseen.get(size, _USUAL):
+            if idle and self._made[size] >= self.foreseen.get(size, _USUAL):
                 buffer = idle.popleft()[0]  # the one that the others have most likely read
             else:
                 self._made[size] += 1

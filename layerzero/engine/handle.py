@@ -115,7 +115,7 @@ class Handle:
             self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
-        self._route = route
+        self.route = route
         self._take_values([parameter for parameter, _ in originals])
         if shared is not None:
             shared.land(None)
@@ -190,7 +190,7 @@ class Handle:
         if not keeps_order(original):
             self._strided.append(StridedCopy(whole, like=original))
             whole = self._strided[-1].tensor
-        leaf = (nn.Parameter if self._route.shares_early else GatheredParameter)(whole)
+        leaf = (nn.Parameter if self.route.shares_early else GatheredParameter)(whole)
         accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=original.requires_grad)
@@ -354,7 +354,7 @@ class Handle:
         buffers = self._buffers
         self.gradients = Gradients(
             self.layout,
-            self._route,
+            self.route,
             label=self.label,
             master=self.precision.master,
             topology=self.topology,

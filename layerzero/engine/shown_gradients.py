@@ -46,6 +46,8 @@ class ShownGradients:
             if usage[slot] and not self._is_ours(slot, member.parameter.grad):
                 member.parameter.grad = self._gradient_of(slot)
             self._watches[slot].forbidden = forbidden
+        if agreed and not any(usage):  # the zeros that were sent are nobody's gradient
+            self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
         """The parameter's ``.grad`` is the one that was published here."""

@@ -12,7 +12,8 @@ Who owns what, who has a gradient and the order are the same on all ranks of a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -27,10 +28,10 @@ from layerzero.comm.topology import Topology
 from layerzero.engine.member import Member
 from layerzero.layout.owners import Owner, work_of
 from layerzero.optimizers.turns import Turn, step_in_turns
-from layerzero.storage.buffers import BufferPool
+from layerzero.storage.buffers import BufferPool, Size
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["Owned", "step_owned"]
+__all__ = ["Owned", "buffers_of_rounds", "step_owned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Owned:
     @property
     def is_at_home(self) -> bool:
         """All rows are on the owner."""
-        return self.numel_on(self.owner.s) == self._numel
+        return self.numel_on(self.owner.s) == self.numel
 
     @property
     def weight(self) -> tuple[int, str]:
@@ -58,7 +59,7 @@ class Owned:
         return -work_of(self.member.span.shape), self.member.name
 
     @property
-    def _numel(self) -> int:
+    def numel(self) -> int:
         return int(torch.Size(self.member.span.shape).numel())
 
     def numel_on(self, s: int) -> int:
@@ -74,6 +75,31 @@ class Owned:
         k = self.owner.s * topology.replicas + self.owner.r
         bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
         return RowSpan(self.member.name, tuple(shape), bounds, topology)
+
+
+def buffers_of_rounds(owned: Iterable[Owned], topology: Topology) -> Counter[Size]:
+    """What the rounds of these parameters borrow at once, by size; see :func:`_largest`."""
+    counts: Counter[Size] = Counter()
+    for dtype, (whole, rows) in _largest(owned, topology).items():
+        counts.update([(whole, dtype), (whole, dtype), (rows, dtype)])
+    return counts
+
+
+def _largest(owned: Iterable[Owned], topology: Topology) -> dict[torch.dtype, tuple[int, int]]:
+    """By dtype: elements of the largest parameter that this rank gets whole, and the most rows that it sends at once.
+
+    Whichever take part in a step, so that each step borrows the same.
+    """
+    away = [each for each in owned if each.owner.r == topology.grid.r and not each.is_at_home]
+    found = {}
+    for dtype in {each.member.master.dtype for each in away}:
+        whole, rows = 0, [0] * topology.zero3_size  # rows: by owner
+        for each in away:
+            if each.member.master.dtype == dtype:
+                whole = max(whole, each.numel if each.is_mine else 0)
+                rows[each.owner.s] = max(rows[each.owner.s], each.numel_on(topology.grid.s))
+        found[dtype] = whole, sum(rows)
+    return found
 
 
 def step_owned(
@@ -94,7 +120,7 @@ def step_owned(
         each.master.grad = None
         if each.owner.r == topology.grid.r and not each.is_at_home:
             away.append((each, gradient))
-    step_in_turns(inner, take_step, _turns(away, topology, pool))
+    step_in_turns(inner, take_step, _turns(away, _largest(owned, topology), topology, pool))
 
 
 def _require_gradients_alike(owned: Sequence[Owned], topology: Topology) -> None:
@@ -112,7 +138,12 @@ def _require_gradients_alike(owned: Sequence[Owned], topology: Topology) -> None
             )
 
 
-def _turns(away: Sequence[tuple[Owned, Tensor]], topology: Topology, pool: BufferPool) -> Iterator[Turn]:
+def _turns(
+    away: Sequence[tuple[Owned, Tensor]],
+    largest: Mapping[torch.dtype, tuple[int, int]],
+    topology: Topology,
+    pool: BufferPool,
+) -> Iterator[Turn]:
     """See [Note: Rounds of owners]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
         by_owner: list[list[tuple[Owned, Tensor]]] = [[] for _ in range(topology.zero3_size)]
@@ -120,7 +151,7 @@ def _turns(away: Sequence[tuple[Owned, Tensor]], topology: Topology, pool: Buffe
             if gradient.dtype == dtype:
                 by_owner[each.owner.s].append((each, gradient))
         rounds = [_Round(chosen, topology) for chosen in zip_longest(*by_owner)]
-        most, most_sent = max(each.received for each in rounds), max(each.sent for each in rounds)
+        most, most_sent = largest[dtype]
         whole, gradient, rows = (pool.take(numel, dtype) for numel in (most, most, most_sent))
         try:
             for played in rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,10 @@ from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.layout.owners import plan_owners
 from layerzero.optimizers.interchange import asked_by_torch
-from layerzero.optimizers.owned import Owned, step_owned
+from layerzero.optimizers.owned import Owned, buffers_of_rounds, step_owned
 from layerzero.optimizers.owned_state import with_what_others_own
 from layerzero.optimizers.trial import kind_of
+from layerzero.setup.scratch import plan_scratch, planned_again
 
 __all__ = ["Ownership", "own"]
 
@@ -52,11 +54,18 @@ class Ownership:
         own(self._runtime, [member for member, _ in members])
         for member, master in members:
             self.owned[id(member.parameter)] = Owned(member, self._runtime.owners[member.name], group, master)
+        self._foresee()
 
     def follow(self) -> None:
         """Owners may have changed."""
         owners = self._runtime.owners
         self.owned = {key: replace(each, owner=owners[each.member.name]) for key, each in self.owned.items()}
+        self._foresee()
+
+    def _foresee(self) -> None:
+        """Optimizers step one after the other, and when nothing is being reduced: the most of each will do."""
+        pool = self._runtime.buffers.scratch
+        pool.foreseen = Counter(pool.foreseen) | buffers_of_rounds(self.owned.values(), self._runtime.topology)
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Step the whole optimizer."""
@@ -119,6 +128,9 @@ def own(runtime: Runtime, members: Iterable[Member]) -> None:
             handle.finish_refresh()
             handle.recut(layout)
     runtime.owners = plan.owners
+    planned = planned_again(runtime.units)
+    in_node = any(handle.shared is not None for handle in handles)
+    runtime.buffers.scratch.foreseen = plan_scratch(planned, runtime.config, topology, in_node=in_node).scratch
     for optimizer in runtime.optimizers:
         optimizer.rows_have_moved()  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ an exchange is. Where more are in use (units whose backwards interleave), more a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +20,12 @@ from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.engine.reduction import IN_FLIGHT
 from layerzero.engine.route import Route
+from layerzero.engine.unit import Unit
 from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent
 from layerzero.storage.buffers import Size
 
-__all__ = ["PlannedHandle", "Scratch", "plan_scratch"]
+__all__ = ["PlannedHandle", "Scratch", "plan_scratch", "planned_again"]
 
 _UNREAD = 2  # buffers of a size that the others may still read when the next gradients land
 
@@ -59,6 +60,15 @@ class Scratch(NamedTuple):
 
     scratch: Counter[Size]
     outgoing: Counter[Size]  # of what hop 1 sends, where the other ranks of the node read it; else empty
+
+
+def planned_again(units: Iterable[Unit]) -> list[PlannedHandle]:
+    """Handles that are there, which may have been cut in another way since they were planned."""
+    return [
+        PlannedHandle(unit.name, "", handle.gradients is not None, handle.precision, handle.layout, handle.route)
+        for unit in units
+        for handle in unit.handles
+    ]
 
 
 def plan_scratch(
@@ -131,8 +141,10 @@ def _contains(outer: str, inner: str) -> bool:
 def _received(handle: PlannedHandle, leg: int, topology: Topology) -> Size:
     """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
     numel, exchange = handle.layout.numel, handle.route.legs[leg]
-    if leg == 1:
+    if exchange.exchange is Exchange.HOP2:
         numel = topology.grid.numel(handle.layout, Extent.NODE)
+        if (parts := topology.grid.parts(handle.layout)) is not None:
+            numel = topology.replicas * parts[topology.grid.r]
     lane = topology.zero3_reduce if exchange.exchange is Exchange.HOP1 else topology.replica
     return numel if lane.is_gloo else numel // lane.size, exchange.wire
 

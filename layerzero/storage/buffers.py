@@ -29,11 +29,14 @@ class BufferPool:
         foreseen: how many of a size may be in use at once. In the host's memory these are made together, and those that
             were given back last are taken first: what is never needed is an address, and no memory. More are made where
             they are needed.
+
+    Attributes:
+        foreseen: the same; it may be changed before there are any.
     """
 
     def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
-        self._foreseen = dict(foreseen)
+        self.foreseen: Mapping[Size, int] = dict(foreseen)
         self._order = StreamOrder.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
@@ -42,7 +45,7 @@ class BufferPool:
     @property
     def predicted_bytes(self) -> int:
         """What it comes to have allocated, if no more are needed than was foreseen."""
-        counts = self._foreseen if self._order is None else dict.fromkeys(self._foreseen, _SLOTS)
+        counts = self.foreseen if self._order is None else dict.fromkeys(self.foreseen, _SLOTS)
         return sum(count * numel * dtype.itemsize for (numel, dtype), count in counts.items())
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -51,7 +54,7 @@ class BufferPool:
         idle = self._idle[key]
         if self._order is None:
             if not idle:
-                more = max(1, self._foreseen.get(key, 0) - self._made[key])
+                more = max(1, self.foreseen.get(key, 0) - self._made[key])
                 idle.extend((self._make(numel, dtype), None) for _ in range(more))
             return idle.pop()[0]
         if idle and self._made[key] >= _SLOTS:
