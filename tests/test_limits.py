@@ -224,7 +224,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Of whole parameters: the optimizer's own methods": (
         "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
         "test_matrix_checkpoints.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
-        "test_matrix_checkpoints.py::test_lists_in_the_state_of_whole_parameters_are_refused_by_name",
+        "test_matrix_checkpoints.py::test_tables_in_the_state_of_whole_parameters_are_refused_by_name",
     ),
     "Of a whole parameter, setting": (
         "test_matrix_rules.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",

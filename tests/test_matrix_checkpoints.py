@@ -12,16 +12,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
 from tests.support.models import LayerwiseScaling, different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
-from tests.test_matrix_optimizers import CASES, Wide, matrices, owned_sgd, rows, shard_all
+from tests.test_matrix_optimizers import CASES as FLAT
+from tests.test_matrix_optimizers import Wide, matrices, owned_sgd, rows, shard_all
 
 TOPOLOGIES = ((2, 1), (4, 4), (1, 1), (2, 2), (4, 1), (4, 2))
 BATCHES = 4  # of a step, whatever the number of ranks
-NAMES = [name for name in ("Adafactor", "groups of one", "Muon, then AdamW") if name in CASES]
+
+
+class Factored(Optimizer):
+    """Divides by sums of squares along each dim, which it keeps in a list, as SOAP keeps its matrices."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if (gradient := parameter.grad) is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                sums = [torch.zeros(size) for size in parameter.shape]
+                state["factors"] = [[], *sums, (0, torch.zeros(())), None]
+            _, *sums, (steps, total), _ = state["factors"]
+            for dim, each in enumerate(sums):
+                each.mul_(0.5).add_(
+                    (gradient**2).transpose(0, dim).flatten(1).sum(1) if dim or gradient.ndim > 1 else 0
+                )
+            total.add_(gradient.abs().sum())
+            state["factors"][-2] = (steps + 1, total)
+            parameter.sub_(gradient / (1 + sum(each.sum() for each in sums) + total + steps), alpha=0.5)
+
+
+CASES = {**FLAT, "state in lists": lambda model: [Factored(model.parameters())]}
+NAMES = [name for name in ("Adafactor", "groups of one", "state in lists", "Muon, then AdamW") if name in CASES]
 
 
 def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> None:
@@ -35,23 +65,34 @@ def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> 
             optimizer.zero_grad()
 
 
+def flat(key: str, value: Any) -> dict[str, Tensor]:
+    """What a value consists of, whole."""
+    if isinstance(value, (list, tuple)):
+        found = {f"{key} of": torch.tensor(len(value))}
+        for index, item in enumerate(value):
+            found |= flat(f"{key}.{index}", item)
+        return found
+    if isinstance(value, DTensor):
+        return {key: value.full_tensor().clone()}
+    return {} if value is None else {key: torch.as_tensor(value).clone()}
+
+
 def whole_state(optimizer: layerzero.ShardedOptimizer) -> dict[str, Tensor]:
     """All state by name, whole, on every rank."""
     found = {}
     for name, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
-            found[f"{name} {key}"] = whole.clone()
+            found |= flat(f"{name} {key}", value)
     return found
 
 
 def state_alone(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Tensor]:
     names = {parameter: name for name, parameter in net.named_parameters()}
-    return {
-        f"{names[parameter]} {key}": torch.as_tensor(value)
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
+    found = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            found |= flat(f"{names[parameter]} {key}", value)
+    return found
 
 
 def alone(name: str, steps: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -148,29 +189,29 @@ def test_a_state_from_before_sharding_goes_to_the_owners() -> None:
     run_ranks(_early)
 
 
-class Listing(LayerwiseScaling):
-    """Keeps its tensors in a list, as some packages do."""
+class Keeping(LayerwiseScaling):
+    """Keeps something that is neither a tensor nor a number, as some packages do."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                self.state[parameter]["factors"] = [torch.ones(2)]
+                self.state[parameter]["factors"] = [torch.ones(2), {"a": 1}]
 
 
-def _lists(rank: int, path: str) -> None:
+def _tables(rank: int, path: str) -> None:
     model = layerzero.shard_model(Wide(), mesh=mesh_of(2), units=Wide.UNITS)
-    optimizer = layerzero.shard_optimizer(Listing(model.parameters()), model, elementwise=False)
+    optimizer = layerzero.shard_optimizer(Keeping(model.parameters()), model, elementwise=False)
     train(model, [optimizer], range(2))
-    with pytest.raises(TypeError, match=r"optimizer.state.[a-z.]*.factors is a list"):
+    with pytest.raises(TypeError, match=r"optimizer.state.[a-z.]*.factors.1 is a dict"):
         optimizer.state_dict()
-    with pytest.raises((TypeError, RuntimeError), match=r"factors is a list"):
+    with pytest.raises((TypeError, RuntimeError), match=r"factors.1 is a dict"):
         checkpoint.save(path, model, optimizer)
 
 
-def test_lists_in_the_state_of_whole_parameters_are_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(_lists, str(tmp_path / "step"))
+def test_tables_in_the_state_of_whole_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(_tables, str(tmp_path / "step"))
 
 
 def _once(rank: int, zero3_size: int) -> tuple[int, int]:

@@ -173,8 +173,13 @@ class Restore:
                 and not optimizer.is_owned(here[name])  # then it has what shapes it likes
                 and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
-            nested = [entry for entry in values.keys() - keys if next(references(values[entry], rank=self._rank), None)]
-            wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in nested]
+            inside = {
+                entry: [str(key_of(reference)) for reference in references(values[entry], rank=self._rank)]
+                for entry in values.keys() - keys
+            }
+            if not optimizer.is_owned(here[name]):
+                odd_ones = [entry for entry, found in inside.items() if found]
+                wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in odd_ones]
             odd = check_of[here[name]].state_problems(values, len(shape))
             wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
             self.problems += wrong
@@ -182,6 +187,8 @@ class Restore:
                 for entry, key in keys.items():
                     home = held.get(here[name], {}).get(entry)
                     self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape), home)
+                for key in (key for found in inside.values() for key in found):
+                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape))
                 state[here[name]] = values
                 self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]

@@ -43,26 +43,32 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], topol
 
 
 def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            number = value.item() if value.ndim == 0 else None
-            dtype = str(value.dtype).removeprefix("torch.")
-            described[key] = {"shape": list(value.shape), "dtype": dtype, "number": number}
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            described[key] = {"value": value}
-        else:
-            kind = type(value).__name__
-            said = (
-                f"optimizer.state.{name}.{key} is a {kind}; of whole parameters, only tensors and numbers can be told"
-            )
-            return {"wrong": said}
-    return described
+    try:
+        return {key: _entry(f"optimizer.state.{name}.{key}", value) for key, value in values.items()}
+    except TypeError as error:
+        return {"wrong": str(error)}
+
+
+def _entry(path: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        number = value.item() if value.ndim == 0 else None
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "number": number}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if type(value) in (list, tuple):
+        kind = type(value).__name__
+        return {kind: [_entry(f"{path}.{index}", item) for index, item in enumerate(value)]}
+    raise TypeError(
+        f"{path} is a {type(value).__name__}; of whole parameters, only tensors, numbers and lists of them can be told"
+    )
 
 
 def _made(entry: Mapping[str, Any], owned: Owned, device: torch.device) -> Any:
     if "value" in entry:
         return entry["value"]
+    for kind in (list, tuple):
+        if kind.__name__ in entry:
+            return kind(_made(item, owned, device) for item in entry[kind.__name__])
     dtype = getattr(torch, entry["dtype"])
     if not entry["shape"]:
         return torch.tensor(entry["number"], dtype=dtype)

@@ -23,6 +23,8 @@ Holder = Member | Owned | None  # who has a parameter's state: each rank its row
 def show(value: Any, holder: Holder) -> Any:
     """An entry of a parameter's state, as others see it."""
     if isinstance(holder, Owned):
+        if isinstance(value, (list, tuple)):
+            return type(value)(show(item, holder) for item in value)
         return (
             sharded(value, holder.span_of(value.shape), Watch()) if isinstance(value, Tensor) and value.ndim else value
         )
@@ -77,6 +79,8 @@ def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -
 
 
 def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_whole(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device

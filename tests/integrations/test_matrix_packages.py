@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero import checkpoint
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
+from tests.test_matrix_checkpoints import train
 from tests.test_matrix_optimizers import Wide, step_of
 
 NAMES = ("SOAP", "Shampoo", "Lamb", "CAME", "StableAdamW", "MARS")
@@ -37,6 +41,29 @@ def _train(rank: int, zero3_size: int) -> None:
             step_of(net, [theirs], range(4), step, 0.25, zero3_size)
         wrong = different(full_parameters(model), dict(net.named_parameters()))
         assert not wrong, f"{name}: {wrong}"
+
+
+def _resume(rank: int, path: str, saves: bool) -> None:
+    warnings.simplefilter("ignore")
+    world = dist.get_world_size()
+    model = layerzero.shard_model(Wide(), mesh=mesh_of(world), units=Wide.UNITS)
+    optimizer = layerzero.shard_optimizer(_build("SOAP", model), model)
+    if saves:
+        train(model, [optimizer], range(2))
+        checkpoint.save(path, model, optimizer)
+        return
+    checkpoint.load(path, model, optimizer)
+    train(model, [optimizer], range(2, 4))
+    net = Wide()
+    theirs = _build("SOAP", net)
+    train(net, [theirs], range(4))
+    wrong = different(full_parameters(model), dict(net.named_parameters()))
+    assert not wrong, wrong
+
+
+def test_lists_of_matrices_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(_resume, str(tmp_path / "step"), True)
+    run_ranks(_resume, str(tmp_path / "step"), False, world_size=2)
 
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
