@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.engine.handle import Handle
-from layerzero.engine.outside import explain_dtypes
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
 from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.outside import explain_dtypes
 from layerzero.tensors.sharded import RowShardedTensor
 
 __all__ = ["attach", "forward_hooks", "runtime_of"]
