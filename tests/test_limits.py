@@ -123,7 +123,11 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_whole_states.py::test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error",
         "test_torch_state_dicts.py::test_whole_states_go_out_and_come_in_through_torchs_options",
     ),
-    "Sharding a model twice": ("test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",),
+    "Sharding a model twice": (
+        "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
+        "test_expert_parallel.py::test_meshes_that_do_not_fit_are_one_error_on_all_ranks",
+    ),
+    "Whole states and checkpoints of plain": ("test_expert_parallel.py::test_users_see_all_experts",),
     "A model on meta with modules": (
         "test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
     ),
@@ -232,6 +236,11 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Optimizers around optimizers": (
         "test_optimizer_wrapper.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
     ),
+    "Optimizers that need whole parameters, in models": (
+        "test_tensor_parallel.py::test_what_cannot_be_right_is_one_error_on_all_ranks",
+        "test_expert_parallel.py::test_meshes_that_do_not_fit_are_one_error_on_all_ranks",
+    ),
+    "torch's own `clip_grad_norm_` where": ("test_expert_parallel.py::test_users_see_all_experts",),
     "Optimizers whose `step` needs a closure": (
         "test_elementwise.py::test_the_users_word_is_not_asked_where_nothing_could_work",
     ),

@@ -26,7 +26,7 @@ from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import groups_so_far, new_control_group
+from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -82,7 +82,7 @@ def save(
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
     runtime = runtime_of(model)
-    _write(_prepare(Path(path), runtime, optimizer, extra, keep_last), runtime.topology.control.group)
+    _write(_prepare(Path(path), runtime, optimizer, extra, keep_last), runtime.everyone.control.group)
 
 
 def save_async(
@@ -119,9 +119,9 @@ def save_async(
     except Exception as error:  # such as no memory to pin
         failure = error
     fields = groups_so_far() if staging.group is None else {}
-    agree("checkpoint.save_async", fields, ranks=runtime.topology.ranks, failure=failure)
+    agree("checkpoint.save_async", fields, ranks=runtime.everyone.ranks, failure=failure)
     if staging.group is None:
-        staging.group = new_control_group(runtime.topology)
+        staging.group = runtime.everyone.new_control_group()
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     return pending
 
@@ -169,8 +169,8 @@ class _Job:
 def _prepare(
     path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, keep_last: int | None
 ) -> _Job:
-    topology = runtime.topology
-    rank = topology.control.rank
+    topology, everyone = runtime.topology, runtime.everyone
+    rank = everyone.control.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "keep_last": keep_last, "checksums by": Scheme.best().algorithm}
     failure: Exception | None = None
@@ -207,7 +207,11 @@ def _prepare(
     writer = Writer(
         path,
         rank=rank,
-        topology={"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size},
+        topology={
+            "data_parallel": topology.data_parallel,
+            "zero3_size": topology.zero3_size,
+            **({} if everyone.size == topology.data_parallel else {"ranks": everyone.size}),
+        },
         document=document,
         own=own,
         sequence=partial(next_sequence, path.parent),

@@ -19,7 +19,7 @@ import torch
 
 from layerzero.checkpoint.values import DEPTH, Decoder, is_deeper, references
 
-__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology"]
+__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", "ranks_that_saved"]
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,21 @@ class StoredTensor:
 
 
 def check_topology(topology: Mapping[str, Any]) -> None:
-    """Two positive numbers. Raises ValueError."""
-    for name in ("data_parallel", "zero3_size"):
+    """Positive numbers. Raises ValueError."""
+    for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in topology else [])):
         if type(topology[name]) is not int or topology[name] < 1:
             raise ValueError(f"{name} is {topology[name]!r}")
 
 
+def ranks_that_saved(topology: Mapping[str, int]) -> int | None:
+    """All of them, those of further axes included; None: that is not known."""
+    return topology.get("ranks", topology.get("data_parallel"))
+
+
 def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
-    """Each tensor is made of rows that follow each other, and each file is large enough for what it holds.
+    """Each tensor is made of boxes without gaps, and each file is large enough for what it holds.
+
+    The boxes are rows that follow each other. A tensor may be cut along one more dim, of which each part is so cut.
 
     Raises:
         ValueError: names the tensor, or the file.
@@ -60,18 +67,23 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
             raise ValueError(f"{key} has shape {list(shape)}")
         if not shape and len(tensor.chunks) != 1:
             raise ValueError(f"{key} is one number, and in {len(tensor.chunks)} places")
-        row = 0
+        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows, by offsets and sizes beyond
         for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
             if file not in file_sizes:
                 raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
             if not _are_sizes(offsets) or not _are_sizes(sizes) or len(offsets) != len(shape):
                 raise ValueError(f"{key} is cut into {list(sizes)} at {list(offsets)}")
-            if any(offsets[1:]) or sizes[1:] != shape[1:] or len(sizes) != len(shape):
-                raise ValueError(f"{key} is cut in another way than by rows")
+            if len(sizes) != len(shape):
+                raise ValueError(_NOT_BY_ROWS.format(key))
+            column = offsets[1:], sizes[1:]
+            row = columns.get(column, 0)
             if shape and (offsets[0] != row or sizes[0] > shape[0] - row):
                 raise ValueError(f"{key} has {sizes[0]} rows at {offsets[0]} where row {row} of {shape[0]} is next")
-            row += sizes[0] if shape else 0
+            columns[column] = row + (sizes[0] if shape else 0)
             held[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
+        if columns and not _fill(sorted(columns), shape[1:]):
+            raise ValueError(_NOT_BY_ROWS.format(key))
+        row = min(columns.values(), default=0)
         if shape and row != shape[0] and all(shape):
             raise ValueError(f"{key} has {shape[0]} rows, of which {row} are in files")
     for file, nbytes in held.items():
@@ -79,7 +91,27 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
             raise ValueError(f"{file} has {file_sizes[file]} bytes, too few for its {nbytes} bytes of tensors")
 
 
-def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, ranks: int) -> None:
+_NOT_BY_ROWS = "{} is cut in another way than by rows, and along one more dim"
+
+
+def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Boxes, ascending, that follow each other along one dim and have the others whole, fill `shape`."""
+    if len(columns) == 1:
+        return columns[0] == ((0,) * len(shape), shape)
+    starts, sizes = zip(*columns, strict=True)
+    cut = [dim for dim in range(len(shape)) if len({start[dim] for start in starts}) > 1]
+    if len(cut) != 1:
+        return False
+    (dim,), end = cut, 0
+    for start, size in columns:
+        others = [(start[each], size[each]) == (0, shape[each]) for each in range(len(shape)) if each != dim]
+        if start[dim] != end or not all(others):
+            return False
+        end += size[dim]
+    return end == shape[dim] and all(size[dim] for size in sizes)
+
+
+def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, ranks: int | None) -> None:
     """It has the parts that it must have, and :class:`Decoder` can decode them.
 
     Args:
@@ -113,7 +145,7 @@ def _check_names(value: Any, what: str) -> None:
         raise ValueError(f"{what} is not a table of names")
 
 
-def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int) -> None:
+def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
     """What :class:`Decoder` takes for granted."""
     if isinstance(value, list):
         for item in value:
@@ -130,7 +162,7 @@ def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int) ->
 
 
 def _check_tagged(
-    tag: str, content: Any, value: Mapping[str, Any], tensors: Mapping[str, StoredTensor], ranks: int
+    tag: str, content: Any, value: Mapping[str, Any], tensors: Mapping[str, StoredTensor], ranks: int | None
 ) -> None:
     if tag in ("$tensor", "$sharded", "$ndarray"):
         if type(content) is not str or content not in tensors or type(value.get("like", "")) is not str:

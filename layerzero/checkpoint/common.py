@@ -24,7 +24,7 @@ class LostEachOther(CheckpointError):
 
 def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
     try:
-        agree(subject, fields, ranks=runtime.topology.ranks, failure=failure)
+        agree(subject, fields, ranks=runtime.everyone.ranks, failure=failure)
     except RuntimeError as error:
         for kind in (
             CheckpointError,

@@ -79,7 +79,7 @@ def export_model(
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
     Tied parameters are written under each of their names; states of modules that are no tensors are left out. No more
-    than 64 MiB (or a row) of a tensor is in memory at once.
+    than 64 MiB (or a row) of a tensor is in memory at once, but for those that were saved in columns (tensor parallel).
 
     Args:
         dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
@@ -126,7 +126,13 @@ def export_model(
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The values of a tensor in order, piece by piece."""
+    """The values of a tensor in order, piece by piece; all at once where it is cut in columns."""
+    if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for file, at, sizes in tensor.chunks:
+            whole[tuple(slice(o, o + n) for o, n in zip(at, sizes, strict=True))] = files[file].get_tensor(key)
+        yield whole.to(dtype)
+        return
     for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
         for piece in pieces(files[file], key, sizes, tensor.dtype):
             yield piece.to(dtype)

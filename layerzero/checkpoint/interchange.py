@@ -90,7 +90,7 @@ class _DcpFiles:
         self.twice = False
         self._source = source
         self._path = path
-        self._group = runtime.topology.control.group
+        self._group = runtime.everyone.control.group
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

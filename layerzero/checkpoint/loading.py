@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from layerzero.checkpoint.checks import ranks_that_saved
 from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable
 from layerzero.checkpoint.files import CheckpointError, Manifest
 from layerzero.checkpoint.reading import Files
@@ -63,7 +64,7 @@ def prepare_load(
     path = Path(path)
 
     def opened(runtime: Runtime) -> Source:
-        control = runtime.topology.control
+        control = runtime.everyone.control
         return Files(Manifest.read(path), rank=control.rank, ranks=control.size)
 
     return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict)
@@ -98,7 +99,7 @@ def prepare_from(
 ) -> PreparedLoad:
     """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
-    control = runtime.topology.control
+    control = runtime.everyone.control
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
@@ -110,7 +111,7 @@ def prepare_from(
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
-        same = source.contents.topology.get("data_parallel") == control.size
+        same = ranks_that_saved(source.contents.topology) == control.size
         rank = control.rank if same else None
         restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice)
         if restore.problems and strict:
@@ -144,7 +145,7 @@ class PreparedLoad:
     def commit(self) -> Any:
         """Change the model and the optimizer; returns ``extra``. All data-parallel ranks must call this."""
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
-        if self.restore.problems and self.runtime.topology.control.rank == 0:
+        if self.restore.problems and self.runtime.everyone.is_first:
             said = printable("; ".join(self.restore.problems))
             warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
         return extra

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.values import Encoder
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.tensors.rows import refuse_apart
 from layerzero.tensors.sharded import LocalRows
 
 __all__ = ["Names", "encode_all"]
@@ -32,6 +33,7 @@ class Names:
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        refuse_apart("layerzero.checkpoint", (m.span for m in runtime.members.values()), runtime.everyone.size)
         self.entries: dict[str, Any] = {}  # by stored name: what is saved
         self.targets: dict[str, Tensor | nn.Module] = {}
         self.odd: list[str] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from layerzero.checkpoint.untrusted import parse
 from layerzero.checkpoint.values import DTYPES
 from layerzero.tensors.sharded import LocalRows, plain
 
-__all__ = ["Files"]
+__all__ = ["Files", "same_columns"]
 
 _HEADER_BYTES = 100 << 20  # of a safetensors file
 
@@ -68,6 +69,8 @@ class Files:
             if again:
                 self._again[file] = again
             self._read(file, now)
+            for part in parts:
+                part.finish()
 
     def read_again(self) -> None:
         """Fill what is to be read in place. Raises CheckpointError, after which that has any contents."""
@@ -108,13 +111,26 @@ class Files:
         return into.numpy().tobytes()
 
 
+def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
+    """Of rows whose columns begin at `starts`, the wanted ones."""
+    cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
+    here = (slice(None), *cut)
+    return rows[here]
+
+
+def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
+    """What is stored at a place has as long rows as a box, of the same columns: rows of both are the same bytes."""
+    return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
+
+
 class _Part(NamedTuple):
     """Bytes of a tensor that are in one file.
 
     Attributes:
         sizes: of all that the file has of the tensor.
         offset: of the wanted bytes in that.
-        into: where they belong; uint8.
+        into: where they are read; uint8.
+        finish: brings them from there to where they belong.
     """
 
     file: str
@@ -122,24 +138,35 @@ class _Part(NamedTuple):
     sizes: tuple[int, ...]
     offset: int
     into: Tensor
+    finish: Callable[[], object] = lambda: None
 
 
 def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     """Where the rows of `tensor` are that are on this rank; all of them if it is whole."""
-    memory = _bytes_of(plain(tensor))
+    memory, held = _bytes_of(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
         if memory.numel():  # a sharded number is on one rank
             yield _Part(file, key, sizes, 0, memory)
         return
-    row = stored.dtype.itemsize * math.prod(stored.shape[1:])  # bytes
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    first = local.span.rows.start if isinstance(local, LocalRows) else 0
-    last = first + len(plain(tensor))
-    for file, (at, *_), sizes in stored.chunks:
-        start, stop = max(first, at), min(last, at + sizes[0])
-        if start < stop and row:
-            yield _Part(file, key, sizes, (start - at) * row, memory[(start - first) * row : (stop - first) * row])
+    box = local.span.box if isinstance(local, LocalRows) else tuple(slice(0, size) for size in stored.shape)
+    first, last = box[0].start, box[0].stop
+    for file, at, sizes in stored.chunks:
+        row = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes
+        start, stop = max(first, at[0]), min(last, at[0] + sizes[0])
+        if not (start < stop and row and memory.numel()):
+            continue
+        offset, nbytes = (start - at[0]) * row, (stop - start) * row
+        if same_columns(box, at, sizes):
+            yield _Part(file, key, sizes, offset, memory[(start - first) * row :][:nbytes])
+            continue
+        common = [(max(b.start, a), min(b.stop, a + size)) for b, a, size in zip(box, at, sizes, strict=True)][1:]
+        if all(begin < end for begin, end in common):
+            whole_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
+            source = _columns(whole_rows, common, at[1:])
+            target = _columns(held[start - first : stop - first], common, [each.start for each in box[1:]])
+            yield _Part(file, key, sizes, offset, _bytes_of(whole_rows), partial(target.copy_, source))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

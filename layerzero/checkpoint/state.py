@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.names import Names
+from layerzero.checkpoint.reading import same_columns
 from layerzero.checkpoint.stepping import GroupCheck, as_kept, key_of
 from layerzero.checkpoint.storage import Contents
 from layerzero.checkpoint.values import Decoder, references
@@ -164,7 +165,7 @@ class Restore:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
             member = self._names.members.get(name)
-            shape = self._names.entries[name].shape if member is None else torch.Size(member.span.shape)
+            shape = self._names.entries[name].shape if member is None else torch.Size(member.span.true_shape)
             keys = {entry: key for entry, value in values.items() if (key := key_of(value)) is not None}
             wrong = [
                 f"{entry} of {name} in the optimizer: {problem}"
@@ -215,7 +216,7 @@ class Restore:
         key, like = str(key_of(reference)), reference.get("like")
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
-        if like is not None and (member is None or member.span.shape != stored.shape):
+        if like is not None and (member is None or member.span.true_shape != stored.shape):
             self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
         else:
             self._use(key, None if member is None else member.span)
@@ -244,7 +245,7 @@ class Restore:
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
             return sharded(self._homes[key].detach(), first, Watch())
-        rows = torch.empty(len(first.rows), *stored.shape[1:], dtype=stored.dtype)
+        rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
         return sharded(rows, first, Watch())
 
     def _read(self, key: str) -> Any:
@@ -306,7 +307,8 @@ def _takes_bytes(home: Tensor, span: RowSpan, stored: StoredTensor) -> bool:
         type(home) in (Tensor, nn.Parameter)
         and home.layout is torch.strided
         and home.dtype == stored.dtype
-        and home.shape == (len(span.rows), *stored.shape[1:])
+        and home.shape == (len(span.rows), *span.shape[1:])
+        and all(same_columns(span.box, at, sizes) for _, at, sizes in stored.chunks)
         and home.is_contiguous()
         and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
     )

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from layerzero.checkpoint.checks import StoredTensor, check_document, check_tensors, check_topology
+from layerzero.checkpoint.checks import StoredTensor, check_document, check_tensors, check_topology, ranks_that_saved
 from layerzero.checkpoint.files import (
     CheckpointError,
     FileRecord,
@@ -58,7 +58,7 @@ class Contents:
     """What ``contents.json`` says.
 
     Attributes:
-        topology: of the ranks that saved: ``data_parallel`` and ``zero3_size``.
+        topology: of the ranks that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` where there were more.
         document: what :class:`layerzero.checkpoint.values.Encoder` made of the model, the optimizer and ``extra``.
         tensors: by key, what `document` refers to.
     """
@@ -90,7 +90,7 @@ class Contents:
                 raise ValueError(f"{min(odd)} has a dtype that safetensors files do not have")
             check_topology(content["topology"])
             check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
-            check_document(content["document"], tensors, ranks=content["topology"]["data_parallel"])
+            check_document(content["document"], tensors, ranks=ranks_that_saved(content["topology"]))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return cls(content["topology"], content["document"], tensors)

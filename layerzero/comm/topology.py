@@ -13,7 +13,7 @@ not bound to a device; the group then connects at its first exchange, as it does
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,13 +28,22 @@ from layerzero.comm.exchange import Ledger
 from layerzero.layout.grid import Grid
 from layerzero.storage.device import compute_device, default_device_type
 
-__all__ = ["AXES", "Topology", "as_data_parallel", "groups_so_far", "init_mesh", "mesh_from_groups", "new_group_like"]
+__all__ = [
+    "AXES",
+    "Topology",
+    "as_data_parallel",
+    "groups_so_far",
+    "init_mesh",
+    "mesh_from_groups",
+    "mesh_of_ranks",
+    "new_group_like",
+]
 
 AXES = ("replica", "zero3")
 _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topology:
     """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
 
@@ -71,9 +80,9 @@ class Topology:
         return self.grid.shard_index
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
-        mesh = as_data_parallel(mesh)
-        ledger = Ledger()
+    def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None) -> Topology:
+        """Every rank of the mesh must call this. `ledger`: counts what is sent here, too."""
+        mesh, ledger = as_data_parallel(mesh), ledger or Ledger()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
@@ -118,8 +127,12 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
-    world = dist.get_world_size()
-    device_type = device_type or default_device_type()
+    return mesh_of_ranks(range(dist.get_world_size()), zero3_size, device_type or default_device_type())
+
+
+def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
+    """:func:`init_mesh` of some ascending ranks, all of which call this."""
+    world = len(ranks)
     failure: Exception | None = None
     try:
         size = _checked_size(zero3_size, world)
@@ -127,11 +140,11 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
         size, failure = 1, error
     asked = zero3_size if failure is not None else size
     fields = {"zero3_size": repr(asked), "device_type": device_type, **groups_so_far()}
-    agree("init_mesh", fields, ranks=range(world), failure=failure)
-    table = torch.arange(world).view(world // size, size)
+    agree("init_mesh", fields, ranks=ranks, failure=failure)
+    table = torch.tensor(ranks).view(world // size, size)
     everyone = dist.group.WORLD
     assert everyone is not None
-    row = table[dist.get_rank() // size].tolist()
+    row = table[ranks.index(dist.get_rank()) // size].tolist()
     return _mesh_over(table, new_group_like(row, like=everyone, device_type=device_type), device_type)
 
 
@@ -194,12 +207,6 @@ def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type:
     column = table[:, dist.get_rank(zero3_group)].tolist()
     replica_group = new_group_like(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
-
-
-def new_control_group(topology: Topology) -> dist.ProcessGroup:
-    """Another gloo group of all ranks, for a thread of its own. Every rank must call this."""
-    like = topology.control.group
-    return new_group_like(list(topology.ranks), like=like, device_type="cpu", backend=dist.get_backend(like))
 
 
 def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,9 +9,9 @@ buffer of each. When it may be written and read then: [Note: Rounds of writing] 
 [Note: Version counters]
 `full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
 views. gloo bumps the counter of its output from another thread, which autograd would take for an edit; the alias
-keeps that away. All leaves share the counter of `compute` (those with strides of their own have one each). So one
-comparison tells whether a forward has edited weights that will be thrown away, and one increment makes autograd refuse
-a graph that outlived an optimizer step.
+keeps that away. All leaves share the counter of `compute` (those with strides of their own, and DTensors, have one
+each). So one comparison tells whether a forward has edited weights that will be thrown away, and one increment makes
+autograd refuse a graph that outlived an optimizer step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Works, all_gather
+from layerzero.comm.everyone import Everyone
 from layerzero.comm.handover import SharedWeights
 from layerzero.comm.topology import Topology
 from layerzero.config import Precision
@@ -35,11 +36,11 @@ from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.flat import FlatLayout, Slot
 from layerzero.layout.grid import Extent, overlap
 from layerzero.storage.slabs import Buffers
-from layerzero.tensors.main_grad import GatheredParameter
+from layerzero.tensors.faces import Face
+from layerzero.tensors.leaves import Leaves
 from layerzero.tensors.moves import carry_over
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.sharded import RowShardedTensor, sharded
-from layerzero.tensors.strided import StridedCopy, keeps_order
 
 __all__ = ["Handle", "ShardState"]
 
@@ -70,7 +71,8 @@ class Handle:
         name: for messages: the unit's name and the kind.
         label: for traces: the unit's name. Handles of one unit share a slab; see storage/slabs.py.
         layout: flat places of the parameters.
-        originals: by slot of `layout`: the parameter and its owners; its values are taken, its storage is not kept.
+        originals: by slot of `layout`: the part of a parameter that is sharded here, its owners, and its face; its
+            values are taken, its storage is not kept.
         shared: memory of the node for the full buffer, if there is any.
     """
 
@@ -78,7 +80,7 @@ class Handle:
         self,
         name: str,
         layout: FlatLayout,
-        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
+        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]],
         *,
         label: str,
         precision: Precision,
@@ -96,7 +98,7 @@ class Handle:
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
-        by_host = any(parameter.requires_grad for parameter, _ in originals) or precision.master != precision.compute
+        by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
         self._gathering: Works | None = None
         self._refreshing: Works | None = None
@@ -116,13 +118,12 @@ class Handle:
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.compute = self.full.data  # see [Note: Version counters]
         self.route = route
-        self._take_values([parameter for parameter, _ in originals])
+        self._take_values([parameter for parameter, _, _ in originals])
         if shared is not None:
             shared.land(None)
-        self._strided: list[StridedCopy] = []
+        self._leaves = Leaves(self.compute)
         self.members = tuple(
-            self._make_member(slot, original, owners)
-            for slot, (original, owners) in zip(layout.slots, originals, strict=True)
+            self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
         self._buffers = buffers
         self._inspect: Inspect | None = None
@@ -130,7 +131,7 @@ class Handle:
         self.shown: ShownGradients | None = None  # there with `gradients`
         if self.trainable:
             self._start_gradients()
-        self._version = self._leaves_version
+        self._version = self._leaves.version
         self._free_full()
 
     @cached_property
@@ -147,6 +148,11 @@ class Handle:
     def trainable(self) -> bool:
         """Some parameter of it required a gradient at the last forward."""
         return any(member.leaf.requires_grad for member in self.members)
+
+    def sharers(self, everyone: Everyone) -> tuple[int, ...]:
+        """The ranks of the model that have the same parameters here, or parts of them."""
+        apart = any(member.span.holders < everyone.size for member in self.members)
+        return self.topology.ranks if apart else everyone.ranks
 
     @property
     def may_be_updated(self) -> bool:
@@ -175,22 +181,21 @@ class Handle:
                 common = overlap(slot, grid.range_of(layout, extent))
                 target[common.of_range] = values[common.of_slot]
 
-    def _rows_of(self, slot: Slot, shape: tuple[int, ...]) -> tuple[Tensor, RowSpan, slice]:
+    def _rows_of(self, slot: Slot, shape: tuple[int, ...], face: Face | None) -> tuple[Tensor, RowSpan, slice]:
         """The rows of a slot, of a parameter of `shape`, in the masters, which rows they are, and where."""
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowSpan(slot.name, shape, bounds, topology)
+        span = RowSpan(slot.name, shape, bounds, topology, face)
         local = topology.grid.part(layout, slot, Extent.RANK)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
-    def _make_member(self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...]) -> Member:
-        master, span, local = self._rows_of(slot, tuple(original.shape))
-        whole = self.compute[slot.offset : slot.end].view(original.shape)
-        if not keeps_order(original):
-            self._strided.append(StridedCopy(whole, like=original))
-            whole = self._strided[-1].tensor
-        leaf = (nn.Parameter if self.route.shares_early else GatheredParameter)(whole)
+    def _make_member(
+        self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...], face: Face | None
+    ) -> Member:
+        master, span, local = self._rows_of(slot, tuple(original.shape), face)
+        place, offers = slice(slot.offset, slot.end), not self.route.shares_early
+        leaf = self._leaves.make(place, original, face, offers_main_grad=offers)
         accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=original.requires_grad)
@@ -220,7 +225,7 @@ class Handle:
             self.master = self._new_master().copy_(node[place])
         self.watch = self.watch.moved(_MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot, member.span.shape), self.watch)
+            member.recut(*self._rows_of(slot, member.span.shape, member.span.face), self.watch)
         if self.gradients is not None:
             self.gradients.recut(layout)
             self.shown = ShownGradients(self.members, self.gradients)
@@ -249,8 +254,7 @@ class Handle:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
             gathering.wait()
-        for strided in self._strided:
-            strided.fill(self._storages)
+        self._leaves.fill(self._storages)
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
@@ -258,8 +262,8 @@ class Handle:
         self.wait()
         if self.state is ShardState.SHARDED:
             return
-        edited = self._leaves_version != self._version
-        self._version = self._leaves_version
+        edited = self._leaves.version != self._version
+        self._version = self._leaves.version
         self._free_full()
         self._move_to(ShardState.SHARDED)
         if edited:
@@ -271,15 +275,14 @@ class Handle:
             )
 
     def _free_full(self) -> None:
-        for strided in self._strided:
-            strided.free(self._storages)
+        self._leaves.free(self._storages)
         if self.gathers:
             self._storages.reclaim(self.full.untyped_storage())
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
         """Bytes of what is there while the unit computes: the full buffer, and parameters in strides of their own."""
-        return (self._full_bytes if self.gathers else 0, *(strided.gathered_bytes for strided in self._strided))
+        return (self._full_bytes if self.gathers else 0, *self._leaves.sizes)
 
     @property
     def gathered_bytes(self) -> int:
@@ -288,13 +291,7 @@ class Handle:
     @property
     def full_bytes(self) -> int:
         """Of them, those that are there now."""
-        full = self.full.untyped_storage().nbytes() if self.gathers else 0
-        return full + sum(strided.nbytes for strided in self._strided)
-
-    @property
-    def _leaves_version(self) -> int:
-        """Grows with every edit of a gathered parameter."""
-        return self.compute._version + sum(strided.tensor._version for strided in self._strided)
+        return (self.full.untyped_storage().nbytes() if self.gathers else 0) + self._leaves.nbytes
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
@@ -340,8 +337,8 @@ class Handle:
         self._refuse_old_graphs()
 
     def _refuse_old_graphs(self) -> None:
-        torch.autograd.graph.increment_version([self.compute, *(strided.tensor for strided in self._strided)])
-        self._version = self._leaves_version
+        self._leaves.outdate()
+        self._version = self._leaves.version
 
     def finish_refresh(self) -> None:
         if self._refreshing is not None:

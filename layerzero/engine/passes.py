@@ -1,10 +1,18 @@
-"""Forwards and backwards that are under way. Each is an object that lives as long as its pass."""
+"""Forwards and backwards that are under way. Each is an object that lives as long as its pass.
+
+[Note: Gathers ahead, by mesh]
+Where units are on several meshes, ranks of one group may call units of another mesh that others of the group do not:
+experts without tokens. A gather is launched ahead by a call of a unit on the same mesh, so that the ranks that share in
+it launch it at the same place of the program. An unforeseen one waits for them; elsewhere they might wait for this rank
+in an exchange of the user's.
+"""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,19 +28,24 @@ __all__ = ["BackwardPass", "Call", "ForwardPass", "call_between", "inside_backwa
 class Call:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("__weakref__", "_order", "_position", "around", "is_watched", "unit")
+    __slots__ = ("__weakref__", "_forward", "_position", "around", "is_watched", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Call, ...]) -> None:
         self.unit = unit
         self.around = around  # the calls that make this one, outermost first
         self.is_watched = False  # the gradients of its inputs will end its backward
-        self._order: list[weakref.ref[Call]] = []  # all calls of the forward, by return; the graph keeps them
+        self._forward: ForwardPass | None = None
         self._position = 0
 
-    def join(self, order: list[weakref.ref[Call]]) -> None:
+    def join(self, forward: ForwardPass) -> None:
         """Take the next place in the order of a forward."""
-        self._order, self._position = order, len(order)
-        order.append(weakref.ref(self))
+        self._forward, self._position = forward, len(forward.returned)
+        forward.returned.append(weakref.ref(self))
+
+    @property
+    def _order(self) -> list[weakref.ref[Call]]:
+        """All calls of the forward, by return; the graph keeps them."""
+        return self._forward.returned if self._forward is not None else []
 
     @property
     def follower(self) -> Call | None:
@@ -40,41 +53,60 @@ class Call:
         return self._order[self._position + 1]() if self._position + 1 < len(self._order) else None
 
     def ended_handles(self) -> Iterator[Handle]:
-        """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's."""
+        """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
+
+        The last call has no follower: of units that the forward did not call.
+        """
         follower = self.follower
         if follower is not None:
             for ended in (follower, *follower.around):
                 if ended is not self and ended not in self.around:
                     yield from ended.unit.handles
+        elif self._forward is not None:
+            for unit in self._forward.skipped:
+                yield from unit.handles
 
     def before(self, count: int) -> Sequence[Call]:
-        """The `count` calls that returned before this one, nearest first."""
-        earlier = self._order[max(0, self._position - count) : self._position][::-1]
-        return [call for weak in earlier if (call := weak()) is not None]
+        """The `count` calls, of units on this one's mesh, that returned before this one, nearest first."""
+        earlier = (self._order[place]() for place in range(self._position - 1, -1, -1))
+        alike = (call for call in earlier if call is not None and call.unit.topology is self.unit.topology)
+        return list(islice(alike, count))
 
 
 class ForwardPass:
     """A forward of the root, or of a unit called by itself.
 
     Args:
+        units: of the model.
         expected: the calls of the last forward through the same entry.
     """
 
-    def __init__(self, entry: Unit, expected: list[Unit]) -> None:
+    def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
         self.entry = entry
         self.called: list[Unit] = []
         self.returned: list[weakref.ref[Call]] = []
         self.prefetched: set[Unit] = set()
         self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
         self._expected = expected
+        self._units = units
+
+    @property
+    def skipped(self) -> list[Unit]:
+        """Units of the model that it did not call."""
+        called = set(self.called)
+        return [unit for unit in self._units if unit not in called]
 
     def upcoming(self, count: int) -> list[Unit]:
-        """The units that follow if this forward goes on like the last one; none once it has left that path."""
+        """The units that follow if this forward goes on like the last one; none once it has left that path.
+
+        Those on the mesh of the unit that was called last. See [Note: Gathers ahead, by mesh].
+        """
         here = len(self.called)
         # There is no call where the first one has raised before it began.
         if not 0 < here <= len(self._expected) or self._expected[here - 1] is not self.called[-1]:
             self._expected = []
-        return self._expected[here : here + count]
+        following = (unit for unit in self._expected[here:] if unit.topology is self.called[-1].topology)
+        return list(islice(following, count))
 
 
 class BackwardPass:

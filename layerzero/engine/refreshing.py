@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.everyone import Everyone
 from layerzero.comm.handover import HandOver
-from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 
 __all__ = ["Refreshes", "Round"]
@@ -26,14 +26,14 @@ class Refreshes:
         deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
     """
 
-    def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
+    def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
         self.deferred = False
         self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
         self._steps = 0  # of optimizers, since the last forward
         self._expected_steps = 1  # as many as there were between the two forwards before
         self._handles = handles
         self._hand_over = next((handle.shared.hand_over for handle in handles if handle.shared is not None), None)
-        self._topology = topology
+        self._everyone = everyone
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
         """The refresh of `handles`; None: of all. Every rank must call this."""
@@ -96,13 +96,13 @@ class Refreshes:
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
-        loaded = {
-            f"digest of the whole tensor for {name!r}": digest
-            for handle in edited
-            for name, digest in handle.watch.loaded.items()
-        }
         changed = [handle.name for handle in edited]
-        agree(subject, {"changed": changed, **loaded}, ranks=self._topology.ranks)
+        told: dict[tuple[int, ...], dict[str, object]] = {self._everyone.ranks: {"changed": changed}}
+        for handle in edited:
+            fields = told.setdefault(handle.sharers(self._everyone), {})
+            fields |= {f"digest of the whole tensor for {name!r}": said for name, said in handle.watch.loaded.items()}
+        for ranks, fields in told.items():
+            agree(subject, fields, ranks=ranks)
 
 
 class Round:

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from layerzero.comm.order import GatherOrder
-from layerzero.comm.topology import Topology
+from layerzero.comm.everyone import Everyone
 from layerzero.comm.whereabouts import LostExchange
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
@@ -35,7 +34,7 @@ from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_back
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
-from layerzero.engine.unit import Unit, most_gathered
+from layerzero.engine.unit import Unit, most_gathered, orders_of
 from layerzero.engine.view import View, refuse_gradients
 from layerzero.layout.owners import Owner
 from layerzero.storage.device import streams_module
@@ -55,7 +54,7 @@ class Runtime:
         model: nn.Module,
         units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
-        topology: Topology,
+        everyone: Everyone,
         buffers: Buffers,
         ignored: Sequence[nn.Parameter],
     ) -> None:
@@ -63,7 +62,8 @@ class Runtime:
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.config = config
-        self.topology = topology
+        self.everyone = everyone
+        self.topology = topology = everyone.topology
         self.buffers = buffers
         # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
         self.staying = {unit for unit in self.units if not unit.reshards}
@@ -84,14 +84,14 @@ class Runtime:
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
-        self.gradients = GradientSync(self.handles, topology)
-        self.refreshes = Refreshes(self.handles, topology)
+        self.gradients = GradientSync(self.handles, everyone)
+        self.refreshes = Refreshes(self.handles, everyone)
         self._structure = Structure(model, self.members.values())
         self.micro_batches = MicroBatches(
             would_save=any(handle.gradients is not None and handle.gradients.no_sync_saves for handle in self.handles)
         )
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._order = GatherOrder([unit.label for unit in self.units], topology.node_control)
+        self._orders = orders_of(self.units)
 
     @property
     def model(self) -> nn.Module:
@@ -146,7 +146,7 @@ class Runtime:
         output = unit.cast_output(output)
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
-            call.join(self._forward.returned)
+            call.join(self._forward)
         stays = comes_back and unit in self.staying
         if not stays and not inside_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.upcoming(1) == [unit]:
@@ -174,7 +174,7 @@ class Runtime:
         self._structure.heed()
         self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
-        self._forward = ForwardPass(entry, expected=self._last_calls.get(entry, []))
+        self._forward = ForwardPass(entry, self.units, expected=self._last_calls.get(entry, []))
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
@@ -211,7 +211,7 @@ class Runtime:
     def _gather(self, unit: Unit) -> None:
         absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
         if any(handle.gathers for handle in absent):
-            self._order.check(self._index[unit])
+            self._orders[unit.topology].check(self._index[unit])
         if absent:
             unit.gather()
 
@@ -221,7 +221,7 @@ class Runtime:
                 if handle.state is ShardState.GATHERING:
                     handle.wait()
         except LostExchange as error:
-            raise self._order.explain(error) from error.__cause__
+            raise self._orders[unit.topology].explain(error) from error.__cause__
 
     # Backward
 
@@ -260,7 +260,9 @@ class Runtime:
             gradients = handle.gradients
             if gradients is not None and not gradients.round.complete and handle.trainable:
                 gradients.round.expect([member.is_coming() for member in handle.members])
-                if gradients.round.complete:
+                if (
+                    gradients.round.complete and call.follower is not None
+                ):  # what was not called has no place of its own
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, call: Call) -> None:
@@ -313,9 +315,9 @@ class Runtime:
                 gradients.landing.withdraw([slot])
             return None
         assert gradients is not None
+        gradient = (member := handle.members[slot]).span.undress(gradient)
         if gradient.layout is not torch.strided:
-            name = handle.members[slot].name
-            raise RuntimeError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False")
+            raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         if gradients.landing_blocked:
             self.gradients.queue.make_way_for(gradients)
         complete = written and gradients.take(slot)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Exchange, Heard, broadcast, tell_all
-from layerzero.comm.topology import Topology
+from layerzero.comm.everyone import Everyone
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.reduction import ReductionQueue, streams_of
@@ -37,12 +37,14 @@ class GradientSync:
     at its end, or :meth:`abandon` where it has raised.
     """
 
-    def __init__(self, handles: Sequence[Handle], topology: Topology) -> None:
+    def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
         self._debt = Debt.NONE
         self._handles = tuple(handles)
-        self._topology = topology
+        self._everyone = everyone
+        # Whose use of a handle's parameters counts: those who have the same ones.
+        self._sharers = {each: everyone.places_of(each.sharers(everyone)) for each in handles}
         self._order_agreed = False
-        self._streams = streams_of(topology)
+        self._streams = streams_of(everyone.topology)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
@@ -176,7 +178,7 @@ class GradientSync:
         if not changed:
             return
         subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
-        agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._topology.ranks)
+        agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._everyone.ranks)
         for shown in self._shown:
             shown.heed_user()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
@@ -207,7 +209,7 @@ class GradientSync:
         and waits for nobody.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        control = self._topology.control
+        control = self._everyone.control
         if control.size == 1 or not local:
             return bytes(local)
         if self._telling is not None:
@@ -218,21 +220,19 @@ class GradientSync:
     def _publish(self, agreement: bytes | Heard | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
-        agreed = agreement is not None or self._topology.data_parallel == 1
+        agreed = agreement is not None or self._everyone.size == 1
         for handle in self._order:
             assert handle.shown is not None
             handle.shown.publish(agreed=agreed)
 
     def _take_agreed(self, agreement: bytes | Heard) -> None:
-        if isinstance(agreement, bytes):
-            anywhere = agreement
-        else:
-            anywhere = bytes(agreement.wait().amax(dim=0).tolist())
+        said = agreement if isinstance(agreement, bytes) else agreement.wait()
+        if said is not agreement:
             self._telling = None
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
-            here = anywhere[start:stop]
+            here = said[start:stop] if isinstance(said, bytes) else _most(said[self._sharers[handle], start:stop])
             if Usage.NEW in here:
                 self._updated += [member for member, use in zip(handle.members, here, strict=True) if use == Usage.NEW]
             gradients.learn(here)
@@ -243,10 +243,14 @@ class GradientSync:
         order = self._order
         seen = [*arrived, *(handle for handle in order if handle not in arrived)]
         places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
-        if self._topology.control.size > 1 and order:
-            broadcast(self._topology.control, Exchange.AGREE, places)
+        if self._everyone.control.size > 1 and order:
+            broadcast(self._everyone.control, Exchange.AGREE, places)
         self._follow([order[place] for place in places.tolist()])
         self._order_agreed = True
+
+
+def _most(said: Tensor) -> bytes:
+    return bytes(said.amax(dim=0).tolist())
 
 
 def _plain_access() -> AbstractContextManager[None]:

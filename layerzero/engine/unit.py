@@ -9,12 +9,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.comm.order import GatherOrder
+from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Member
 from layerzero.engine.structure import replaced
 from layerzero.tensors.structures import cast_floating
 
-__all__ = ["Unit", "most_gathered"]
+__all__ = ["Unit", "most_gathered", "orders_of"]
 
 
 class Unit:
@@ -29,6 +31,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         handles: tuple[Handle, ...],
+        topology: Topology,
         *,
         policy: MixedPrecisionPolicy,
         reshards: bool,
@@ -36,6 +39,7 @@ class Unit:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
+        self.topology = topology
         self.reshards = reshards  # after a forward, whose backward gathers it again
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -112,9 +116,19 @@ class Unit:
             parameters[attribute] = member.parameter
 
 
+def orders_of(units: Sequence[Unit]) -> dict[Topology, GatherOrder]:
+    """The orders in which units are gathered, by mesh: each is compared by its own ranks."""
+    labels = [unit.label for unit in units]
+    return {unit.topology: GatherOrder(labels, unit.topology.node_control) for unit in units}
+
+
 def most_gathered(units: Sequence[Unit], prefetch: int) -> int:
-    """Bytes of the full buffers that are filled at once: the root's, a unit's, those ahead of it, those that stay."""
+    """Bytes of the full buffers that are filled at once: the root's, those that stay, on each mesh a unit's and those
+    ahead of it.
+    """
     root, *others = units
-    staying = [unit for unit in others if not unit.reshards]
-    sizes = sorted(unit.gathered_bytes for unit in others if unit.reshards)
-    return sum(unit.gathered_bytes for unit in (root, *staying)) + sum(sizes[-1 - prefetch :])
+    total = root.gathered_bytes + sum(unit.gathered_bytes for unit in others if not unit.reshards)
+    for topology in {unit.topology for unit in others}:
+        sizes = sorted(each.gathered_bytes for each in others if each.reshards and each.topology is topology)
+        total += sum(sizes[-1 - prefetch :])
+    return total

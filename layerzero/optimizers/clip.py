@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Exchange, all_reduce
 from layerzero.engine.hooks import runtime_of
 from layerzero.tensors.sharded import plain
 
@@ -50,20 +49,19 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     runtime = runtime_of(model)
     runtime.complete_gradients()
-    topology = runtime.topology
-    shards = [plain(m.parameter.grad) for m in runtime.members.values() if m.parameter.grad is not None]
-    shards = [shard for shard in shards if shard.numel()]
+    held = [(m.span.face, plain(m.parameter.grad)) for m in runtime.members.values() if m.parameter.grad is not None]
+    held = [(face, shard) for face, shard in held if shard.numel()]
+    shards = [shard for _, shard in held]
+    counted = [shard for face, shard in held if face is None or face.counts]  # of copies on further axes, one does
 
-    total = torch.zeros((), dtype=torch.float32, device=topology.device)
-    if shards:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(shards, norm_type)])
+    total = torch.zeros((), dtype=torch.float32, device=runtime.topology.device)
+    if counted:
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
         total = norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()
     # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for lane in (topology.zero3_gather, topology.replica):
-        if lane.size > 1:
-            all_reduce(lane, Exchange.NORM, sent, op).wait()
+    runtime.everyone.reduce(sent, op)
     for group in extra_groups:
         dist.all_reduce(sent, op=op, group=group)
     if not math.isinf(norm_type):

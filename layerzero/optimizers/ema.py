@@ -175,8 +175,8 @@ class EMA:
 
 def _rows_of(member: Member, value: Tensor) -> Tensor:
     """This rank's rows of a whole tensor, or of one that is sharded like the parameter."""
-    if tuple(value.shape) != member.span.shape:
-        shapes = f"{list(value.shape)}, the parameter {list(member.span.shape)}"
+    if tuple(value.shape) != member.span.true_shape:
+        shapes = f"{list(value.shape)}, the parameter {list(member.span.true_shape)}"
         raise ValueError(f"the average of {member.name!r} has shape {shapes}")
     if not isinstance(value, DTensor):
         return rows_of(value, member.span)

@@ -108,6 +108,12 @@ def own(runtime: Runtime, members: Iterable[Member]) -> None:
     if names == set(runtime.owners):
         return
     topology, handles = runtime.topology, runtime.handles
+    beside = [m.name for m in runtime.members.values() if m.span.face is not None or m.span.topology is not topology]
+    if beside:
+        raise ValueError(
+            f"the optimizer needs whole parameters, in a model of which {beside[0]!r} and others are on axes beside "
+            "the data-parallel ones (tensor or expert parallel), which is not supported: use an element-wise optimizer"
+        )
     layouts = [handle.layout for handle in handles]
     owned = [[slot.name for slot in layout.slots if slot.name in names] for layout in layouts]
     plan = plan_owners(layouts, owned, replicas=topology.replicas, zero3_size=topology.zero3_size)

@@ -42,7 +42,7 @@ def update(
         refresh: None if it comes later.
         take_step: steps `inner`.
     """
-    travels = runtime.topology.replicas > 1 or runtime.config.offload_optimizer
+    travels = runtime.config.offload_optimizer or any(handle.topology.replicas > 1 for handle in runtime.handles)
     with runtime.observer.during("update", "optimizer"):
         if refresh is None or not travels or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, broadcast
 from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat import plan_layouts
+from layerzero.setup.meshes import Site
 from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
 from layerzero.setup.scratch import PlannedHandle
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
+from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.moves import carry_over
 
 __all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
@@ -38,11 +40,22 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
             parameter = found.parameter
             frozen = "" if parameter.requires_grad else " frozen"
             place = " on meta" if parameter.is_meta else ""
-            text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place} in unit {plan.name!r}"
+            placed = _placed(parameter, on_root=plan.mesh is plans[0].mesh)
+            text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place}{placed} in unit {plan.name!r}"
             fields[f"parameter {found.name!r}"] = text
+        shape = list(plan.mesh.shape)
+        fields[f"shape of the mesh of unit {plan.name!r}"] = "that of the root" if plan.mesh is plans[0].mesh else shape
     for name, buffer in model.named_buffers():
         fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
     return fields
+
+
+def _placed(parameter: nn.Parameter, *, on_root: bool) -> str:
+    """How a parameter lies on axes beside its mesh; also where, if all ranks that compare this have the same part."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    mesh = parameter.device_mesh
+    return f" {parameter.placements} on {list(mesh.shape)}" + (f" at {mesh.get_coordinate()}" if on_root else "")
 
 
 def check_buffers(plans: Sequence[UnitPlan]) -> None:
@@ -79,21 +92,29 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
                 )
 
 
-def plan_handles(plan: UnitPlan, config: LayerZeroConfig, topology: Topology) -> list[PlannedHandle]:
-    """The handles of a unit: one or several for each kind of parameters. Nothing is allocated."""
+def plan_handles(plan: UnitPlan, config: LayerZeroConfig, site: Site, *, averaged: int) -> list[PlannedHandle]:
+    """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
+
+    Args:
+        averaged: ranks over whose batches the loss is a mean: those of the root, whatever the unit is sharded over.
+    """
+    topology = site.topology
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
-    factor = config.gradient_divide_factor or topology.data_parallel
-    kinds: dict[tuple[torch.dtype, bool], list[Found]] = {}
+    factor = config.gradient_divide_factor or averaged
+    kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
     for found in plan.parameters:
-        kinds.setdefault((found.parameter.dtype, found.parameter.requires_grad), []).append(found)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, site.has_face(found.parameter)
+        kinds.setdefault(kind_of_it, []).append(found)
     planned = []
-    for (dtype, trainable), members in kinds.items():
+    for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = config.precision_of(dtype, policy, trainable=trainable)
         route = Route.plan(topology.grid, precision, accumulation=accumulation, divide_factor=factor)
         layouts = plan_layouts(
-            [(found.name, tuple(found.parameter.shape) or (1,)) for found in members],  # a 0-dim one is a row
+            [
+                (found.name, tuple(part_held(found.parameter).shape) or (1,)) for found in members
+            ],  # a 0-dim one is a row
             num_shards=topology.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
@@ -105,7 +126,7 @@ def build_unit(
     plan: UnitPlan,
     planned: Sequence[PlannedHandle],
     config: LayerZeroConfig,
-    topology: Topology,
+    site: Site,
     buffers: Buffers,
     node: Node | None,
     param_init_fn: InitFn | None,
@@ -114,10 +135,11 @@ def build_unit(
 
     No more than this unit is ever whole.
     """
+    topology = site.topology
     was_on_meta = _tensors_on_meta(plan)
     _materialise_together(plan, topology, param_init_fn)
     if config.sync_module_states:
-        _take_rank_0(plan, topology)
+        _take_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
     _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
@@ -125,7 +147,7 @@ def build_unit(
         Handle(
             f"unit {plan.name!r}, {each.kind}",
             each.layout,
-            [(by_name[slot.name].parameter, by_name[slot.name].owners) for slot in each.layout.slots],
+            [_original(by_name[slot.name], site) for slot in each.layout.slots],
             label=plan.name or "the root",
             precision=each.precision,
             route=each.route,
@@ -137,12 +159,25 @@ def build_unit(
     ]
     for found in plan.parameters:
         # Whoever still holds the old parameter holds no memory with it.
-        found.parameter.data = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
+        nothing = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
+        if isinstance(found.parameter, DTensor):
+            found.parameter._local_tensor = nothing
+        else:
+            found.parameter.data = nothing
         found.parameter.grad = None
     policy, reshards = config.policy_of(plan.name, plan.called[0]), config.reshards(plan.name, plan.called[0])
-    unit = Unit(plan.name, plan.called, tuple(handles), policy=policy, reshards=reshards)
+    unit = Unit(plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards)
     unit.show_sharded()
     return unit, unwritten
+
+
+def _original(found: Found, site: Site) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]:
+    """What a handle is made of: the part of a parameter that this rank holds, its owners, and its face."""
+    whole, part = found.parameter, found.parameter
+    if isinstance(whole, DTensor):
+        part = nn.Parameter(part_held(whole).detach(), requires_grad=whole.requires_grad)
+        carry_over(whole, gathered=part, sharded=part)
+    return part, found.owners, site.face_of(whole)
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -165,7 +200,7 @@ def _still_marked(plan: UnitPlan, was_on_meta: Sequence[Unwritten]) -> list[Unwr
     left = []
     for each in was_on_meta:
         held = parameters[each.name] if each.is_parameter else each.owner._buffers.get(each.attribute)
-        if held is not None and bears_mark(held):
+        if held is not None and bears_mark(part_held(held)):
             left.append(each)
     return left
 
@@ -189,7 +224,7 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
     for index, found in enumerate(plan.parameters):
         if found.parameter.is_meta:
             empty = torch.empty_like(found.parameter, device=device)
-            mark(empty)
+            mark(part_held(empty))
             parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
             carry_over(found.parameter, gathered=parameter, sharded=parameter)
             for owner, attribute in found.owners:
@@ -217,19 +252,10 @@ def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def _take_rank_0(plan: UnitPlan, topology: Topology) -> None:
-    buffers = [buffer for module in plan.modules for buffer in module._buffers.values() if buffer is not None]
-    for tensor in (*(found.parameter for found in plan.parameters), *buffers):
-        _broadcast(tensor.detach(), topology)
-
-
-def _broadcast(tensor: Tensor, topology: Topology) -> None:
-    if topology.data_parallel == 1 or tensor.numel() == 0:
-        return
-    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    sent = sent.to(topology.device).contiguous()
-    for lane in (topology.replica, topology.zero3_gather):
-        if lane.size > 1:
-            broadcast(lane, Exchange.BROADCAST, sent)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
+def _take_rank_0(plan: UnitPlan, site: Site) -> None:
+    for found in plan.parameters:
+        site.take_from_first(found.parameter)
+    for module in plan.modules:
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                site.send(buffer.detach())

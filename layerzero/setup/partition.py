@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
 from layerzero.setup.foreign import refuse_wrapped_parts
+from layerzero.tensors.faces import misplaced
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["Found", "UnitPlan", "block_classes", "is_plain_storage", "kind_of", "partition"]
+__all__ = ["Found", "UnitPlan", "block_classes", "is_plain_storage", "kind_of", "partition", "ranks_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +33,22 @@ class UnitPlan:
     """A unit, and the parameters that are gathered with it."""
 
     name: str  # "" for the root
+    mesh: DeviceMesh  # that it is sharded over
     called: list[nn.Module]  # any of which, when called, calls the unit
     parameters: list[Found] = field(default_factory=list)
     modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
+
+
+def ranks_in(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def partition(
     model: nn.Module,
     units: Units,
     *,
+    mesh_of: Callable[[str, nn.Module], DeviceMesh],
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
 ) -> list[UnitPlan]:
@@ -48,15 +57,20 @@ def partition(
     A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
     their common ancestor.
 
+    Args:
+        mesh_of: over which a unit is sharded.
+
     Raises:
         TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
     """
     _refuse_sharded_twice(model)
-    plans = {"": UnitPlan("", [model])}
+    plans = {"": UnitPlan("", mesh_of("", model), [model])}
     for unit_name, module in _chosen_units(model, units):
         if unit_name:
-            plans.setdefault(unit_name, UnitPlan(unit_name, [])).called.append(module)
-    ignored = _ignored(model, ignored_params or (), ignored_modules or ())
+            if unit_name not in plans:
+                plans[unit_name] = UnitPlan(unit_name, mesh_of(unit_name, module), [])
+            plans[unit_name].called.append(module)
+    ignored = _ignored(model, ranks_in(plans[""].mesh), ignored_params or (), ignored_modules or ())
     refuse_wrapped_parts(model, ignored)
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
@@ -68,14 +82,18 @@ def partition(
     for name, module in model.named_modules():
         plans_around(name)[0].modules[module] = name
     for holders, found in _parameters(model, ignored):
-        _refuse_unsupported(found)
         first, *others = [plans_around(holder) for holder in holders]
-        next(plan for plan in first if all(plan in chain for chain in others)).parameters.append(found)
+        owner = next(plan for plan in first if all(plan in chain for chain in others))
+        _refuse_unsupported(found, ranks_in(owner.mesh))
+        owner.parameters.append(found)
     return list(plans.values())
 
 
 def _ignored(
-    model: nn.Module, ignored_params: Iterable[nn.Parameter] | str, ignored_modules: Iterable[nn.Module | str]
+    model: nn.Module,
+    ranks: Sequence[int],
+    ignored_params: Iterable[nn.Parameter] | str,
+    ignored_modules: Iterable[nn.Module | str],
 ) -> set[int]:
     """The ids of all parameters that are to be left alone."""
     owned = {id(parameter) for parameter in model.parameters()}
@@ -84,7 +102,7 @@ def _ignored(
         if ignored_params != UNSUPPORTED:
             raise TypeError(f"ignored_params={ignored_params!r}; give parameters of the model, or {UNSUPPORTED!r}")
         frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
-        ignored, ignored_params = {id(p) for p in frozen if _unsupported(p) is not None}, ()
+        ignored, ignored_params = {id(p) for p in frozen if _unsupported(p, ranks) is not None}, ()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"ignored_params holds {parameter!r}; give parameters of the model, not their names")
@@ -243,16 +261,19 @@ def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError
 def _refuse_sharded_twice(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, RowShardedTensor):
-            raise ValueError(f"parameter {name!r} is sharded already; call shard_model once, on the whole model")
+            raise ValueError(
+                f"parameter {name!r} is sharded already: call shard_model once, on the whole model. What is to be "
+                "sharded over other ranks is a unit with a mesh of its own: mesh=callable(name, module)"
+            )
 
 
-def _refuse_unsupported(found: Found) -> None:
+def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
     parameter, name = found.parameter, found.name
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name!r} has no shape yet: run a forward, which initialises it, before shard_model"
         )
-    why = _unsupported(parameter)
+    why = _unsupported(parameter, ranks)
     if why is not None:
         frozen = (
             "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} leaves all frozen ones like it whole)"
@@ -260,12 +281,21 @@ def _refuse_unsupported(found: Found) -> None:
         raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
 
 
-def _unsupported(parameter: nn.Parameter) -> str | None:
-    """Why a parameter cannot be sharded; None if it can."""
+def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
+    """Why a parameter cannot be sharded over `ranks`; None if it can."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
-        return "a DTensor of another framework"
-    if not _is_plain(parameter):
+        held = parameter._local_tensor
+        if len({*parameter.device_mesh.mesh.flatten().tolist()} & {*ranks}) > 1:
+            return (
+                f"a DTensor of another framework, on some of the ranks {list(ranks)} that would shard it; make "
+                "its module a unit that has another mesh (mesh=callable), if they have different parts of it; else"
+            )
+        if (why := misplaced(parameter.placements, parameter.ndim)) is not None:
+            return why
+        if not _has_own_memory(held):
+            return f"a DTensor of {type(held).__name__}s, tensors of a class of their own"
+    elif not _is_plain(parameter):
         kind = type(parameter).__name__
         return f"a {kind}, a tensor of a class of its own, whose meaning would be lost where its rows are cut"
     if not dtype.is_floating_point:

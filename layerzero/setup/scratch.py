@@ -61,6 +61,10 @@ class Scratch(NamedTuple):
     scratch: Counter[Size]
     outgoing: Counter[Size]  # of what hop 1 sends, where the other ranks of the node read it; else empty
 
+    def plus(self, more: Scratch) -> Scratch:
+        """With those of handles on another mesh."""
+        return Scratch(self.scratch + more.scratch, self.outgoing + more.outgoing)
+
 
 def planned_again(units: Iterable[Unit]) -> list[PlannedHandle]:
     """Handles that are there, which may have been cut in another way since they were planned."""

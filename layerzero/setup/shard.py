@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,17 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import Topology, as_data_parallel, groups_so_far, init_mesh
+from layerzero.comm.topology import as_data_parallel, groups_so_far
 from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.guard import guard_optimizers
+from layerzero.setup.meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
 from layerzero.setup.methods import bind_methods
 from layerzero.setup.node import Node, share_node
-from layerzero.setup.partition import partition
-from layerzero.setup.scratch import plan_scratch
+from layerzero.setup.partition import UnitPlan, partition, ranks_in
+from layerzero.setup.scratch import Scratch, plan_scratch
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import Transfers
@@ -35,7 +37,7 @@ __all__ = ["shard_model"]
 def shard_model(
     model: nn.Module,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | MeshOf | None = None,
     zero3_size: int | None = None,
     units: Units = None,
     mp_policy: Policy | None = None,
@@ -63,7 +65,10 @@ def shard_model(
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
         mesh: instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or torch's own, of
-            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas.
+            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas. Or
+            ``callable(name, module) -> DeviceMesh``, called for each unit, ``""`` being the root: experts are
+            data-parallel over fewer ranks. Parameters may be DTensors on axes beside their mesh (tensor and expert
+            parallel). See ``docs/meshes.md``.
         zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
             a node, as torchrun says.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
@@ -123,15 +128,15 @@ def shard_model(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
-    if mesh is not None and zero3_size is not None:
-        raise ValueError("give either mesh or zero3_size")
-    mesh = init_mesh(zero3_size) if mesh is None else as_data_parallel(mesh)
-    ranks = mesh.mesh.flatten().tolist()
+    root = as_data_parallel(root_mesh(model, mesh, zero3_size))
+    ranks = ranks_in(root)
     fields: dict[str, object] = {}
+    plans: list[UnitPlan] = []
+    further: Further = {}
     failure: Exception | None = None
     try:
         config = LayerZeroConfig(
-            zero3_size=mesh.size(1),
+            zero3_size=root.size(1),
             units=units,
             mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
             replica_reduce_dtype=replica_reduce_dtype,
@@ -148,37 +153,48 @@ def shard_model(
         )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        plans = partition(model, units, ignored_params=ignored_params, ignored_modules=ignored_modules)
+        plans = partition(
+            model,
+            units,
+            mesh_of=unit_meshes(mesh, root),
+            ignored_params=ignored_params,
+            ignored_modules=ignored_modules,
+        )
+        further = further_axes(plans)
         check_meta(plans, param_init_fn)
         if sync_module_states:
             check_buffers(plans)
         fields = describe(model, plans, config) | groups_so_far()
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
+    failure = agree_beside(model, root, plans, failure)
     agree("shard_model", fields, ranks=ranks, failure=failure)
 
-    topology = Topology.from_mesh(mesh)
-    device = topology.device
-    handles = [plan_handles(plan, config, topology) for plan in plans]
-    every = [each for unit in handles for each in unit]
-    node = share_node(every, config, topology)
-    scratch = plan_scratch(every, config, topology, in_node=node is not None)
-    buffers = _buffers(BufferPool(device, scratch.scratch), node, config)
+    everyone, sites = sites_of(further)
+    topology = everyone.topology
+    averaged = topology.data_parallel
+    handles = [plan_handles(plan, config, sites[plan.mesh], averaged=averaged) for plan in plans]
+    node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
+    scratch = Scratch(Counter(), Counter())
+    for shared_over, site in sites.items():
+        planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
+        scratch = scratch.plus(plan_scratch(planned, config, site.topology, in_node=node is not None))
+    buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[Unwritten] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         origins += [(found.parameter, found.name) for found in plan.parameters]
-        unit, left = build_unit(plan, planned, config, topology, buffers, node, param_init_fn)
+        unit, left = build_unit(plan, planned, config, sites[plan.mesh], buffers, node, param_init_fn)
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = Runtime(model, units_built, config, topology, buffers, ignored)
+    runtime = Runtime(model, units_built, config, everyone, buffers, ignored)
     runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not sync_module_states):
-        runtime.before_first_forward = refusal_of(unwritten, runtime.members, topology.ranks)
+        runtime.before_first_forward = refusal_of(unwritten, runtime.members, everyone.ranks)
     attach(runtime)
     guard_optimizers(runtime)
     guard_wrappers()

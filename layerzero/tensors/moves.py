@@ -26,13 +26,17 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
     """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
     for target in (gathered, sharded):
         for name, value in vars(source).items():
-            if name not in ("main_grad", "grad_added_to_main_grad"):  # of who accumulated gradients before
+            if name not in _NOT_THE_USERS:
                 setattr(target, name, value)
     if source._backward_hooks is not None:
         gathered._backward_hooks = source._backward_hooks
     hooks = getattr(source, "_post_accumulate_grad_hooks", None)
     if hooks is not None:
         sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+
+
+# Of who accumulated gradients before, and of DTensors themselves.
+_NOT_THE_USERS = {"main_grad", "grad_added_to_main_grad", "_local_tensor", "_spec"}
 
 
 class Absent:

@@ -113,9 +113,9 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
             return argument
         if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # transposed, say
             raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), span))
-        whole = torch.zeros(span.stored, dtype=rows.dtype, device=rows.device)
+        whole = torch.zeros(span.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
-            whole[span.rows.start : span.rows.stop] = rows.as_subclass(torch.Tensor)
+            whole[span.box] = rows.as_subclass(torch.Tensor)
         whole.requires_grad_(argument.requires_grad)  # an edit of a parameter outside no_grad is refused by torch
         wholes[id(whole)] = argument, rows
         kept.append(whole)
@@ -125,7 +125,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
     args, kwargs = tree_map_only(Tensor, make_whole, (args, kwargs))
     out = func(*args, **kwargs)
     first, first_rows = next(iter(wholes.values()))
-    here = slice(first_rows.span.rows.start, first_rows.span.rows.stop)
+    here = first_rows.span.box
 
     @torch.no_grad()
     def keep_rows(result: Tensor) -> Tensor:

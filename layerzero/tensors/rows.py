@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Exchange, all_gather, broadcast
 from layerzero.comm.topology import Topology
+from layerzero.tensors.faces import Face
 
-__all__ = ["RowSpan", "Watch"]
+__all__ = ["RowSpan", "Watch", "refuse_apart"]
+
+
+def refuse_apart(what: str, spans: Iterable[RowSpan], everyone: int) -> None:
+    """Raise ValueError if some of these parameters are others on other ranks of the model, under the same names."""
+    if apart := [span.name for span in spans if span.holders < everyone]:
+        raise ValueError(
+            f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over some ranks only, and others have "
+            "another one of that name, which one state cannot hold. Make them one parameter before shard_model: a "
+            "DTensor, Shard(0) on the axis along which they differ (expert parallel)"
+        )
 
 
 class Watch:
@@ -42,12 +54,41 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class RowSpan:
-    """Which rows of one parameter each rank holds."""
+    """Which rows of one parameter, or of the part of it that they share, the data-parallel ranks hold."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # of all rows
     bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
     topology: Topology
+    face: Face | None = None  # what the parameter is beyond these rows; None: nothing
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, as one process would have it."""
+        return self.shape if self.face is None else self.face.shape
+
+    @property
+    def is_whole_here(self) -> bool:
+        """No other rank holds anything of it."""
+        return self.topology.data_parallel == 1 and (self.face is None or not self.face.is_cut)
+
+    @property
+    def holders(self) -> int:
+        """Ranks that have this parameter, or a part of it."""
+        return self.topology.data_parallel * (1 if self.face is None else self.face.mesh.size())
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of what users see."""
+        return self.topology.flat_mesh if self.face is None else self.face.shown
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where this rank's rows lie in the whole parameter, of a 0-dim one in its one row."""
+        rows, inner = self.rows, () if self.face is None else self.face.box
+        if not inner:
+            return slice(rows.start, rows.stop), *(slice(0, size) for size in self.shape[1:])
+        return slice(inner[0].start + rows.start, inner[0].start + rows.stop), *inner[1:]
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -67,10 +108,22 @@ class RowSpan:
 
     def cut_like(self, other: RowSpan) -> bool:
         """Every rank holds the same rows of both. Equal bounds are not enough: S decides whose is flat position k."""
-        return self.bounds == other.bounds and self.topology.zero3_size == other.topology.zero3_size
+        if (self.face is None) is not (other.face is None):
+            return False
+        alike = self.face is None or other.face is None or self.face.cut_like(other.face)
+        return alike and self.bounds == other.bounds and self.topology.zero3_size == other.topology.zero3_size
+
+    def undress(self, gradient: Tensor) -> Tensor:
+        """What of a gradient the data-parallel ranks sum up."""
+        return gradient if self.face is None else self.face.undress(gradient)
+
+    def gather_whole(self, local: Tensor) -> Tensor:
+        """The whole parameter, as one process would have it; every rank that holds something of it must call this."""
+        part = self.gather(local)
+        return part if self.face is None else self.face.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole parameter, from every rank's rows `local`, on the device; every rank must call this."""
+        """All rows, from every rank's rows `local`, on the device; every data-parallel rank must call this."""
         local = local.to(self.topology.device)  # where the host updates, they are there
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.topology.data_parallel * longest <= 2 * self.count

@@ -84,7 +84,7 @@ class LocalRows(torch.Tensor):
         """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
         if result.ndim:
             return LocalRows(result, self.span, watch)
-        if self.span.topology.data_parallel == 1:
+        if self.span.is_whole_here:
             return result
         return LocalPart(result, self.span, func._schema.name.removeprefix("aten::"))
 
@@ -112,6 +112,8 @@ class LocalRows(torch.Tensor):
     # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        if self.span.face is not None and not self.span.face.counts:
+            return []  # another rank writes its copy
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -130,11 +132,12 @@ class LocalRows(torch.Tensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        if self.shape[0] == 0 and self.span.count > 0:
+        span = self.span
+        if (self.shape[0] == 0 and span.count > 0) or (self.numel() == 0 and 0 not in span.true_shape):
             return []
-        if not self.span.shape:
+        if not span.shape:
             return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
-        offsets = torch.Size([self.span.rows.start] + [0] * (self.ndim - 1))
+        offsets = torch.Size([inside.start for inside in span.box])
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -199,7 +202,7 @@ class RowShardedTensor(Sharded):
         if watch is not None and watch.forbidden is not None:
             raise RuntimeError(watch.forbidden)
         with torch.no_grad():
-            whole = self._local_tensor.span.gather(plain(self._local_tensor))
+            whole = self._local_tensor.span.gather_whole(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
             whole = _WithoutGradient.apply(self, whole)  # type: ignore[no-untyped-call]
         return whole
@@ -316,14 +319,15 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
-    """The DTensor of shape ``span.shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
-    return _of_rows(LocalRows(local, span, watch), span.shape)
+    """The DTensor of ``span.true_shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
+    return _of_rows(LocalRows(local, span, watch), span.true_shape)
 
 
 def _of_rows(local: LocalRows, shape: tuple[int, ...]) -> RowShardedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = DTensorSpec(local.span.topology.flat_mesh, (Shard(0), Shard(0)), tensor_meta=meta)
+    further = () if local.span.face is None else local.span.face.placements
+    spec = DTensorSpec(local.span.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
     kind = RowShardedTensor if shape else ShardedNumber
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -331,7 +335,7 @@ def _of_rows(local: LocalRows, shape: tuple[int, ...]) -> RowShardedTensor:
 def _alike(made: Tensor) -> Tensor:
     """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
     local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != local.span.stored:
+    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 

@@ -46,15 +46,19 @@ class UnevenShard(Shard):
 
 
 def rows_of(value: Tensor, span: RowSpan) -> Tensor:
-    """This rank's rows of a whole tensor; of a DTensor that torch has cut, every rank must call this.
+    """This rank's rows of a whole tensor; of a DTensor that torch has cut otherwise, every rank must call this.
 
     Raises:
         ValueError: `value` has another shape than the whole parameter; of a 0-dim one, [1] will do.
     """
-    if tuple(value.shape) not in (span.shape, span.stored):
-        raise ValueError(f"{span.name!r} has shape {list(span.shape)}, got a tensor of shape {list(value.shape)}")
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.reshape(span.stored)[span.rows.start : span.rows.stop]
+    shape = span.true_shape
+    if tuple(value.shape) not in (shape, shape or (1,)):
+        raise ValueError(f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}")
+    if span.face is not None:
+        part = span.face.part_of(value)
+    else:
+        part = value.full_tensor() if isinstance(value, DTensor) else value
+    return part.reshape(span.stored)[span.rows.start : span.rows.stop]
 
 
 class Sharded(DTensor):
@@ -75,7 +79,7 @@ class Sharded(DTensor):
                     "in another way: load through layerzero.checkpoint or torch.distributed.checkpoint"
                 )
             return super().copy_(other, non_blocking)
-        if not isinstance(other, Tensor) or tuple(other.shape) != local.span.shape:
+        if not isinstance(other, Tensor) or tuple(other.shape) != local.span.true_shape:
             return super().copy_(other, non_blocking)
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -90,12 +94,14 @@ class Sharded(DTensor):
 
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """``(Shard(0), Shard(0))``, which know that the pieces are uneven."""
-        bounds, topology = self._local_tensor.span.bounds, self._local_tensor.span.topology
+        """``(Shard(0), Shard(0))``, which know that the pieces are uneven, after those on further axes."""
+        span = self._local_tensor.span
+        bounds, topology = span.bounds, span.topology
         replicas = topology.replicas
         first = topology.grid.s * replicas
         inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        return UnevenShard(bounds[::replicas]), UnevenShard(inside)
+        further = () if span.face is None else span.face.placements
+        return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, broadcast
-from layerzero.comm.topology import Topology
+from layerzero.comm.collectives import Exchange, Lane, broadcast
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
+from layerzero.tensors.faces import part_held
+from layerzero.tensors.rows import refuse_apart
 from layerzero.tensors.whole import rows_of
 
 __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsharded"]
@@ -48,16 +49,19 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     if View.FULL in runtime.views:
         raise RuntimeError("layerzero.unsharded is already active for this model")
     runtime.complete_gradients()
-    whole = {name: _whole(member) for name, member in runtime.members.items()}
-    shown = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in whole.items()}
+    shown = {name: _unsharded(member) for name, member in runtime.members.items()}
+    for parameter in shown.values():
+        parameter.requires_grad_(False)
     _show(runtime, shown)
     try:
         with viewing(runtime.views, View.FULL):
             yield
             if writeback:
                 shown = {name: _edited(member) for name, member in runtime.members.items()}
-                digests = {name: digest(parameter) for name, parameter in shown.items()}
-                agree("unsharded(writeback=True)", digests, ranks=runtime.topology.ranks)
+                for topology in dict.fromkeys(member.span.topology for member in runtime.members.values()):
+                    own = [name for name, member in runtime.members.items() if member.span.topology is topology]
+                    digests = {name: digest(part_held(shown[name])) for name in own}
+                    agree("unsharded(writeback=True)", digests, ranks=topology.ranks)
     finally:
         _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
     if writeback:
@@ -84,12 +88,13 @@ def full_state_dict(
         ValueError: `trainable_only`, and ranks have frozen different parameters.
     """
     runtime = runtime_of(model)
-    keeps = not rank0_only or runtime.topology.control.rank == 0
+    refuse_apart("full_state_dict", (member.span for member in runtime.members.values()), runtime.everyone.size)
+    keeps = not rank0_only or runtime.everyone.is_first
     by_parameter = {id(member.parameter): member for member in runtime.members.values()}
     held = model.state_dict(keep_vars=True)
     if trainable_only:
         held = {name: value for name, value in held.items() if isinstance(value, nn.Parameter) and value.requires_grad}
-        agree("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.topology.ranks)
+        agree("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.everyone.ranks)
     whole: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, value in held.items():
@@ -138,8 +143,9 @@ def load_full_state_dict(
             (RuntimeError with the same text on the other ranks.)
     """
     runtime = runtime_of(model)
-    topology = runtime.topology
-    first = topology.control.rank == 0
+    everyone = runtime.everyone
+    refuse_apart("load_full_state_dict", (member.span for member in runtime.members.values()), everyone.size)
+    first = everyone.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
     names_of: dict[int | str, list[str]] = {}  # by target; several where tied
@@ -150,8 +156,8 @@ def load_full_state_dict(
     failure = None
     if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
-    agree("load_full_state_dict", {"strict": strict}, ranks=topology.ranks, failure=failure)
-    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, topology))
+    agree("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
+    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone.control))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.parameter): member for member in runtime.members.values()}
@@ -163,12 +169,10 @@ def load_full_state_dict(
                 continue
             member = members.get(id(target))
             dtype = target.dtype if member is None else member.master.dtype
-            whole = torch.empty(target.shape, dtype=dtype, device=topology.device)
+            whole = torch.empty(target.shape, dtype=dtype, device=everyone.topology.device)
             if first:
                 whole.copy_(next(state[name] for name in reversed(names) if name in state))
-            for lane in (topology.replica, topology.zero3_gather):
-                if lane.size > 1 and whole.numel():
-                    broadcast(lane, Exchange.BROADCAST, whole)
+            everyone.broadcast(whole)
             if member is None and isinstance(target, DTensor):  # of another framework
                 target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
             elif member is None:
@@ -195,9 +199,8 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     return problems
 
 
-def _of_first_rank(left_out: IncompatibleKeys, topology: Topology) -> list[list[str]]:
+def _of_first_rank(left_out: IncompatibleKeys, control: Lane) -> list[list[str]]:
     """What only the first rank knows."""
-    control = topology.control
     if control.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
@@ -211,7 +214,14 @@ def _of_first_rank(left_out: IncompatibleKeys, topology: Topology) -> list[list[
 
 def _whole(member: Member) -> Tensor:
     with torch.no_grad():
-        return member.span.gather(member.master.detach())
+        return member.span.gather_whole(member.master.detach())
+
+
+def _unsharded(member: Member) -> nn.Parameter:
+    """The parameter as the module knows it: whole, but for what further axes have cut."""
+    with torch.no_grad():
+        rows = member.span.gather(member.master.detach())
+    return nn.Parameter(rows) if member.span.face is None else member.span.face.dress(rows)
 
 
 def _show(runtime: Runtime, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -224,9 +234,11 @@ def _edited(member: Member) -> nn.Parameter:
     """What the model holds in place of the member now; the user may have put another parameter there."""
     held, attribute = member.places[0]
     parameter: nn.Parameter | None = held.get(attribute)
-    if parameter is None or tuple(parameter.shape) != member.span.shape:
+    if parameter is None or tuple(parameter.shape) != member.span.true_shape:
         found = None if parameter is None else list(parameter.shape)
-        raise ValueError(f"{member.name!r} must keep its shape {list(member.span.shape)} inside unsharded, got {found}")
+        raise ValueError(
+            f"{member.name!r} must keep its shape {list(member.span.true_shape)} inside unsharded, got {found}"
+        )
     return parameter
 
 

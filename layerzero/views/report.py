@@ -70,7 +70,7 @@ class TrafficReport:
             ``hand_over`` counts the refreshes.
         bytes: by exchange; of ``node_sum``, those that this rank has read in the memory of others.
         bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
-            ``agree`` and ``order``, on the CPU).
+            ``agree`` and ``order``, on the CPU), ``across`` (of further axes, such as tensor parallel ones).
     """
 
     calls: dict[str, int]

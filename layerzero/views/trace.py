@@ -191,14 +191,15 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
 
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
     lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, topology.control, topology.node_control)
-    rows = {name: number for number, name in enumerate([_COMPUTE_ROW, *(lane.name for lane in lanes)])}
+    bars = [*_span_bars(events), *_exchange_bars(events)]
+    names = dict.fromkeys([_COMPUTE_ROW, *(lane.name for lane in lanes), *(bar[0] for bar in bars)])
+    rows = {name: number for number, name in enumerate(names)}
     node = f"node {topology.grid.r}, {topology.grid.s} of {topology.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
         shown.append(_metadata("thread_name", rank, row, name=name))
         shown.append(_metadata("thread_sort_index", rank, row, sort_index=row))
-    bars = [*_span_bars(events), *_exchange_bars(events)]
     for row_name, name, start, end, args in bars:
         bar = {"ph": "X", "pid": rank, "tid": rows[row_name], "name": name, "ts": epoch * 1e6 + start}
         shown.append({**bar, "dur": max(0.0, end - start), "args": args})

@@ -1,0 +1,129 @@
+"""Parameters of which the data-parallel ranks share a part: tensor-parallel layers, experts.
+
+[Note: Faces]
+``parallelize_module`` makes parameters DTensors on an axis of its own: each rank of that axis has a part of the whole,
+or a copy. The ranks that have the same part are the data-parallel ones, and they shard it by rows as they would shard a
+parameter of its own. Everything below the user works on these parts and knows nothing of the rest. What a parameter is
+beyond its part is its face:
+
+- towards the module, which computes with a DTensor on the further axis again, whose memory is the full buffer;
+- towards autograd, whose gradient may come in other placements, as sums that are still to be made;
+- towards the user, who sees one DTensor of the true shape on all axes: the further ones, then (zero3, replica). In
+  this order each axis cuts what the one before has left, so that places in the mesh are places in the tensor.
+
+A plain parameter beside such DTensors has a face, too: it is a copy on each rank of the further axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Face", "misplaced", "part_held"]
+
+
+def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
+    """Why a DTensor with these placements cannot be sharded further; None if it can."""
+    if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
+        return f"a DTensor placed {odd[0]!r}, and only Shard and Replicate can be sharded further"
+    columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
+    if len(columns) > 1:
+        return f"a DTensor that is cut along dims {sorted(columns)}, and beside dim 0 there may be one"
+    return None
+
+
+def part_held(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be a DTensor; the same memory."""
+    return _arrived(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Face:
+    """What a parameter is beyond the part that the data-parallel ranks share; see [Note: Faces]."""
+
+    mesh: DeviceMesh  # the further axes
+    placements: tuple[Placement, ...]  # on them
+    shape: tuple[int, ...]  # the true one
+    stride: tuple[int, ...]
+    shown: DeviceMesh  # of what users see: the further axes, then (zero3, replica)
+    dressed: bool  # the module computes with a DTensor; else with a plain tensor, all copies of one
+
+    @classmethod
+    def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> Face:
+        """Of a parameter as the model has it; `mesh` is that of the DTensors beside it, if it is none."""
+        shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+        if isinstance(parameter, DTensor):
+            return cls(parameter.device_mesh, tuple(parameter.placements), shape, stride, shown, dressed=True)
+        return cls(mesh, (Replicate(),) * mesh.ndim, shape, stride, shown, dressed=False)
+
+    @cached_property
+    def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return tuple(sizes), tuple(offsets)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where this rank's part lies in the whole."""
+        return tuple(slice(start, start + size) for size, start in zip(*self._box, strict=True))
+
+    @property
+    def counts(self) -> bool:
+        """Of the copies of this rank's part, this is the one that is saved and counted."""
+        places = self.mesh.get_coordinate()
+        assert places is not None
+        return not any(
+            place for place, each in zip(places, self.placements, strict=True) if isinstance(each, Replicate)
+        )
+
+    @property
+    def is_cut(self) -> bool:
+        """Ranks of the further axes have different parts."""
+        return any(isinstance(each, Shard) for each in self.placements)
+
+    def cut_like(self, other: Face) -> bool:
+        return (self.shape, self.placements) == (other.shape, other.placements) and self.mesh == other.mesh
+
+    # Between a part and the whole
+
+    def dress(self, part: Tensor) -> nn.Parameter:
+        """The parameter with which the module computes, of the same memory."""
+        return nn.Parameter(self._as_dtensor(part) if self.dressed else part)
+
+    def undress(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient. All ranks of the further axes must call this."""
+        if not isinstance(gradient, DTensor):
+            return gradient
+        if tuple(gradient.placements) != self.placements:  # a sum that is to be made, or a part of a copy
+            gradient = gradient.redistribute(placements=self.placements)
+        return part_held(gradient)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; of a DTensor that is cut otherwise, all of its ranks must call this."""
+        if isinstance(value, DTensor):
+            if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
+                return part_held(value)
+            value = value.full_tensor()
+        return value[self.box] if self.shape else value
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor of all parts. All ranks of the further axes must call this."""
+        return self._as_dtensor(part).full_tensor() if self.is_cut else part  # type: ignore[no-any-return]
+
+    def _as_dtensor(self, part: Tensor) -> DTensor:
+        meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
