@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
+from layerzero.setup.partition import block_classes
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
 from tests.support.models import TiedTransformer, full_gradients, full_parameters
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
@@ -328,6 +329,26 @@ def _auto(rank: int) -> None:
     backbone._no_split_modules = {"Other"}
     with pytest.raises(ValueError, match=r"of those in its _no_split_modules, \['Other'\], it has none"):
         shard(backbone, units="auto")
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """As transformers has it."""
+
+
+class Wave(GradientCheckpointingLayer):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def test_a_part_that_names_no_units_has_those_that_transformers_checkpoints() -> None:
+    assert block_classes(nn.ModuleList([Wave(nn.Linear(2, 2)), nn.Linear(2, 2)])) == {"Wave"}
+    assert block_classes(nn.ModuleList([Wave(nn.Linear(2, 2)), Backbone()])) == {"Wave", "Layer"}
+    assert block_classes(nn.ModuleList([Wave(Backbone())])) == {"Layer"}, "no unit inside another"
+    backbone = Backbone()
+    backbone.layers[0].add_module("inside", Wave(nn.Linear(2, 2)))
+    assert block_classes(backbone) == {"Layer"}
+    assert block_classes(nn.Linear(2, 2)) == set()
 
 
 def test_a_model_names_its_own_units() -> None:

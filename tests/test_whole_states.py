@@ -103,6 +103,49 @@ def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error() -> None:
     run_ranks(_load_parts, world_size=WORLD)
 
 
+def _like(parameter: DTensor, rows: Tensor) -> DTensor:
+    """As libraries make it who cut for themselves."""
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _load_cut(rank: int) -> None:
+    for size in (1, 2, 4):
+        source = integer_net(seed=1)
+        for cut in ("torch", "torch, with its own placements", "layerzero"):
+            model = _sharded(integer_net(), size)
+            theirs = dict(source.named_parameters())
+            for name, parameter in model.named_parameters():
+                whole = theirs[name].detach()
+                torchs = distribute_tensor(whole, parameter.device_mesh, [Shard(0), Shard(0)], src_data_rank=None)
+                value = {
+                    "torch": lambda p=parameter, t=torchs: _like(p, t.to_local()),
+                    "torch, with its own placements": lambda t=torchs: t,
+                    "layerzero": lambda p=parameter, w=whole: _like(p, w[p._local_tensor.span.rows]),
+                }[cut]()
+                with torch.no_grad():
+                    parameter.copy_(value)
+                    parameter.copy_(value)
+            assert_same_bits(model, source, f"{size}, cut by {cut}")
+            inputs, _ = integer_batch()
+            assert torch.equal(model(inputs), source(inputs)), (size, cut)
+    odd = _like(model.shift, torch.zeros(6 if rank == 1 else 0))
+    message = _raised(lambda: model.shift.data.copy_(odd))
+    assert "'shift' was given a DTensor of which the ranks hold [0, 6, 0, 0] of 6 rows" in message
+    assert "layerzero.load_full_state_dict" in message
+    assert_same_bits(model, source, "as it was")
+
+
+def test_a_dtensor_that_others_have_cut_is_loaded_by_their_cut() -> None:
+    run_ranks(_load_cut, world_size=WORLD)
+
+
 def _load_other_values(rank: int) -> None:
     inputs, _ = integer_batch()
     model = _sharded(integer_net())

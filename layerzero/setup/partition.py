@@ -207,8 +207,20 @@ def _by_kind(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
 
 
 def block_classes(model: nn.Module) -> set[str]:
-    """The names of the classes that a model, or a part of it, says must stay in one piece, and has: its blocks."""
-    return _not_to_be_split(model) & {type(module).__name__ for name, module in model.named_modules() if name}
+    """The names of the classes of a model's blocks.
+
+    Those that it, or a part of it, says must stay in one piece; in parts that say nothing, those that transformers
+    checkpoints one by one.
+    """
+    said, children = _not_to_be_split(model), list(model.named_modules())[1:]
+    blocks = [f"{name}." for name, module in children if type(module).__name__ in said]
+    found = {type(module).__name__ for _, module in children if type(module).__name__ in said}
+    for name, module in children:
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__):
+            place = f"{name}."
+            if not any(place.startswith(block) or block.startswith(place) for block in blocks):
+                found.add(type(module).__name__)
+    return found
 
 
 def _not_to_be_split(model: nn.Module) -> set[str]:
@@ -225,8 +237,8 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
         said = _not_to_be_split(model)
         why = f"of those in its _no_split_modules, {sorted(said)}, it has none" if said else "it has no such list"
         raise ValueError(
-            f"units='auto' makes units of the classes that a model names in _no_split_modules, as those of "
-            f"transformers do; this is a {type(model).__name__}, and {why}. Name its blocks: units={{Block}}"
+            f"units='auto' makes units of the classes that a model names in _no_split_modules, as most of transformers "
+            f"do, or checkpoints; this is a {type(model).__name__}, and {why}. Name its blocks: units={{Block}}"
         )
     return found
 

@@ -74,7 +74,7 @@ def shard_model(
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
             classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``; where that returns a str, all
             modules with this key are one unit, gathered when any of them is called: a loss in chunks with its tied
-            head. ``"auto"``: the classes in the model's ``_no_split_modules``, which models of transformers have.
+            head. ``"auto"``: the classes in the model's ``_no_split_modules``, or that transformers checkpoints.
             Parameters outside all units belong to the root. None: root only.
         mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,

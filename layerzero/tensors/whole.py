@@ -5,17 +5,26 @@
 nothing is exchanged. Each row of a parameter lies in one ZeRO-1 shard, and the refresh carries it to all replicas, so
 replicas agree whatever was given. But where ranks are given different values, the parameter becomes a mixture that
 nobody meant. So the digest of what was given is kept, and the agreement that precedes the refresh compares it.
+
+[Note: Whose cut]
+Libraries make a DTensor "like" a parameter to load into it: with its mesh and its placements, around rows that they cut
+themselves. torch.distributed.checkpoint.state_dict asks our placements where pieces begin; others (PEFT, by way of
+transformers) count as `torch.chunk` does, and put our placements on the result all the same. A rank cannot tell by its
+own number of rows. So all ranks tell theirs: equal numbers in order are equal cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from layerzero.comm.collectives import Exchange, all_gather
 from layerzero.tensors.digest import digest
 from layerzero.tensors.refusals import moves_rows
 from layerzero.tensors.rows import RowSpan
@@ -56,9 +65,46 @@ def rows_of(value: Tensor, span: RowSpan) -> Tensor:
         raise ValueError(f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}")
     if span.face is not None:
         part = span.face.part_of(value)
+    elif isinstance(value, DTensor) and _is_cut_by_others(value, span):
+        return _rows_as_cut(value, span)
     else:
         part = value.full_tensor() if isinstance(value, DTensor) else value
     return part.reshape(span.stored)[span.rows.start : span.rows.stop]
+
+
+def _is_cut_by_others(value: DTensor, span: RowSpan) -> bool:
+    """By rows on our mesh, but not one of our tensors."""
+    by_rows = value.device_mesh == span.topology.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
+    return by_rows and not hasattr(value._local_tensor, "span")
+
+
+def _rows_as_cut(value: DTensor, span: RowSpan) -> Tensor:
+    """This rank's rows of a DTensor that :func:`_is_cut_by_others`; see [Note: Whose cut].
+
+    Raises:
+        ValueError: ranks have other rows than either way of cutting gives them; on all ranks.
+    """
+    local, topology = value.to_local().detach(), span.topology
+    counts = torch.empty(topology.data_parallel, dtype=torch.int64)
+    all_gather(topology.control, Exchange.AGREE, counts, torch.tensor([local.shape[0]])).wait()
+    held = counts.view(topology.replicas, topology.zero3_size).T.flatten().tolist()  # by k = s * R + r
+    if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
+        return local
+    lengths = [each for rows in _chunks(span.count, topology.zero3_size) for each in _chunks(rows, topology.replicas)]
+    if held != lengths:
+        raise ValueError(
+            f"{span.name!r} was given a DTensor of which the ranks hold {held} of {span.count} rows, which is neither "
+            "layerzero's way of cutting them nor torch's: give all ranks the whole tensor, or load through "
+            "layerzero.load_full_state_dict"
+        )
+    whole = replace(span, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
+    return whole.view(span.stored)[span.rows.start : span.rows.stop]
+
+
+def _chunks(rows: int, pieces: int) -> list[int]:
+    """How many rows `torch.chunk` gives to each."""
+    longest = -(-rows // pieces)
+    return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
 
 
 class Sharded(DTensor):

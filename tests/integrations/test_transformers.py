@@ -32,7 +32,7 @@ from layerzero.integrations.common import is_sharded
 from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer
 from layerzero.setup.partition import block_classes
 from tests.support.loops import assert_like, forget_accelerators, launched
-from tests.support.models import full_parameters
+from tests.support.models import assert_same_bits, full_parameters
 from tests.support.ranks import run_ranks
 
 SETTINGS = {"zero3_size": 2}
@@ -234,6 +234,34 @@ def _adapters(rank: int, folder: str) -> None:
 
 def test_adapters_are_trained_saved_alone_and_resumed(tmp_path: Path) -> None:
     run_ranks(_adapters, str(tmp_path), timeout=SLOW)
+
+
+def _load_adapter(rank: int, folder: str) -> None:
+    with launched():
+        source = adapted(seed=3)
+        source.load_state_dict(llama_of(adapted()), strict=False)
+        if rank == 0:
+            source.save_pretrained(folder)
+        torch.distributed.barrier()
+        tokens = torch.arange(3, 11)[None]
+        expected = source(input_ids=tokens).logits
+        for size in (2, 4):
+            model = layerzero.shard_model(adapted(), zero3_size=size, units="auto")
+            assert not torch.allclose(model(input_ids=tokens).logits, expected, atol=1e-3)
+            assert not model.load_adapter(folder, "default", is_trainable=True).missing_keys
+            assert_same_bits(model, source, "adapters")
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+            # Others beside it stay whole on every rank: to compute with, not to train.
+            model.load_adapter(folder, "other")
+            model.set_adapter("other", inference_mode=True)
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+            model.set_requires_grad("other")
+            with pytest.raises(RuntimeError, match=r"lora_A.other.weight'.* came to the model after shard_model"):
+                model(input_ids=tokens)
+
+
+def test_peft_loads_adapters_into_a_sharded_model(tmp_path: Path) -> None:
+    run_ranks(_load_adapter, str(tmp_path))
 
 
 def _generate(rank: int, folder: str) -> None:
