@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -27,7 +28,11 @@ from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import Transfers
 from layerzero.storage.slabs import Accumulators, Buffers
+from layerzero.tensors.quiet import quieten
 from layerzero.tensors.sharded import RowShardedTensor
+from layerzero.views.report import held_bytes
+
+_log = logging.getLogger("layerzero")
 
 __all__ = ["shard_model"]
 
@@ -184,6 +189,13 @@ def shard_model(
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(model)
+    quieten()
+    if topology.control.rank == 0:
+        size = held_bytes(runtime) / 2**20
+        _log.info(
+            "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
+            *(type(model).__name__, len(units_built), topology.data_parallel, topology.zero3_size, size),
+        )
     return model
 
 
