@@ -60,7 +60,7 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
     try:
         _refuse(args)
         chosen = _translated(args, data_parallel)
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # told to the other ranks, then raised here
         failure = error
     told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
     told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
@@ -70,6 +70,10 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
 
 
 def _translated(args: Namespace, data_parallel: list[int]) -> Chosen:
+    if not hasattr(args, "layerzero_config"):
+        raise ValueError(
+            "layerzero's flags are not there: pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
+        )
     config = LayerZeroConfig() if args.layerzero_config is None else LayerZeroConfig.from_yaml(args.layerzero_config)
     settings = config.arguments()
     if settings.pop("gradient_divide_factor") is not None:

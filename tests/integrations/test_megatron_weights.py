@@ -28,7 +28,7 @@ def _norms(rank: int, case: Case) -> tuple[float, list[float]]:
         for chunk in chunks:
             whole = layerzero.full_state_dict(chunk, rank0_only=False)
             for name, parameter in chunk.module.named_parameters():
-                counted = first_tensor_rank or parameter.tensor_model_parallel
+                counted = first_tensor_rank or getattr(parameter, "tensor_model_parallel", False)
                 if first_replica and counted and not getattr(parameter, "shared", False):
                     squares.append(float(whole[name].double().square().sum()))
         return params_norm(chunks), squares
