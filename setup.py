@@ -22,6 +22,7 @@ setup(
         "cli": ["typer"],
         "checkpoint": ["safetensors", "xxhash>=3.0"],
         "demo": ["tqdm", "safetensors", "xxhash>=3.0"],
+        "tensorboard": ["tensorboard"],
         "test": [
             "pytest",
             "pytest-xdist",
@@ -34,7 +35,7 @@ setup(
             "PyYAML",
         ],
         "yaml": ["PyYAML"],
-        "megatron": ["megatron-core>=0.16,<0.17"],
+        "megatron": ["megatron-core>=0.16,<0.17", "PyYAML"],
         "accelerate": ["accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "transformers": ["transformers>=5.23,<6", "accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "lightning": ["lightning>=2.6,<3", "safetensors", "xxhash>=3.0", "PyYAML"],

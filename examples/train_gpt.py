@@ -19,7 +19,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
     add("--checkpoints", metavar="FOLDER", help="save there, and go on from the last one that is there")
     add("--save-every", type=int, default=60, metavar="STEPS", help="and after the last step")
+    add("--logdir", metavar="FOLDER", help="write loss and layerzero's own numbers for TensorBoard, which this needs")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--no-sample", action="store_true", help="do not generate text at the end")
@@ -100,6 +101,8 @@ class Result(NamedTuple):
 
 def main(argv: list[str] | None = None) -> Result:
     args = parse_args(argv)
+    if args.logdir:
+        summary_writer()  # says now if it is missing
     started_here = not dist.is_initialized()
     ranks = start_ranks(args.device)
     try:
@@ -142,6 +145,14 @@ def run(args: argparse.Namespace, ranks: Ranks) -> Result:
         if ranks.is_first:
             print(f"\nsample:\n{text}")
     return Result(first_loss, last_loss)
+
+
+def summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only --logdir needs it
+    except ImportError as error:
+        raise SystemExit("--logdir needs TensorBoard: pip install tensorboard") from error
+    return SummaryWriter
 
 
 def build(args: argparse.Namespace, ranks: Ranks) -> Trainer:
@@ -209,6 +220,7 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
     first = resume(args, trainer)
     pending = None  # a checkpoint that is being written
     tokens = sampler.windows_per_step * args.seq_len  # of all ranks, a step
+    writer = summary_writer()(args.logdir) if args.logdir and ranks.is_first else None
     with tqdm(total=args.steps, initial=first, unit="step", disable=not ranks.is_first) as bar:
         start = time.perf_counter()
         for step in range(first, args.steps):
@@ -221,10 +233,16 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
                 refresh=False,
             )
             bar.update()
+            if writer is not None:
+                numbers = {"loss": loss, "grad_norm": grad_norm, **layerzero.metrics(trainer.model, reset=False)}
+                for name, value in numbers.items():
+                    writer.add_scalar(name, value, step)
             if args.checkpoints and (step + 1 == args.steps or (step + 1) % args.save_every == 0):
                 pending = save(args, trainer, step + 1)
     if pending is not None:
         pending.wait()
+    if writer is not None:
+        writer.close()
     return args.steps - first
 
 

@@ -15,6 +15,7 @@ from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
 from layerzero.views.loop import no_sync, refresh, register_forward_method
+from layerzero.views.metrics import metrics
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
 
@@ -37,6 +38,7 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "mesh_from_groups",
+    "metrics",
     "no_sync",
     "optimizers",
     "refresh",

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, convert
 from layerzero.checkpoint.untrusted import printable
+from layerzero.megatron.export import export_model as export_parts
+from layerzero.megatron.export import holds_parts
 from layerzero.verification import verify
 
 __all__ = ["app"]
@@ -124,13 +126,20 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
 
 @app.command("export")
 def _export(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A folder from layerzero.checkpoint.save or layerzero.megatron.save.")
+    ],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as saved.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The averages of the weights instead of the weights.")] = False,
 ) -> None:
-    """Write the whole model of a checkpoint as one safetensors file, in one process."""
+    """Write the whole model of a checkpoint as one safetensors file, in one process.
+
+    Of Megatron's tensor ranks and pipeline stages, all parts become one model.
+    """
     with _readable_failures():
-        convert.export_model(checkpoint, out, dtype=_dtype(dtype, "--dtype"))
+        write = export_parts if holds_parts(checkpoint) else convert.export_model
+        write(checkpoint, out, dtype=_dtype(dtype, "--dtype"), averages=ema)
 
 
 @app.command("import")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["read_settings", "translate"]
+__all__ = ["has_names_of_mindspeed", "read_settings", "translate"]
+
+_log = logging.getLogger("layerzero")
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -39,6 +42,11 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
         return translate(content, known)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
+    """The file has settings by MindSpeed's names, so that its `zero3_size` counts tensor ranks, too."""
+    return not _parse(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -83,9 +91,11 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:
             translate(name, theirs[name], settings, policy)
-    if "transformer_layers" in theirs:
-        if missing := [name for name in ("param_dtype", "reduce_dtype") if name not in policy]:
-            raise ValueError(f"give {' and '.join(missing)}: MindSpeed's default is fp16, here it is the model's dtype")
+    if "transformer_layers" in theirs:  # a whole file of MindSpeed's, with its defaults
+        for name in ("param_dtype", "reduce_dtype"):
+            if name not in policy:
+                _log.info("%s is not given: torch.float16, MindSpeed's default", name)
+        policy = {"param_dtype": torch.float16, "reduce_dtype": torch.float16, **policy}
         policy.setdefault("cast_forward_inputs", True)
         policy.setdefault("output_dtype", torch.float32)  # autocast_output is on unless it is turned off
     _set_prefetch(theirs, settings)
@@ -154,11 +164,11 @@ def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
         return
     if "prefetch" in settings:
         raise ValueError("give prefetch, or forward_prefetch and backward_prefetch")
-    backward = theirs.get("backward_prefetch")
+    backward = theirs.get("backward_prefetch", "BACKWARD_PRE" if theirs.get("forward_prefetch") is True else None)
     if backward not in (None, "BACKWARD_PRE"):
         raise ValueError(
             f"backward_prefetch is {backward!r}; layerzero gathers the next unit before it computes one "
-            "(BACKWARD_PRE), or never ahead (null)"
+            "(BACKWARD_PRE), or never ahead (null, with forward_prefetch: false)"
         )
     forward = _bool("forward_prefetch", theirs.get("forward_prefetch", backward is not None))
     if forward != (backward is not None):
@@ -169,6 +179,23 @@ def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
     settings["prefetch"] = int(forward)
 
 
+def _refuse_init(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if value is not None:
+        raise ValueError(f"{name} is {value!r}, but a file holds no functions: give it to layerzero.shard_model")
+
+
+def _refuse_unlimited(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if not _bool(name, value):
+        raise ValueError(f"{name} is false, but layerzero gathers as many units ahead as prefetch says, and no more")
+
+
+def _refuse_late_reduction(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+    if value != "BACKWARD_PRE":
+        raise ValueError(
+            f"{name} is {value!r}; layerzero reduces a unit's gradients while the next unit computes (BACKWARD_PRE)"
+        )
+
+
 _TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], None]] = {
     "transformer_layers": _set_units,
     "param_dtype": _set_dtype,
@@ -176,4 +203,7 @@ _TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], No
     "autocast_input": _set_cast,
     "autocast_output": _set_output,
     "ckpt_load_path": _refuse_path,
+    "param_init_fn": _refuse_init,
+    "limit_all_gathers": _refuse_unlimited,
+    "backward_reduce_scatter": _refuse_late_reduction,
 }

@@ -97,6 +97,39 @@ def test_a_file_of_mindspeed_means_the_same_here(tmp_path: Path) -> None:
     assert read(tmp_path, never).prefetch == 0
 
 
+SHIPPED = """
+zero3_size: 8
+transformer_layers: [tests.support.models.Block]
+param_dtype: fp16
+"""
+
+ALL_AT_THEIR_DEFAULTS = """
+zero3_size: 8
+transformer_layers: [tests.support.models.Block]
+backward_prefetch: BACKWARD_PRE
+backward_reduce_scatter: BACKWARD_PRE
+param_dtype: fp16
+reduce_dtype: fp16
+buffer_dtype: null
+ignored_modules: null
+param_init_fn: null
+forward_prefetch: true
+limit_all_gathers: true
+offload_grads: false
+ckpt_load_path: null
+autocast_input: true
+autocast_output: true
+"""
+
+
+def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
+    policy = MixedPrecisionPolicy(torch.float16, torch.float16, torch.float32)
+    expected = LayerZeroConfig(zero3_size=8, units=["tests.support.models.Block"], mp_policy=policy)
+    assert read(tmp_path, SHIPPED) == read(tmp_path, ALL_AT_THEIR_DEFAULTS) == expected
+    assert read(tmp_path, "forward_prefetch: true").prefetch == 1, "alone: backward_prefetch has its default"
+    assert read(tmp_path, SHIPPED + "reduce_dtype: fp32").mp_policy.reduce_dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -113,7 +146,10 @@ def test_a_file_of_mindspeed_means_the_same_here(tmp_path: Path) -> None:
         ("mp_policy: {param_dtype: bf16}\nparam_dtype: bf16", "param_dtype is given twice"),
         ("units: [A]\ntransformer_layers: [B]", "which mean the same"),
         ("transformer_layers: Block", "must be a list of class names"),
-        ("transformer_layers: [Block]\nparam_dtype: bf16", "give reduce_dtype: MindSpeed's default is fp16"),
+        ("param_init_fn: my.function", "param_init_fn is 'my.function', but a file holds no functions"),
+        ("limit_all_gathers: false", "limit_all_gathers is false, but .*prefetch"),
+        ("backward_reduce_scatter: BACKWARD_POST", "backward_reduce_scatter is 'BACKWARD_POST'; .*BACKWARD_PRE"),
+        ("forward_prefetch: false\nbackward_prefetch: BACKWARD_POST", "BACKWARD_POST.*never ahead"),
         ("ckpt_load_path: /somewhere", "leave it out, and call layerzero.checkpoint.load"),
         ("backward_prefetch: BACKWARD_POST", "BACKWARD_PRE"),
         ("backward_prefetch: BACKWARD_PRE\nforward_prefetch: false", "one depth for both"),

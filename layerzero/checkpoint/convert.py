@@ -29,7 +29,7 @@ from layerzero.checkpoint.folder import next_sequence
 from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces, write_safetensors
 from layerzero.checkpoint.values import DTYPES, references
 
-__all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect"]
+__all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
 
 _PART = 2 << 30
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
@@ -74,7 +74,11 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
 
 def export_model(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    averages: bool = False,
 ) -> None:
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
@@ -83,20 +87,17 @@ def export_model(
 
     Args:
         dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
+        averages: of the parameters that are averaged, the averages: what was saved with ``{"ema": ema.state_dict()}``.
 
     Raises:
         FileExistsError: there is something at `out`.
         FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+        ValueError: the checkpoint has no averages.
     """
     manifest = Manifest.read(path)
     manifest.verify()
     contents = Contents.read(manifest)
-    keys = {
-        name: str(reference[next(iter(reference))])
-        for name, value in contents.document["model"].items()
-        for reference in references(value, rank=None)
-        if reference is value
-    }
+    keys = model_keys(contents, averages=averages)
     header = {}
     for name, key in keys.items():
         tensor = contents.tensors[key]
@@ -123,6 +124,30 @@ def export_model(
         except BaseException:
             remove(partial)
             raise
+
+
+def model_keys(contents: Contents, *, averages: bool) -> dict[str, str]:
+    """The keys of the model's tensors by name; see :func:`export_model`."""
+    keys = _keys(contents.document["model"])
+    if not averages:
+        return keys
+    extra = contents.document["extra"]
+    ema = extra.get("ema") if isinstance(extra, dict) else None
+    if not isinstance(ema, dict) or not isinstance(ema.get("averages"), dict):
+        raise ValueError('the checkpoint has no averages: none were saved as extra={"ema": ema.state_dict(), ...}')
+    stored = _keys(ema["averages"])
+    of_parameter = {str(value["like"]): stored[name] for name, value in ema["averages"].items() if "like" in value}
+    tied = {key: of_parameter[name] for name, key in keys.items() if name in of_parameter}
+    return {name: tied.get(key, key) for name, key in keys.items()}
+
+
+def _keys(values: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: str(reference[next(iter(reference))])
+        for name, value in values.items()
+        for reference in references(value, rank=None)
+        if reference is value
+    }
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ piece is a master that the user may edit meanwhile, which must only be read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -149,12 +150,14 @@ class Works:
 
     def wait(self) -> None:
         """Raises LostExchange where a rank did not come to it, or is gone."""
+        began = time.perf_counter()
         try:
             with nullcontext() if self.flight is None else self.flight.waiting():
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
             raise self.issued.failed(error) from error
+        self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
 
 
 @dataclass

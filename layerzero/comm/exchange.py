@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -49,10 +49,17 @@ _SHOWN = 6  # gathers before a failure that its error names
 
 @dataclass
 class Ledger:
-    """Calls and bytes that this rank sent, by exchange and by (exchange, axis)."""
+    """Calls and bytes that this rank sent, by exchange and by (exchange, axis), and what else is counted.
+
+    Attributes:
+        waited: seconds that the host has waited, by exchange. Where a device's streams wait instead, next to none.
+        steps: ``"taken"`` by optimizers, and ``"skipped"``: gradients that were forgotten and not stepped.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: Counter[str] = field(default_factory=Counter)
     observer: Observer = field(default_factory=Observer)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
     failure: str = ""  # of the first exchange that did
@@ -72,5 +79,5 @@ class Ledger:
         return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
 
     def reset(self) -> None:
-        self.calls.clear()
-        self.bytes.clear()
+        for counted in (self.calls, self.bytes, self.waited, self.steps):
+            counted.clear()

@@ -9,8 +9,20 @@ Nothing else of layerzero imports this package, and it imports Megatron only whe
 
 from layerzero.megatron.checkpoint import load, save
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.flags import add_arguments
 from layerzero.megatron.groups import ProcessGroups, process_groups
+from layerzero.megatron.install import install
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.wrap import wrap
 
-__all__ = ["ProcessGroups", "ShardedChunk", "ShardedMegatronOptimizer", "load", "process_groups", "save", "wrap"]
+__all__ = [
+    "ProcessGroups",
+    "ShardedChunk",
+    "ShardedMegatronOptimizer",
+    "add_arguments",
+    "install",
+    "load",
+    "process_groups",
+    "save",
+    "wrap",
+]

@@ -32,6 +32,8 @@ from layerzero.checkpoint.loading import PreparedLoad, prepare_load
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.groups import ProcessGroups, tell_all, together
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.places import places_of
+from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
 
@@ -67,7 +69,11 @@ def save(
     try:
         for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
-            checkpoint.save(part, chunk, inner, {"extra": extra, "grad_scaler": scale})
+            ema = None if optimizer is None else optimizer.emas[index]
+            average = None if ema is None else ema.state_dict()
+            checkpoint.save(
+                part, chunk, inner, {"extra": extra, "grad_scaler": scale, "ema": average, "places": places_of(chunk)}
+            )
     except Exception as error:
         failure = error
     try:
@@ -110,14 +116,23 @@ def load(
     _together("load", groups, failure)
     result: Any = None
     try:
-        for each in prepared:
+        for index, each in enumerate(prepared):
             result = each.commit()
+            _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"))
     except Exception as error:
         failure = error
     _together("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
+
+
+def _take_average(ema: EMA | None, saved: Any) -> None:
+    """Where the checkpoint has none, the next update copies the weights, as the first one does."""
+    if ema is not None and saved is None:
+        ema.n_averaged.zero_()
+    elif ema is not None:
+        ema.load_state_dict(saved)
 
 
 def _make_room(folder: Path, partial: Path) -> Exception | None:

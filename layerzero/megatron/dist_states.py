@@ -74,9 +74,18 @@ class Described:
 
 
 def describe(
-    module: nn.Module, members: Iterable[Member], metadata: Any, prefix: str = "", sharded_offsets: Any = ()
+    module: nn.Module,
+    members: Iterable[Member],
+    metadata: Any,
+    prefix: str = "",
+    sharded_offsets: Any = (),
+    *,
+    of_all_ranks: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Described]]:
     """A module's sharded state dict, with :class:`Described` in place of what it says of sharded parameters.
+
+    Args:
+        of_all_ranks: describe all rows of the parameters, not this rank's.
 
     Returns:
         The state dict, and what it has in them by the parameter's name.
@@ -97,11 +106,12 @@ def describe(
             if member is None:
                 return value
             parts = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
-            own = [part for part in (_own_part(part, member.span) for part in parts) if part is not None]
+            wanted = range(member.span.shape[0]) if of_all_ranks else member.span.rows
+            own = [part for part in (_own_part(part, member.span, wanted) for part in parts) if part is not None]
             own.sort(key=lambda part: part[0].start)
-            if member.master.numel():
+            if member.master.numel() or of_all_ranks:
                 starts, stops = [rows.start for rows, _ in own], [rows.stop for rows, _ in own]
-                if [*starts, len(member.span.rows)] != [0, *stops]:
+                if [*starts, len(wanted)] != [0, *stops]:
                     raise NotImplementedError(_odd_pieces(member.span, value.key))
             result = Described(member, value.key, tuple(own))
             return found.setdefault(member.name, result)
@@ -145,8 +155,8 @@ def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
             parameters[name] = parameter
 
 
-def _own_part(piece: ShardedTensor, span: RowSpan) -> tuple[range, ShardedTensor] | None:
-    """What this rank holds of a piece of a parameter: which of its own rows, and where they lie."""
+def _own_part(piece: ShardedTensor, span: RowSpan, wanted: range) -> tuple[range, ShardedTensor] | None:
+    """What some rows of a parameter, such as this rank's, have of a piece: which of them, and where they lie."""
     numbers: Tensor = piece.data
     if numbers.numel() == 0:
         return None
@@ -154,12 +164,12 @@ def _own_part(piece: ShardedTensor, span: RowSpan) -> tuple[range, ShardedTensor
     first = int(column[0])
     if numbers.shape[1:] != span.shape[1:] or not torch.equal(column, first + torch.arange(len(column))):
         raise NotImplementedError(_odd_pieces(span, piece.key))
-    start, stop = max(first, span.rows.start), min(first + len(column), span.rows.stop)
+    start, stop = max(first, wanted.start), min(first + len(column), wanted.stop)
     if start >= stop:
         return None
     offset = list(piece.global_offset)
     offset[piece.prepend_axis_num] += start - first
-    own = range(start - span.rows.start, stop - span.rows.start)
+    own = range(start - wanted.start, stop - wanted.start)
     return own, replace(
         piece,
         data=None,

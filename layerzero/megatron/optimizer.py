@@ -15,7 +15,9 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse
 from layerzero.megatron.param_groups import Condition, param_groups
+from layerzero.megatron.weights import counts
 from layerzero.optimizers.elementwise import kinds_that_need_whole
+from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.tensors.sharded import plain
@@ -37,9 +39,12 @@ class ShardedMegatronOptimizer:
         scale_lr_cond: ``cond(name, parameter)`` for parameters whose learning rate is multiplied by `lr_mult`.
         config_overrides: Megatron's own, in place of `no_weight_decay_cond`: ``{ParamKey: {"wd_mult": ..., ...}}``.
         make_optimizer: makes the inner optimizer from parameter groups, in place of what `config` names.
+        ema_decay: keep an average of the weights with this decay, which each step updates that is not skipped; it is in
+            all checkpoints. None: there is none.
 
     Attributes:
         sharded: the ShardedOptimizer of each chunk that has trainable parameters; None for others.
+        emas: the average of each chunk's weights; None where there is none.
         is_stub_optimizer: nothing on any rank of the model can be trained. A stage without trainable parameters still
             takes part in what all ranks must call, for which Megatron-LM asks this.
     """
@@ -54,6 +59,7 @@ class ShardedMegatronOptimizer:
         lr_mult: float = 1.0,
         config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
         make_optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+        ema_decay: float | None = None,
     ) -> None:
         if no_weight_decay_cond is not None and config_overrides is not None:
             raise ValueError("give either no_weight_decay_cond or config_overrides")
@@ -79,6 +85,10 @@ class ShardedMegatronOptimizer:
                     "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"
                 )
             self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
+        self.emas: list[EMA | None] = [
+            None if ema_decay is None or sharded is None else EMA(chunk, ema_decay)
+            for chunk, sharded in zip(self.model_chunks, self.sharded, strict=True)
+        ]
         self._device = runtime_of(self.model_chunks[0]).topology.device
         self.grad_scaler: Any = _grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
@@ -174,12 +184,17 @@ class ShardedMegatronOptimizer:
         if overflow and self._checks:
             refuse(self.model_chunks, self.groups)
         self.grad_scaler.update(overflow)
+        for chunk in self.model_chunks:
+            runtime_of(chunk).topology.ledger.steps["skipped"] += overflow
         return overflow
 
     def step_with_ready_grads(self) -> bool:
         """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""
         for optimizer in self._optimizers:
             optimizer.step()
+        for ema in self.emas:
+            if ema is not None:
+                ema.update()
         return True
 
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -231,9 +246,7 @@ class ShardedMegatronOptimizer:
         return self._over_model(zeros, dist.ReduceOp.SUM).item()
 
     def _counts(self, parameter: Tensor) -> bool:
-        if getattr(parameter, "shared", False):
-            return False
-        return bool(getattr(parameter, "tensor_model_parallel", False)) or dist.get_rank(self.groups.tensor) == 0
+        return counts(parameter, self.groups)
 
     def _over_model(self, value: Tensor, op: Any) -> Tensor:
         """Reduce over the rows of data-parallel ranks, then over the parts of model-parallel ones."""
@@ -262,6 +275,8 @@ class ShardedMegatronOptimizer:
         state: dict[str, Any] = {"optimizer": [o and o.state_dict() for o in self.sharded]}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
+        if any(self.emas):
+            state["ema"] = [ema and ema.state_dict() for ema in self.emas]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -281,6 +296,9 @@ class ShardedMegatronOptimizer:
             if optimizer is not None:
                 optimizer.load_state_dict(values)
         self.load_scale(state_dict.get("grad_scaler"))
+        for ema, average in zip(self.emas, state_dict.get("ema", []), strict=False):
+            if ema is not None and average is not None:
+                ema.load_state_dict(average)
 
     def load_scale(self, state: Mapping[str, Any] | None) -> None:
         """Take the loss scale out of a :meth:`state_dict`."""
@@ -302,7 +320,7 @@ class ShardedMegatronOptimizer:
             metadata: Megatron's. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
 
         Raises:
-            ValueError: parameters have been stepped different numbers of times, or never.
+            ValueError: parameters have been stepped different numbers of times, or some never.
             NotImplementedError: the format has no place for some state; names it.
         """
         from layerzero.megatron.optimizer_states import sharded_states  # noqa: PLC0415
@@ -318,8 +336,8 @@ class ShardedMegatronOptimizer:
     def _stepped(self) -> list[Any]:
         from layerzero.megatron.optimizer_states import Stepped  # noqa: PLC0415
 
-        pairs = zip(self.model_chunks, self.sharded, strict=True)
-        return [Stepped(chunk, optimizer) for chunk, optimizer in pairs if optimizer is not None]
+        parts = zip(self.model_chunks, self.sharded, self.emas, strict=True)
+        return [Stepped(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
 
 
 _ZERO = torch.zeros(1)  # stands for no gradients at all

@@ -5,6 +5,7 @@
 - In 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, and masters under ``fp32_param``.
 - With ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: as that, but all masters under ``param``.
 In all of them a tensor's key is ``optimizer.state.<what it is>.<parameter's key>``, and parameters share a step count.
+An average of the weights is under ``ema``, which Megatron's optimizers do not ask for, and so leave where it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.dist_states import describe
 from layerzero.megatron.groups import NOT_FOUND, ProcessGroups, together
 from layerzero.optimizers.elementwise import state_after_a_step
+from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.sharded import RowShardedTensor, plain
 
@@ -30,6 +32,7 @@ __all__ = ["Stepped", "load_states", "sharded_states"]
 _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # where tensors are, by chunk and name
 _MASTERS = ("param", "fp32_param")
+_AVERAGE = "ema"
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells Megatron's parameter groups apart
 
 
@@ -38,6 +41,7 @@ class Stepped(NamedTuple):
 
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
+    ema: EMA | None = None
 
     def members(self, group: Mapping[str, Any]) -> Iterator[Member]:
         """The sharded parameters of one of the optimizer's groups."""
@@ -74,6 +78,7 @@ def sharded_states(
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
     common = _Common([], set(), False)
+    averaged: int | None = None
     failure: Exception | None = None
     try:
         if kind not in (None, _RESHARDABLE):
@@ -83,6 +88,7 @@ def sharded_states(
             )
         for index, pair in enumerate(pairs):
             tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
+        averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
         low = any(_in_16_bits(member) for pair in pairs for member in runtime_of(pair.chunk).members.values())
         common = _Common(_merged([pair.optimizer.param_groups for pair in pairs]), common.steps, low)
     except Exception as error:
@@ -94,7 +100,9 @@ def sharded_states(
     for step in common.steps:  # one at most
         inner["state"] = {"common_step": torch.tensor(step)}
         inner["param_groups"] = [{**group, "step": int(step)} for group in common.groups]
-    of_members = {_TENSORS: tensors} if tensors else {}
+    of_members: dict[str, Any] = {_TENSORS: tensors} if tensors else {}
+    if averaged is not None:
+        of_members[_AVERAGE] = {"n_averaged": averaged}
     if kind is None and not common.in_16_bits:
         return {**inner, **of_members}
     state = {"optimizer": inner, **of_members}
@@ -111,6 +119,7 @@ def _tensors(
     """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
     _, described = describe(pair.chunk.module, runtime_of(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
+    averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
     for group in pair.optimizer.param_groups:
         kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
@@ -121,9 +130,14 @@ def _tensors(
             if is_loading:
                 # Memory of its own: nothing is changed before all is loaded.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+            elif kept and not state:  # steps have been skipped for what overflowed, and there has been no other
+                rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+                steps.add(0.0)
             else:
                 # Plain SGD, for one, keeps nothing.
                 rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
+            if member.name in averages:
+                rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
             if kind is not None or _in_16_bits(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
@@ -197,6 +211,7 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
             _refuse_lost_state(pair, group, found, values)
         plans.append((pair, values, settings))
     for pair, values, settings in plans:
+        _take_average(pair.ema, values, state.get(_AVERAGE, {}))
         for member in _all_members(pair):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
@@ -214,7 +229,22 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
         pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
 
 
+def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
+    """Where the checkpoint has no average, the next update copies the weights, as the first one does."""
+    found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
+    if ema is None:
+        return
+    rows = {name: plain(average) for name, average in ema.state_dict()["averages"].items()}
+    if any(found[name] is None for name in rows):
+        ema.n_averaged.zero_()
+        return
+    for name, average in rows.items():
+        average.copy_(plain(found[name]))
+    ema.n_averaged.fill_(int(said.get("n_averaged", 1)))
+
+
 def _found(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
     if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
         raise ValueError(
             f"the checkpoint has no {', '.join(missing)} of {member.name!r}; load it without the optimizer"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-__all__ = ["default_units", "language_model"]
+__all__ = ["default_units", "language_model", "named", "warn_of_what_is_gathered_at_once", "with_named"]
+
+IsUnit = Callable[[str, nn.Module], bool]
 
 
 def language_model(chunk: nn.Module) -> nn.Module | None:
@@ -18,12 +21,13 @@ def language_model(chunk: nn.Module) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def default_units(module: nn.Module, *, pipeline_size: int) -> Callable[[str, nn.Module], bool]:
+def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
     """Which modules of a chunk are units.
 
     Word embeddings and the output layer are units, too, unless they are one weight on one stage: then the output layer
     reads the weight of the embedding, which must be there during the whole forward.
     """
+    from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # noqa: PLC0415
 
     apart = set()
@@ -34,7 +38,54 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> Callable[[str, nn
         apart = {id(m) for m in (embedding, output) if m is not None and getattr(m, "weight", None) is not None}
 
     def is_unit(name: str, module: nn.Module) -> bool:
-        layer = isinstance(module, BaseTransformerLayer) and any(True for _ in module.parameters())
+        layer = isinstance(module, (BaseTransformerLayer, MambaLayer)) and any(True for _ in module.parameters())
         return layer or id(module) in apart
 
     return is_unit
+
+
+def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
+    """The default units of some chunks, and modules that a file names, by their own name or by that of their class."""
+
+    return lambda name, module: bool(named(name, module, names)) or any(each(name, module) for each in default)
+
+
+def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
+    """Which of some names mean this module."""
+    kind = type(module)
+    own = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    while name.startswith("module."):  # of the wrappers around Megatron's model
+        own.add(name := name.removeprefix("module."))
+    return own & set(names)
+
+
+def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
+    """Warn if layers of a chunk are not units: they would all be gathered with the chunk, and freed with it.
+
+    Args:
+        units: the ids of the modules that are units.
+    """
+    lost = list(_layers_without_units(chunk, units))
+    if not lost:
+        return
+    parameters = {id(p): p for layer in lost for p in layer.parameters()}.values()
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in lost}))
+    nbytes = sum(p.numel() * p.element_size() for p in parameters)
+    warnings.warn(
+        f"layerzero.megatron.wrap: {len(lost)} layers of class {kinds} are no units, so that the whole of them "
+        f"({nbytes / 2**20:,.1f} MiB on this rank) is gathered at once, for all of a forward and a backward: name "
+        "their class in units",
+        stacklevel=3,
+    )
+
+
+def _layers_without_units(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Members of lists of modules that neither are nor hold nor are inside a unit."""
+    if id(module) in units:
+        return
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(id(m) in units for m in child.modules()):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _layers_without_units(child, units)

@@ -16,7 +16,7 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.finite import OwnGradients
 from layerzero.megatron.groups import ProcessGroups, process_groups
-from layerzero.megatron.units import default_units, language_model
+from layerzero.megatron.units import default_units, language_model, warn_of_what_is_gathered_at_once
 from layerzero.setup.shard import shard_model
 
 __all__ = ["wrap"]
@@ -47,8 +47,8 @@ def wrap(
         config: their TransformerConfig.
         zero3_size: S, see :func:`process_groups`; give this or `groups`.
         groups: from :func:`process_groups`.
-        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer layers, the word
-            embeddings and the output layer.
+        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
+            the word embeddings and the output layer; a warning says what other layers there are, and their bytes.
         mp_policy: None: compute in 16 bits if `config` says so, gradients in fp32.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
         align_grad_reduce: stages after the first reduce in the pipeline's bubble, all at the same time, instead of in
@@ -79,10 +79,14 @@ def wrap(
     chunks = []
     for module in modules:
         chunk = ShardedChunk(module, config, groups)
+        chosen = units
+        if chosen is None:
+            chosen = default_units(module, pipeline_size=groups.pipeline.size())
+            warn_of_what_is_gathered_at_once(chunk, {id(m) for name, m in chunk.named_modules() if chosen(name, m)})
         shard_model(
             chunk,
             mesh=mesh,
-            units=units if units is not None else default_units(module, pipeline_size=groups.pipeline.size()),
+            units=chosen,
             mp_policy=mp_policy or _policy(config),
             accumulation=accumulation,
             gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,

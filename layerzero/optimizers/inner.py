@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +20,7 @@ from layerzero.tensors.sharded import LocalRows, RowShardedTensor, plain
 
 __all__ = [
     "AroundAnother",
+    "CountedSteps",
     "MasterState",
     "Writes",
     "final_rows",
@@ -30,6 +31,26 @@ __all__ = [
 ]
 
 _OWN = ("inner", "defaults", "state", "param_groups")  # that both optimizers have
+
+
+class CountedSteps:
+    """Counts an optimizer's steps as ``"taken"``, and as ``"skipped"`` gradients that are forgotten without one.
+
+    A scaler that has met an overflow steps nothing, and tells nobody.
+    """
+
+    def __init__(self, counter: Counter[str]) -> None:
+        self._counter = counter
+        self._stepped = True  # since gradients were forgotten last
+
+    def take(self) -> None:
+        self._counter["taken"] += 1
+        self._stepped = True
+
+    def forget(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        if not self._stepped and any(parameter.grad is not None for group in groups for parameter in group["params"]):
+            self._counter["skipped"] += 1
+        self._stepped = False
 
 
 class AroundAnother(Optimizer):

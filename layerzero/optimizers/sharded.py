@@ -25,6 +25,7 @@ from layerzero.engine.view import View
 from layerzero.optimizers.elementwise import kinds_that_need_whole
 from layerzero.optimizers.inner import (
     AroundAnother,
+    CountedSteps,
     MasterState,
     Writes,
     final_rows,
@@ -98,6 +99,7 @@ class ShardedOptimizer(AroundAnother):
 
     def __init__(self, inner: Optimizer, runtime: Runtime, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
+        self._counted = CountedSteps(runtime.topology.ledger.steps)
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self._runtime = runtime
         self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
@@ -154,11 +156,13 @@ class ShardedOptimizer(AroundAnother):
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
             step_once(self.inner, partial(update, self.inner, self._ownership, names, self._runtime, refresh))
+        self._counted.take()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
         self._runtime.notice_interrupt()
+        self._counted.forget(self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if set_to_none or self._runtime.gradients.failed:
@@ -166,10 +170,9 @@ class ShardedOptimizer(AroundAnother):
         if set_to_none:
             return
         self._runtime.complete_gradients()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            if parameter.grad is not None:
+                (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
 
     @contextmanager
     def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:

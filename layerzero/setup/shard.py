@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,7 +30,11 @@ from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import Transfers
 from layerzero.storage.slabs import Accumulators, Buffers
+from layerzero.tensors.quiet import quieten
 from layerzero.tensors.sharded import RowShardedTensor
+from layerzero.views.report import held_bytes
+
+_log = logging.getLogger("layerzero")
 
 __all__ = ["shard_model"]
 
@@ -195,12 +200,25 @@ def shard_model(
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not sync_module_states):
         runtime.before_first_forward = refusal_of(unwritten, runtime.members, everyone.ranks)
+    _open(runtime, plans)
+    return model
+
+
+def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
+    """To its users, and not to other wrappers and optimizers."""
     attach(runtime)
     guard_optimizers(runtime)
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
-    bind_methods(model)
-    return model
+    bind_methods(runtime.model)
+    quieten()
+    topology = runtime.topology
+    if topology.control.rank == 0:
+        size = held_bytes(runtime) / 2**20
+        _log.info(
+            "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
+            *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
+        )
 
 
 def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:

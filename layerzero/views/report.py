@@ -15,7 +15,7 @@ from layerzero.layout.grid import Extent
 from layerzero.storage.buffers import BufferPool
 from layerzero.views.rehearsal import rehearse
 
-__all__ = ["MemoryReport", "TrafficReport", "memory", "traffic"]
+__all__ = ["MemoryReport", "TrafficReport", "held_bytes", "measure", "memory", "traffic"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def memory(model: nn.Module) -> MemoryReport:
     predicted["reduce_buffer"] = sum(pool.predicted_bytes for pool in _pools(runtime))
     full = rehearse(runtime)
     predicted["idle_buffer"] = full.idle
-    measured = _measure(runtime)
+    measured = measure(runtime)
     shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
         predicted=dict(predicted),
@@ -126,6 +126,12 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     return report
 
 
+def held_bytes(runtime: Runtime) -> int:
+    """What the model is going to hold on this rank's device between two steps, its optimizer's states left out."""
+    of_handles = sum(_on_device(_predict(handle)) for handle in runtime.handles)
+    return of_handles + _predict_accumulators(runtime)[0]
+
+
 def _predict(handle: Handle) -> dict[str, int]:
     layout, precision, topology = handle.layout, handle.precision, handle.topology
     master, compute = precision.master.itemsize, precision.compute.itemsize
@@ -155,7 +161,7 @@ def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
     return runtime.buffers.accumulators.predicted_bytes(sizes)
 
 
-def _measure(runtime: Runtime) -> dict[str, int]:
+def measure(runtime: Runtime) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:

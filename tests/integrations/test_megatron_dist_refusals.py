@@ -82,11 +82,16 @@ def _refuses(rank: int, path: str) -> None:
             NotImplementedError, match=r"distrib_optim_sharding_type='dp_reshardable'.*fully_reshardable"
         ):
             optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
-        with pytest.raises(ValueError, match="has not been stepped yet"):
-            optimizer.sharded_state_dict({})
+        unstepped = optimizer.sharded_state_dict({})
+        assert {group["step"] for group in unstepped["param_groups"]} == {0}, "all of them, so there is one count"
         train(case, chunks, optimizer, scheduler, BEFORE)
 
         inner = optimizer.sharded[0].inner
+        key = next(key for key, state in inner.state.items() if state)
+        lost = inner.state.pop(key)
+        with pytest.raises(ValueError, match="has not been stepped yet"):
+            optimizer.sharded_state_dict({})
+        inner.state[key] = lost
         states = [state for state in inner.state.values() if state]
         if dist.get_rank(optimizer.groups.pipeline) == 1:  # only one stage notices anything by itself
             states[0]["step"] += 1

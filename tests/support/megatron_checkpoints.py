@@ -16,7 +16,7 @@ from torch import nn
 
 import layerzero.megatron
 
-__all__ = ["load", "save", "sharded_state"]
+__all__ = ["load", "may_start_writers", "save", "sharded_state"]
 
 
 def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def save(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, met
         Path(path).mkdir()
     dist.barrier()
     state = {"scheduler": scheduler.state_dict(), **sharded_state(chunks, optimizer, metadata, is_loading=False)}
-    with _may_start_writers():
+    with may_start_writers():
         dist_checkpointing.save(state, path, _in_parallel() if parallel else None)
 
 
@@ -64,7 +64,7 @@ def _in_parallel(load_from: str | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def _may_start_writers() -> Iterator[None]:
+def may_start_writers() -> Iterator[None]:
     """Megatron writes in processes of its own, which daemons such as the ranks of these tests must not start."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -84,6 +84,9 @@ class _Stream:
     def synchronize(self) -> None:
         pass
 
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
 
 def _cuda_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain_type)

@@ -1,0 +1,34 @@
+"""Lightning: layerzero's numbers for the loggers of a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from layerzero.integrations.common import is_sharded
+from layerzero.views.metrics import metrics
+
+__all__ = ["MetricsCallback"]
+
+
+class MetricsCallback(Callback):  # type: ignore[misc]
+    """Gives :func:`layerzero.metrics` to the trainer's loggers after every `log_every_n_steps` optimizer steps.
+
+    Example::
+
+        trainer = Trainer(strategy="layerzero", callbacks=[MetricsCallback()])
+    """
+
+    def __init__(self) -> None:
+        self._logged = 0  # the step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
+        """After a batch, which need not be one that has stepped."""
+        step = trainer.global_step
+        if step == self._logged or step % trainer.log_every_n_steps or not is_sharded(pl_module):
+            return
+        self._logged = step
+        found = metrics(pl_module)
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=step)

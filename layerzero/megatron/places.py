@@ -1,0 +1,60 @@
+"""Where the parameters of a stage and tensor rank lie in the whole model, as Megatron's modules say it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from layerzero.engine.hooks import runtime_of
+from layerzero.megatron.chunk import ShardedChunk
+
+__all__ = ["layer_of", "module_name", "places_of"]
+
+_LAYER = re.compile(r".*?\blayers\.\d+\.")
+
+
+def module_name(name: str) -> str:
+    """The name that a parameter has in Megatron's model, without the wrappers around it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def places_of(chunk: ShardedChunk) -> dict[str, Any]:
+    """By name: the parameter's name in the whole model, its shape there, and the runs of rows that it has of it.
+
+    Returns:
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, plain data and the
+        same on all data-parallel ranks; ``{"because": text}`` where the modules do not say it.
+    """
+    if not hasattr(chunk.module, "sharded_state_dict"):
+        return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
+    from layerzero.megatron.dist_states import describe  # noqa: PLC0415
+
+    members = runtime_of(chunk).members.values()
+    # Each layer under a key of its own, with its number in the whole model.
+    metadata = {"non_homogeneous_layers": True}
+    try:
+        _, found = describe(chunk.module, members, metadata, of_all_ranks=True)
+    except NotImplementedError as error:
+        return {"because": str(error)}
+    places: dict[str, Any] = {}
+    for member in members:
+        if member.name not in found:
+            return {"because": f"its modules do not say where {member.name!r} belongs"}
+        where, dims = found[member.name], len(member.span.shape)
+        name = module_name(member.name)
+        # The last stage's copy of the word embeddings has their key; elsewhere keys may be named for other modules.
+        copied = getattr(member.leaf, "shared", False)
+        places[name] = {
+            "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
+            "shape": list(where.pieces[0][1].global_shape[-dims:]),
+            "pieces": [[rows.start, rows.stop, list(piece.global_offset[-dims:])] for rows, piece in where.pieces],
+        }
+    return places
+
+
+def layer_of(name: str) -> str:
+    """The beginning of a name or key that says which layer it is of; empty where it is of none."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""

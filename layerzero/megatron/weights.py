@@ -1,0 +1,70 @@
+"""What Megatron's loop wants to know of the weights of the whole model, of which a rank has rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.engine.hooks import runtime_of
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.groups import ProcessGroups
+from layerzero.tensors.sharded import plain
+
+__all__ = ["counts", "params_norm", "replicas_agree"]
+
+
+def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
+    """This rank's rows are the ones to count, where several ranks of the model hold a parameter.
+
+    Left out are copies of a word embedding on a further pipeline stage, and what all tensor ranks hold on all but the
+    first of them.
+    """
+    if getattr(parameter, "shared", False):
+        return False
+    return bool(getattr(parameter, "tensor_model_parallel", False)) or dist.get_rank(groups.tensor) == 0
+
+
+@torch.no_grad()
+def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
+    """The 2-norm of the masters of the whole model, for ``--log-params-norm``. All ranks must call this."""
+    chunks = [model] if isinstance(model, ShardedChunk) else list(model)
+    groups, device = chunks[0].groups, runtime_of(chunks[0]).topology.device
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    for chunk in chunks:
+        rows = [plain(p) for p in chunk.parameters() if counts(p, groups)]
+        if rows := [part for part in rows if part.numel()]:
+            squares += torch.stack([norm.float() for norm in torch._foreach_norm(rows)]).square().sum()
+    for group in (groups.zero1, groups.model):
+        dist.all_reduce(squares, group=group)
+    return math.sqrt(squares.item())
+
+
+@torch.no_grad()
+def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> bool:
+    """All replicas compute with the same weights, for ``--check-weight-hash-across-dp-replicas-interval``.
+
+    Each rank hashes the shard that others of its node gather from it, and its rows of the masters in the dtype that it
+    computes in: every shard must be the one of the other replicas, bit for bit. All ranks must call this.
+    """
+    groups = model[0].groups
+    mine: list[tuple[int, str]] = []
+    for chunk in model:
+        chunk.start_param_sync()
+        runtime = runtime_of(chunk)
+        digest = hashlib.sha1(usedforsecurity=False)
+        for handle in runtime.handles:
+            handle.finish_refresh()
+            digest.update(handle.zero3.cpu().view(torch.uint8).numpy().tobytes())
+        mine.append((runtime.topology.grid.s, digest.hexdigest()))
+    said: list[Any] = [None] * groups.zero1.size()
+    dist.all_gather_object(said, mine, group=groups.zero1)
+    alike = all(theirs == other for theirs in said for other in said if theirs[0][0] == other[0][0])
+    verdict = torch.tensor([float(alike)], device=runtime_of(model[0]).topology.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=groups.model)
+    return bool(verdict.item())

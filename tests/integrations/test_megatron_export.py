@@ -1,0 +1,145 @@
+"""Tensor and pipeline parts of layerzero.megatron.save become one model, and averages of weights come along."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import layerzero
+import layerzero.megatron
+from layerzero.cli import app
+from tests.support.megatron_checkpoints import load, save
+from tests.support.megatron_ranks import (
+    Case,
+    make_chunks,
+    make_config,
+    make_ours,
+    make_scheduler,
+    megatron,
+    optimizer_config,
+    run_step,
+    whole_weights,
+)
+from tests.support.ranks import run_ranks
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+GATED = (("gated_linear_unit", True), ("num_query_groups", 2))
+CASES = {
+    "tensor": Case(tp=2, zero3_size=2),
+    "gated, queries in groups": Case(tp=2, zero3_size=1, settings=GATED),
+    "pipeline": Case(tp=1, pp=2, zero3_size=2, tied=False),
+    "tied over stages": Case(tp=2, pp=2, zero3_size=1),
+    "interleaved": Case(tp=2, pp=2, chunks=2, zero3_size=1, dtype="bfloat16"),
+    "experts": Case(
+        pp=2,
+        zero3_size=2,
+        settings=(
+            ("num_moe_experts", 2),
+            ("moe_router_load_balancing_type", "none"),
+            ("add_bias_linear", False),
+        ),
+    ),
+}
+
+
+def _averaging(case: Case) -> tuple[list[Any], Any]:
+    config = make_config(case)
+    chunks = layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=case.zero3_size)
+    optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), ema_decay=0.5)
+    config.grad_scale_func = optimizer.scale_loss
+    return chunks, optimizer
+
+
+def _train_and_save(rank: int, folder: str, case: Case) -> None:
+    with megatron(case):
+        chunks, optimizer = _averaging(case)
+        scheduler = make_scheduler(optimizer)
+        for step in range(3):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            run_step(case, chunks, step)
+            assert optimizer.step()[0]
+            scheduler.step(1)
+            layerzero.megatron.save(f"{folder}/{step}", chunks, optimizer, {"step": step})
+        save(f"{folder}/megatron", chunks, optimizer, scheduler, None, parallel=False)
+        # Loaded, the average is what was saved, and goes on.
+        again, other = _averaging(case)
+        assert layerzero.megatron.load(f"{folder}/0", again, other) == {"step": 0}
+        layerzero.megatron.load(f"{folder}/2", again, other)
+        for mine, theirs in zip(other.emas, optimizer.emas, strict=True):
+            assert int(mine.n_averaged) == int(theirs.n_averaged) == 3
+            for name, average in mine.state_dict()["averages"].items():
+                assert torch.equal(average.to_local(), theirs.state_dict()["averages"][name].to_local()), name
+
+
+def _merged_by_megatron(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
+    with megatron(case):
+        chunks, optimizer = make_ours(case)
+        load(f"{folder}/megatron", chunks, optimizer, make_scheduler(optimizer), None, parallel=False)
+        return whole_weights(chunks[0])
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("which", CASES)
+def test_the_parts_are_the_model_that_megatron_makes_of_them_on_one_rank(which: str, tmp_path: Path) -> None:
+    case = CASES[which]
+    run_ranks(_train_and_save, str(tmp_path), case, world_size=4)
+    alone = case.but(tp=1, pp=1, chunks=1, zero3_size=1)
+    expected = run_ranks(_merged_by_megatron, str(tmp_path), alone, world_size=1)[0]
+    for step in range(3):
+        result = export(tmp_path / str(step), tmp_path / f"{step}.safetensors")
+        assert result.exit_code == 0, result.stderr
+    weights = [load_file(tmp_path / f"{step}.safetensors") for step in range(3)]
+    assert weights[2].keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[2][name], value), name
+    assert export("--ema", tmp_path / "2", tmp_path / "ema.safetensors").exit_code == 0
+    averages = load_file(tmp_path / "ema.safetensors")
+    assert averages.keys() == expected.keys()
+    for name, average in averages.items():
+        one, two, three = (state[name] for state in weights)
+        torch.testing.assert_close(average, one / 4 + two / 4 + three / 2)
+    assert any(not torch.equal(averages[name], weights[2][name]) for name in averages)
+
+
+def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
+    run_ranks(_save_plain, str(tmp_path / "run"), world_size=2)
+    out = tmp_path / "out.safetensors"
+    without = export("--ema", tmp_path / "run", out)
+    assert without.exit_code == 1 and "has no averages" in without.stderr
+    assert export("--dtype", "bfloat16", tmp_path / "run", out).exit_code == 0
+    assert {value.dtype for value in load_file(out).values()} == {torch.bfloat16}
+    again = export(tmp_path / "run", out)
+    assert again.exit_code == 1 and "exists already" in again.stderr
+    _, other = sorted((tmp_path / "run").glob("layout-*"))
+    shutil.move(other, tmp_path / "elsewhere")
+    lacks = export(tmp_path / "run", tmp_path / "two.safetensors")
+    assert lacks.exit_code == 1 and "lacks tensor-001-stage-000" in lacks.stderr
+    shutil.move(tmp_path / "elsewhere", other)
+    file = next(file for file in sorted(other.glob("*.safetensors")))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damaged = export(tmp_path / "run", tmp_path / "two.safetensors")
+    assert damaged.exit_code == 1 and file.name in damaged.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+def _save_plain(rank: int, folder: str) -> None:
+    case = Case(tp=2, zero3_size=1)
+    with megatron(case):
+        chunks, optimizer = make_ours(case)
+        layerzero.megatron.save(folder, chunks, optimizer)

@@ -1,0 +1,59 @@
+"""What Megatron's loop asks of the weights of the whole model, beside what one process computes."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch.distributed as dist
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from layerzero.megatron.weights import params_norm, replicas_agree
+from tests.support.megatron_ranks import Case, make_ours, megatron, run_step
+from tests.support.ranks import run_ranks
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+
+def _norms(rank: int, case: Case) -> tuple[float, list[float]]:
+    """The norm, and the squares of this rank's part of the model, without what other ranks hold, too."""
+    with megatron(case):
+        chunks, _ = make_ours(case)
+        first_tensor_rank = dist.get_rank(chunks[0].groups.tensor) == 0
+        first_replica = dist.get_rank(chunks[0].groups.zero1) == 0
+        squares = []
+        for chunk in chunks:
+            whole = layerzero.full_state_dict(chunk, rank0_only=False)
+            for name, parameter in chunk.module.named_parameters():
+                counted = first_tensor_rank or getattr(parameter, "tensor_model_parallel", False)
+                if first_replica and counted and not getattr(parameter, "shared", False):
+                    squares.append(float(whole[name].double().square().sum()))
+        return params_norm(chunks), squares
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(tp=1, pp=2), Case(tp=2, pp=2, zero3_size=1)], ids=str)
+def test_the_norm_of_all_weights_counts_each_once(case: Case) -> None:
+    told = run_ranks(_norms, case, world_size=4)
+    expected = math.sqrt(sum(square for _, squares in told for square in squares))
+    assert {round(norm / expected, 5) for norm, _ in told} == {1.0}
+
+
+def _damaged(rank: int, case: Case, dtype: str) -> None:
+    with megatron(case):
+        chunks, optimizer = make_ours(case.but(dtype=dtype))
+        assert replicas_agree(chunks)
+        run_step(case.but(dtype=dtype), chunks, 0)
+        optimizer.step()
+        assert replicas_agree(chunks, cross_check=True)
+        if rank == 3:
+            runtime_of(chunks[0]).handles[-1].zero3[0] += 1
+        assert not replicas_agree(chunks), "told on all ranks of the model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [Case(zero3_size=2), Case(zero3_size=1, pp=2)], ids=["two replicas", "two stages"])
+def test_replicas_that_differ_are_noticed(case: Case, dtype: str) -> None:
+    run_ranks(_damaged, case, dtype, world_size=4)

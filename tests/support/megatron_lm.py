@@ -1,0 +1,137 @@
+"""Megatron-LM's own pretraining script on gloo ranks: its parser, data, schedules, logs and checkpoints as they are.
+
+Needs a checkout of Megatron-LM at core_v0.16.1, which the environment variable MEGATRON_LM names: the package on PyPI
+has no ``megatron.training``. The checkout is only read. What else it wants of CUDA than what :mod:`megatron_cpu` has is
+done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import logging
+import os
+import re
+import shlex
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.megatron_cpu import cpu_instead_of_cuda
+
+__all__ = ["ARGUMENTS", "NEEDS_CHECKOUT", "Printed", "pretrain", "steps_of", "training"]
+
+NEEDS_CHECKOUT = pytest.mark.skipif(
+    not os.environ.get("MEGATRON_LM"), reason="MEGATRON_LM names no checkout of Megatron-LM (core_v0.16.1)"
+)
+
+# A GPT of two layers on eight sequences a step, and no kernels that a CPU lacks.
+ARGUMENTS = shlex.split(
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style linear "
+    "--clip-grad 1.0 --weight-decay 0.1 --attention-dropout 0 --hidden-dropout 0 --mock-data --num-workers 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 8 --log-interval 1 "
+    "--eval-interval 100 --eval-iters 1 --distributed-backend gloo --transformer-impl local "
+    "--attention-backend unfused --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm"
+)
+
+
+class Printed(NamedTuple):
+    """What one rank's training has printed, and how it has ended."""
+
+    text: str
+    exit_code: Any  # None where it returned
+
+
+def pretrain(arguments: Sequence[str], main: Callable[[], None], *, also: Any = None) -> Printed:
+    """Run a pretraining script with these arguments on this rank, where the process group is there already.
+
+    Args:
+        main: the script's.
+        also: a context to run it in.
+    """
+    out, code = io.StringIO(), None
+    with training() as module, also or contextlib.nullcontext():
+        environment = {"RANK": str(torch.distributed.get_rank()), "LOCAL_RANK": "0"}
+        environment["WORLD_SIZE"] = str(torch.distributed.get_world_size())
+        argv = mock.patch.object(sys, "argv", ["pretrain.py", *arguments])
+        with mock.patch.dict(os.environ, environment), argv, contextlib.redirect_stdout(out):
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+            finally:
+                module.destroy_global_state()
+    return Printed(out.getvalue(), code)
+
+
+def steps_of(printed: Sequence[Printed]) -> list[dict[str, str]]:
+    """What the last rank has printed of each step, digit by digit, without times.
+
+    A run's second line has the mean of the first two losses: Megatron-LM forgets nothing at the first.
+    """
+    steps = []
+    for line in printed[-1].text.splitlines():
+        if re.search(r"iteration +\d+/", line):
+            parts = [part.strip() for part in line.split("|")[1:-1]]
+            pairs = [part.partition(":")[::2] for part in parts if "elapsed" not in part]
+            steps.append({name.strip(): value.strip() for name, value in pairs})
+    return steps
+
+
+@contextlib.contextmanager
+def training() -> Iterator[Any]:
+    """``megatron.training.training`` of the checkout, on a CPU; what is put into it is taken out at the end."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_instead_of_cuda())
+        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, os.environ["MEGATRON_LM"]]))
+        put = functools.partial(_put, stack)
+        state = torch.zeros(1, dtype=torch.uint8)
+        put(torch.cuda, "device_count", lambda: 1)
+        put(torch.cuda, "set_device", lambda *_: None)
+        put(torch.cuda, "get_rng_state", lambda *_: state)
+        put(torch.cuda, "set_rng_state", lambda *_: None)
+        put(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        put(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(major=8, minor=0))
+        put(torch, "rand", _rand(torch.rand))
+        kernels = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")  # imports triton
+        kernels.enable_batch_invariant_mode = None  # type: ignore[attr-defined]
+        stack.enter_context(mock.patch.dict(sys.modules, {kernels.__name__: kernels}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = importlib.import_module("megatron.training.training")
+            initialize = importlib.import_module("megatron.training.initialize")
+            helpers = importlib.import_module("megatron.core.datasets.utils")
+            datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
+        warnings.simplefilter("ignore")  # what Megatron warns of is not ours to mend
+        warnings.filterwarnings("error", module="layerzero")
+        put(datasets.MockGPTLowLevelDataset, "size", 200)  # documents; the index of 100,000 takes seconds
+        put(helpers, "compile_helpers", lambda: None)  # the package on PyPI has them
+        put(initialize.fused_kernels, "load", lambda _: None)
+        put(module, "initialize_megatron", functools.partial(initialize.initialize_megatron, allow_no_cuda=True))
+        level = logging.getLogger().level
+        stack.callback(lambda: logging.getLogger().setLevel(level))
+        stack.enter_context(mock.patch.dict(vars(module)))
+        yield module
+
+
+def _put(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> None:
+    stack.enter_context(mock.patch.object(target, name, value))
+
+
+def _rand(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device", None)
+        return make(*args, **kwargs)
+
+    return made
