@@ -11,6 +11,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
@@ -24,8 +25,10 @@ __all__ = [
     "EMA",
     "LayerZeroConfig",
     "MemoryReport",
+    "NonFiniteGradients",
     "ParameterDifference",
     "ShardedOptimizer",
+    "StepGuard",
     "Trace",
     "TraceEvent",
     "TrafficReport",
@@ -33,6 +36,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "full_state_dict",
+    "guard_steps",
     "init_mesh",
     "load_full_state_dict",
     "memory",

@@ -98,6 +98,7 @@ class ShardedOptimizer(AroundAnother):
     def __init__(self, inner: Optimizer, runtime: Runtime, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
         self._runtime = runtime
         self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
@@ -150,6 +151,8 @@ class ShardedOptimizer(AroundAnother):
                 loss = closure()
         self._runtime.complete_gradients()
         self._runtime.micro_batches.note_step()
+        if self.guard is not None and not self.guard(self):
+            return loss
         self._runtime.refreshes.before_step()
         with self._runtime.observer.during("update", "optimizer"), self._groups_of_masters():
             step_once(self.inner, self._ownership.step if self._ownership.owned else None)
