@@ -14,6 +14,7 @@ from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
+from layerzero.reliability.watchdog import Watchdog, watchdog
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
@@ -39,6 +40,7 @@ __all__ = [
     "TraceEvent",
     "TrafficReport",
     "VerifyReport",
+    "Watchdog",
     "checkpoint",
     "clip_grad_norm_",
     "fingerprint",
@@ -59,4 +61,5 @@ __all__ = [
     "traffic",
     "unsharded",
     "verify",
+    "watchdog",
 ]
