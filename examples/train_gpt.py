@@ -191,11 +191,11 @@ def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.op
 
 def resume(args: argparse.Namespace, trainer: Trainer) -> int:
     """The step to go on with. Ranks, and how they share the weights, need not be those that saved."""
-    path = checkpoint.latest(args.checkpoints) if args.checkpoints else None
-    if path is None:
-        return 0
     first, *others = trainer.optimizers
-    extra = checkpoint.load(path, trainer.model, first)
+    found = checkpoint.load_latest(args.checkpoints, trainer.model, first) if args.checkpoints else None
+    if found is None:
+        return 0
+    extra = found.extra
     for optimizer, state in zip(others, extra["other optimizers"], strict=True):
         optimizer.load_state_dict(state)
     for scheduler, state in zip(trainer.schedulers, extra["schedulers"], strict=True):

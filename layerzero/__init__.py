@@ -11,6 +11,10 @@ from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
+from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
+from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
+from layerzero.reliability.watchdog import Watchdog, watchdog
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
@@ -23,17 +27,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "BitGuard",
+    "Corruption",
+    "Fingerprint",
     "LayerZeroConfig",
     "MemoryReport",
+    "NonFiniteGradients",
     "ParameterDifference",
     "ShardedOptimizer",
+    "SilentCorruption",
+    "StepGuard",
     "Trace",
     "TraceEvent",
     "TrafficReport",
     "VerifyReport",
+    "Watchdog",
     "checkpoint",
     "clip_grad_norm_",
+    "fingerprint",
     "full_state_dict",
+    "guard_bits",
+    "guard_steps",
     "init_mesh",
     "load_full_state_dict",
     "memory",
@@ -49,4 +63,5 @@ __all__ = [
     "traffic",
     "unsharded",
     "verify",
+    "watchdog",
 ]

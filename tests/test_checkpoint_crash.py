@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,7 +179,9 @@ def _crowded(rank: int, folder: Path, pages: bool) -> int:
         try:
             if free % 2:
                 pending = checkpoint.save_async(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)
-                train(model, optimizer, range(1, 2))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)  # it may have failed by now, which a step tells
+                    train(model, optimizer, range(1, 2))
                 pending.wait()
             else:
                 checkpoint.save(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)

@@ -14,9 +14,10 @@ FLOORS = [
     ("layout", "storage"),
     ("comm",),
     ("tensors",),
-    ("config", "config_file"),
+    ("config",),
     ("engine",),
     ("setup", "optimizers", "views"),
+    ("reliability",),
     ("checkpoint", "verification"),
     ("megatron", "integrations"),
 ]

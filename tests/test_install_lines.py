@@ -80,7 +80,7 @@ def test_every_install_line_brings_what_it_promises() -> None:
         "docs/megatron.md",
         "layerzero/__main__.py",
         "layerzero/checkpoint/storage.py",
-        "layerzero/config_file.py",
+        "layerzero/config/file.py",
     }
 
 

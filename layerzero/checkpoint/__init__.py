@@ -8,6 +8,25 @@ from layerzero.checkpoint.api import PendingSave, per_rank, save, save_async
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.interchange import load_dcp, reader
+from layerzero.checkpoint.leaving import LeaveRequest, on_signal
 from layerzero.checkpoint.loading import load
+from layerzero.checkpoint.randomness import random_states, set_random_states
+from layerzero.checkpoint.resuming import Resumed, load_latest
 
-__all__ = ["CheckpointError", "PendingSave", "latest", "load", "load_dcp", "per_rank", "reader", "save", "save_async"]
+__all__ = [
+    "CheckpointError",
+    "LeaveRequest",
+    "PendingSave",
+    "Resumed",
+    "latest",
+    "load",
+    "load_dcp",
+    "load_latest",
+    "on_signal",
+    "per_rank",
+    "random_states",
+    "reader",
+    "save",
+    "save_async",
+    "set_random_states",
+]

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checksums import Scheme
 from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable, told
+from layerzero.checkpoint.files import CheckpointError, NameTaken, refuse_to_replace
 from layerzero.checkpoint.folder import next_sequence, tidy
-from layerzero.checkpoint.names import encode_all
+from layerzero.checkpoint.names import encode_all, trained_rows
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
@@ -30,6 +31,7 @@ from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.reliability.numbers import few_names, not_finite
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async"]
 
@@ -53,6 +55,8 @@ def save(
     extra: object = None,
     *,
     keep_last: int | None = None,
+    overwrite: bool = False,
+    require_finite: bool = True,
 ) -> None:
     """Write a checkpoint that any number of ranks, with any `zero3_size` and any units, can load.
 
@@ -68,13 +72,18 @@ def save(
         extra: what else the run needs, such as ``scheduler.state_dict()`` and the position in the data: numbers,
             strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``), and
             lists, tuples and dicts of them. The same on all ranks, but for what :func:`per_rank` marks.
-        keep_last: after a success, only so many checkpoints stay in the folder that `path` is in; the oldest go.
+        keep_last: after a success, only so many checkpoints stay in the folder that `path` is in, and the last one that
+            was finite; the oldest go. What was written is read back before.
+        overwrite: a checkpoint that is at `path` is replaced, when the new one is on the disk.
+        require_finite: save nothing where a trained parameter or its optimizer state holds a NaN or an infinity. False:
+            save it, and note it, for people who look for the cause.
 
     Raises:
         FileExistsError: there is something at `path`.
         TypeError: a value in `extra` cannot be saved; names it.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
-        CheckpointError: a rank could not write, with what it met; nothing is left at `path`.
+        CheckpointError: a rank could not write, with what it met, or has numbers that are not finite; nothing new is at
+            `path`.
 
     Example::
 
@@ -82,7 +91,8 @@ def save(
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
     runtime = runtime_of(model)
-    _write(_prepare(Path(path), runtime, optimizer, extra, keep_last), runtime.everyone.control.group)
+    how = _How(keep_last, overwrite, require_finite)
+    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control.group)
 
 
 def save_async(
@@ -92,13 +102,15 @@ def save_async(
     extra: object = None,
     *,
     keep_last: int | None = None,
+    overwrite: bool = False,
+    require_finite: bool = True,
 ) -> PendingSave:
     """:func:`save` that copies to (pinned) host memory, returns, and writes while training goes on.
 
     What is written is the state at the time of the call. The host memory, as large as what this rank writes (pinned: up
     to twice that, as torch rounds it to a power of two), is kept for the next call. A save that is still being written
-    is waited for by the next one, and by :func:`load`, which also raise its error. Call ``wait()`` on the last one
-    before ``destroy_process_group()``.
+    is waited for by the next one, and by :func:`load`. One that has failed is a warning at the next step, or where the
+    next save or load begins, which goes on. Call ``wait()`` on the last one before ``destroy_process_group()``.
 
     Returns:
         A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
@@ -110,7 +122,7 @@ def save_async(
         pending.wait()
     """
     runtime = runtime_of(model)
-    job = _prepare(Path(path), runtime, optimizer, extra, keep_last)
+    job = _prepare(Path(path), runtime, optimizer, extra, _How(keep_last, overwrite, require_finite))
     staging = staging_of(runtime)
     failure: Exception | None = None
     tensors: dict[str, Tensor] = {}
@@ -123,6 +135,7 @@ def save_async(
     if staging.group is None:
         staging.group = runtime.everyone.new_control_group()
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
+    staging.listeners += [each.register_step_pre_hook(pending.tell_if_done) for each in runtime.optimizers]
     return pending
 
 
@@ -131,6 +144,7 @@ class PendingSave:
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self._told = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
@@ -151,6 +165,29 @@ class PendingSave:
             error, self._error = self._error, None
             raise error
 
+    def settle(self) -> None:
+        """:meth:`wait` that warns, unless somebody has been told."""
+        self._thread.join()
+        self.tell_if_done()
+
+    def tell_if_done(self, *_: object) -> None:
+        """Warn, once, if it has failed and nobody has waited for it."""
+        if self._told or not self.done():
+            return
+        self._told = True
+        if self._error is not None:
+            said = f"layerzero.checkpoint.save_async: {self._error}. Training goes on, and so will the next save"
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What the user asks of a save."""
+
+    keep_last: int | None
+    overwrite: bool
+    require_finite: bool
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -166,28 +203,29 @@ class _Job:
     keep_last: int | None
 
 
-def _prepare(
-    path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, keep_last: int | None
-) -> _Job:
+def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, how: _How) -> _Job:
     topology, everyone = runtime.topology, runtime.everyone
     rank = everyone.control.rank
     path = path.absolute()
-    fields: dict[str, Any] = {"path": str(path), "keep_last": keep_last, "checksums by": Scheme.best().algorithm}
+    fields: dict[str, Any] = {"path": str(path), "checksums by": Scheme.best().algorithm, **asdict(how)}
     failure: Exception | None = None
     document: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     own: list[Any] = []
+    bad: list[str] = []
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
         if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
             raise RuntimeError(torn)
-        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-            raise ValueError(f"keep_last must be a positive int or None, got {keep_last!r}")
+        if how.keep_last is not None and (not isinstance(how.keep_last, int) or how.keep_last < 1):
+            raise ValueError(f"keep_last must be a positive int or None, got {how.keep_last!r}")
         if path.name.startswith("."):
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {path.name!r}")
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists already; a checkpoint is never overwritten")
+            if not how.overwrite:
+                raise NameTaken.at(path)
+            refuse_to_replace(path)
         document, encoder = encode_all(runtime, optimizer, extra, rank=rank)
         fields |= encoder.digests
         own = encoder.own
@@ -196,6 +234,12 @@ def _prepare(
             for key, tensor in encoder.tensors.items()
             if rank == 0 or isinstance(tensor, DTensor) or key.startswith(f"rank{rank}.")
         }
+        bad = not_finite(trained_rows(runtime, encoder.tensors))
+        if bad and how.require_finite:
+            raise CheckpointError(
+                f"{few_names(bad)} on rank {dist.get_rank()} hold numbers that are not finite: nothing is saved, and "
+                "what was saved before stays. Load the last checkpoint; require_finite=False saves all the same"
+            )
     except Exception as error:
         failure = error
     try:
@@ -215,8 +259,11 @@ def _prepare(
         document=document,
         own=own,
         sequence=partial(next_sequence, path.parent),
+        finite=not bad,
+        overwrite=how.overwrite,
+        reads_back=how.keep_last is not None,
     )
-    return _Job(path, writer, tensors, keep_last)
+    return _Job(path, writer, tensors, how.keep_last)
 
 
 def _write_staged(job: _Job, staging: Staging) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.api import CheckpointException
 
 from layerzero.checkpoint.files import CheckpointError, NameTaken
+from layerzero.checkpoint.manifest import Unknown
 from layerzero.comm.agreement import agree
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
@@ -18,6 +19,15 @@ __all__ = ["LostEachOther", "PathLike", "agree_or_raise", "check_usable", "told"
 PathLike = str | os.PathLike[str]
 
 
+_KINDS = {
+    "CheckpointError": CheckpointError,
+    "Unknown": Unknown,
+    "FileExistsError": FileExistsError,
+    "NameTaken": FileExistsError,
+    "FileNotFoundError": FileNotFoundError,
+}
+
+
 class LostEachOther(CheckpointError):
     """The ranks' talk has failed: one of them is gone or late."""
 
@@ -26,11 +36,8 @@ def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object],
     try:
         agree(subject, fields, ranks=runtime.everyone.ranks, failure=failure)
     except RuntimeError as error:
-        for kind in (
-            CheckpointError,
-            FileExistsError,
-        ):  # all ranks can then turn to another checkpoint, or another name
-            if failure is None and f"failed with {kind.__name__}" in str(error):
+        for name, kind in _KINDS.items():  # all ranks can then turn to another checkpoint, or another name
+            if failure is None and f"failed with {name}:" in str(error):
                 raise kind(str(error)) from None
         raise
 

@@ -12,29 +12,32 @@ draws a random token for each save, and the others get it with their part of the
 removes what another is writing. rename() decides who gets the name: onto a folder with files in it, it fails, on NFS
 too. (An empty folder it would replace, by which nothing is lost.) What is removed is renamed first, so that whoever was
 about to rename it fails, and does not make a checkpoint of what is being deleted.
+
+[Note: One for another]
+A checkpoint that is to be overwritten changes places with the new one in one step, where the system can do that. Where
+it cannot (NFS), the old one goes out of sight first: a process that dies between the two renames leaves nothing at the
+name, and the old checkpoint beside it, under a name with a dot.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-import stat
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from layerzero.checkpoint.checksums import Piece, Scheme, Sums, read_pieces, sums_of
-from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError, parse, read_capped
+from layerzero.checkpoint.checksums import Piece, Scheme, Sums, read_pieces
+from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, manifest_text
+from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError
 
 __all__ = [
     "MANIFEST",
@@ -52,20 +55,23 @@ __all__ = [
     "partial_of",
     "publish",
     "publish_file",
+    "read_back",
+    "refuse_to_replace",
     "remove",
+    "set_aside",
     "take_name",
     "tensor_bytes",
     "write_file",
 ]
 
-MANIFEST = "manifest.json"
-FORMAT = "layerzero-checkpoint"
-VERSION = 2  # in version 1, a file has one SHA-256
 _PIECE = 1 << 20  # bytes of a tensor that are summed and written while they are in the cache
 _AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
+_OURS = re.compile(r"manifest\.json|contents\.json|.+\.safetensors", re.DOTALL)  # files of a checkpoint
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux has it
 
 
 class NameTaken(FileExistsError):
@@ -73,126 +79,7 @@ class NameTaken(FileExistsError):
 
     @classmethod
     def at(cls, path: Path) -> NameTaken:
-        return cls(f"{path} exists already; a checkpoint is never overwritten")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a checkpoint, as it was written."""
-
-    name: str
-    size: int  # bytes
-    sums: str  # hexadecimal, of all its chunks
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All other files of a checkpoint, and its place in the order of saves.
-
-    Attributes:
-        scheme: of the sums of all files.
-        sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
-        token: of the save that wrote it, see [Note: Two jobs at one name].
-    """
-
-    folder: Path
-    files: Mapping[str, FileRecord]
-    scheme: Scheme
-    sequence: int
-    token: str | None = None
-
-    @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Manifest:
-        """The manifest of the checkpoint at `folder`; of the other files, presence and size are checked.
-
-        Raises:
-            FileNotFoundError: there is nothing at `folder`.
-            CheckpointError: it is no checkpoint, or an incomplete or damaged one.
-        """
-        folder = Path(folder)
-        if not folder.exists():
-            raise FileNotFoundError(f"there is no checkpoint at {folder}")
-        path = folder / MANIFEST
-        if not path.is_file() or path.is_symlink():
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-        text = read_capped(path, MANIFEST_BYTES)
-        try:
-            content = parse(path, text)
-            version = content["version"]
-            if content["format"] == FORMAT and version not in (1, VERSION):
-                raise CheckpointError(
-                    f"{path} has format version {version}; this layerzero reads versions 1 to {VERSION}"
-                )
-            needed = ("format", "version", "sequence", "files", *(("checksums",) if version != 1 else ()))
-            known = {key: content[key] for key in (*needed, *_optional(content))}
-            intact = text == _manifest_text(known)
-            sequence = known["sequence"]
-            records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
-            scheme = Scheme.version_1() if version == 1 else Scheme(**known["checksums"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-        if not intact or known["format"] != FORMAT:
-            raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
-        if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
-            raise CheckpointError(f"{path} was not written by layerzero: a number is none")
-        if type(token := known.get("token", "")) is not str:
-            raise CheckpointError(f"{path} was not written by layerzero: its token is {token!r}")
-        try:
-            scheme.check()
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
-            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are none")
-        manifest = cls(folder, records, scheme, sequence, token or None)
-        for record in records.values():
-            manifest._check_presence(record)
-        return manifest
-
-    def _check_presence(self, record: FileRecord) -> None:
-        if Path(record.name).name != record.name or record.name in ("", ".", ".."):
-            raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
-        path = self.folder / record.name
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError) as error:  # such as a name that is too long, or has a zero byte in it
-            raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
-        if found.st_size != record.size:
-            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, {record.size} were written")
-
-    def path_of(self, name: str) -> Path:
-        """Where the file `name` is, which the manifest must list."""
-        if name not in self.files:
-            raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
-        return self.folder / name
-
-    @property
-    def fingerprint(self) -> str:
-        """Differs from that of every other checkpoint."""
-        files = sorted((record.name, record.size, record.sums) for record in self.files.values())
-        return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
-
-    def read_pieces(self, name: str, pieces: Sequence[Piece], *, compare: bool = True) -> None:
-        """Bytes of the file `name`; `compare` them with the sums of the chunks in which they lie.
-
-        Raises:
-            CheckpointError: the file is not what was written; names it.
-        """
-        path, record = self.path_of(name), self.files[name]
-        read_pieces(path, record.size, record.sums if compare else None, self.scheme, pieces)
-
-    def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
-        for name in self.files if names is None else names:
-            self.read_pieces(name, [Piece(0, self.files[name].size, None)])
-
-    def verify_text(self, name: str, text: bytes) -> None:
-        """:meth:`verify` of a file that has been read. Raises CheckpointError."""
-        if sums_of(text, self.scheme) != self.files[name].sums:
-            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
+        return cls(f"{path} exists already; a checkpoint is never overwritten, unless overwrite=True says so")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
@@ -208,6 +95,22 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
                 begun = sums.size
         os.fsync(file.fileno())
     return FileRecord(path.name, sums.size, sums.hexdigest())
+
+
+def read_back(folder: Path, record: FileRecord) -> None:
+    """Compare a file that has been flushed to the disk with what was written, as the disk has it.
+
+    Raises:
+        CheckpointError: it is not the same.
+    """
+    path = folder / record.name
+    with open(path, "rb") as file:
+        if hasattr(os, "posix_fadvise"):  # the memory that the file was written from tells nothing
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        read_pieces(path, record.size, record.sums, Scheme.best(), [Piece(0, record.size, None)])
+    except CheckpointError as error:
+        raise CheckpointError(f"what has just been written reads back as something else: {error}") from None
 
 
 def host_values(tensor: Tensor) -> Tensor:
@@ -238,44 +141,64 @@ def is_partial(path: Path) -> bool:
     return _PARTIAL.fullmatch(path.name) is not None
 
 
-def publish(partial: Path, path: Path, records: Iterable[FileRecord], *, sequence: int, token: str) -> None:
+def publish(
+    partial: Path,
+    path: Path,
+    records: Iterable[FileRecord],
+    *,
+    sequence: int,
+    token: str,
+    finite: bool | None = None,
+    overwrite: bool = False,
+) -> None:
     """Make a checkpoint of the files in `partial`; see [Note: When a checkpoint exists].
+
+    Args:
+        finite: see :class:`Manifest`.
+        overwrite: what is at `path` may go, if it is a checkpoint.
 
     Raises:
         CheckpointError: a file is not there as it was written: ranks do not share the file system.
         NameTaken: there is something at `path`.
     """
     files = {record.name: record for record in records}
-    manifest = Manifest(partial, files, Scheme.best(), sequence, token)
+    manifest = Manifest(partial, files, Scheme.best(), sequence, token, finite)
     try:
         for record in files.values():
-            manifest._check_presence(record)
+            manifest.check_presence(record)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
     table = {name: [record.size, record.sums] for name, record in sorted(files.items())}
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, "token": token}
-    text = _manifest_text({**known, "checksums": asdict(manifest.scheme)})
+    known |= {} if finite is None else {"finite": finite}
+    text = manifest_text({**known, "checksums": asdict(manifest.scheme)})
     if len(text) > MANIFEST_BYTES:
         raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
     write_file(partial / MANIFEST, [text])
-    take_name(partial, path, lambda: _is_at(manifest, path))
+    take_name(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
 
 
-def take_name(partial: Path, path: Path, is_there: Callable[[], bool]) -> None:
+def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
     """Rename a whole checkpoint to `path`, if nobody else has it; see [Note: Two jobs at one name].
 
     Args:
         is_there: what was in `partial` is now at `path`.
+        overwrite: a checkpoint that is at `path` is removed.
 
     Raises:
         NameTaken: there is something at `path`.
         CheckpointError: another job has removed the checkpoint at once.
     """
     flush_folder(partial)
+    replaced: Path | None = None
     if os.path.lexists(path):
-        raise NameTaken.at(path)
+        if not overwrite:
+            raise NameTaken.at(path)
+        refuse_to_replace(path)
+        replaced = _clear_way(partial, path)
     try:
-        os.rename(partial, path)
+        if replaced != partial:
+            os.rename(partial, path)
     except OSError:
         if not is_there():  # NFS may report a failure of a rename whose success it had no time to report
             if os.path.lexists(path):
@@ -292,6 +215,22 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool]) -> None:
         flush_folder(path.parent)
     except OSError as error:  # the checkpoint exists
         warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=3)
+    if replaced is not None:
+        remove(replaced)
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Raise NameTaken unless `path` is a checkpoint, whole or damaged, and nothing more: no folder of somebody else."""
+    if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
+        raise NameTaken(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
+
+
+def _clear_way(partial: Path, path: Path) -> Path:
+    """Where the checkpoint at `path` is now: `partial` if the two have changed places; see [Note: One for another]."""
+    names = os.fsencode(partial), os.fsencode(path)
+    if _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+        return partial
+    return hide(path)
 
 
 def _is_at(manifest: Manifest, path: Path) -> bool:
@@ -342,22 +281,19 @@ def hide(folder: Path) -> Path:
     return hidden
 
 
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that nothing here looks at or removes; returns it."""
+    aside = folder.with_name(f".{folder.name}.{new_token()}.damaged")
+    os.rename(folder, aside)
+    return aside
+
+
 def remove(partial: Path) -> None:
     """Remove something that nobody else has a name for."""
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
         partial.unlink(missing_ok=True)
-
-
-def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("token",) if "token" in content else ()
-
-
-def _manifest_text(known: Mapping[str, Any]) -> bytes:
-    """The one text that says this: any other byte on the disk is damage."""
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 def _write_all(descriptor: int, data: Any) -> int:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerzero.checkpoint.files import MANIFEST, CheckpointError, Manifest, discard, hide, is_partial, remove
+from layerzero.checkpoint.files import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    NameTaken,
+    discard,
+    hide,
+    is_partial,
+    refuse_to_replace,
+    remove,
+    set_aside,
+)
+from layerzero.checkpoint.manifest import Unknown
 
-__all__ = ["clear_leftovers", "latest", "next_sequence", "rotate", "tidy"]
+__all__ = ["Survey", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "survey", "tidy"]
 
 
 _DEAD_AFTER = 24 * 3600.0  # seconds without a write
@@ -45,11 +57,15 @@ def tidy(path: Path, keep_last: int | None) -> None:
 
 
 def rotate(path: Path, keep_last: int) -> None:
-    """Of the checkpoints beside `path`, remove all but the last ones, and none that is not older than `path`."""
+    """Of the checkpoints beside `path`, remove all but the last ones, and none that is not older than `path`.
+
+    The last one that is known to be finite stays as well.
+    """
     found = _complete(path.parent)
     own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
+    good = next((manifest for manifest in reversed(found) if manifest.finite), None)
     for manifest in found[:-keep_last]:
-        if own is not None and manifest.sequence < own:
+        if own is not None and manifest.sequence < own and manifest is not good:
             with suppress(FileNotFoundError):  # another job was faster
                 _remove_checkpoint(manifest)
 
@@ -73,6 +89,63 @@ def _remove_checkpoint(manifest: Manifest) -> None:
         os.rename(hidden, manifest.folder)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a folder has for a run that goes on.
+
+    Attributes:
+        complete: in the order in which they are to be tried: the last first; those with numbers that are not finite
+            after all others.
+        broken: checkpoints that are not complete, and why.
+    """
+
+    complete: tuple[Manifest, ...]
+    broken: dict[Path, str]
+
+
+def survey(folder: Path) -> Survey:
+    """Look at all checkpoints of a run.
+
+    Raises:
+        Unknown: one was written by a newer layerzero.
+    """
+    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _is_checkpoint(path)}
+    newest = _complete(folder)[::-1]
+    fine = [manifest for manifest in newest if manifest.finite is not False]
+    return Survey((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
+
+
+def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
+    """Give a damaged checkpoint another name, which is returned; None if there is another one by now.
+
+    Raises:
+        OSError: it could not be renamed.
+    """
+    if damaged is not None and _read(path) != damaged:
+        return None
+    return set_aside(path)
+
+
+def _why_broken(path: Path) -> str | None:
+    try:
+        Manifest.read(path)
+    except (Unknown, FileNotFoundError) as error:  # or another job has removed it
+        if isinstance(error, Unknown):
+            raise
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """It was one, and holds nothing else."""
+    try:
+        refuse_to_replace(path)
+    except (NameTaken, OSError):
+        return False
+    return any(path.iterdir())
+
+
 def _last_written(partial: Path) -> float:
     inside = list(partial.rglob("*")) if partial.is_dir() else []
     return max(path.lstat().st_mtime for path in [partial, *inside])
@@ -80,10 +153,13 @@ def _last_written(partial: Path) -> float:
 
 def _complete(folder: Path) -> list[Manifest]:
     """In the order in which they were saved."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    shown = (path for path in paths if not path.name.startswith(".") and not path.is_symlink() and path.is_dir())
-    found = [manifest for path in shown if (manifest := _read(path)) is not None]
+    found = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
     return sorted(found, key=lambda manifest: (manifest.sequence, manifest.folder.name))
+
+
+def _shown(folder: Path) -> list[Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in paths if not path.name.startswith(".") and not path.is_symlink() and path.is_dir()]
 
 
 def _read(path: Path) -> Manifest | None:

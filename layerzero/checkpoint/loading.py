@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Container, Mapping
@@ -19,12 +20,15 @@ from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state import Restore
 from layerzero.checkpoint.storage import Contents
 from layerzero.checkpoint.untrusted import printable
+from layerzero.checkpoint.values import has_own_values
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
 from layerzero.optimizers.sharded import ShardedOptimizer
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
+
+_LOG = logging.getLogger("layerzero")
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -113,6 +117,12 @@ def prepare_from(
         fields["files"] = source.fingerprint
         same = ranks_that_saved(source.contents.topology) == control.size
         rank = control.rank if same else None
+        if rank is None and control.rank == 0 and has_own_values(source.contents.document["extra"]):
+            ranks = source.contents.topology.get("data_parallel")
+            _LOG.warning(
+                "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
+                *(path, ranks, control.size),
+            )
         restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice)
         if restore.problems and strict:
             raise ValueError(printable(f"{path} does not fit: " + "; ".join(restore.problems)))

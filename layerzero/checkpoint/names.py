@@ -15,9 +15,9 @@ from layerzero.checkpoint.values import Encoder
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.rows import refuse_apart
-from layerzero.tensors.sharded import LocalRows
+from layerzero.tensors.sharded import LocalRows, plain
 
-__all__ = ["Names", "encode_all"]
+__all__ = ["Names", "encode_all", "trained_rows"]
 
 
 class Names:
@@ -106,6 +106,16 @@ def encode_all(
     }
     encoder.digest_tensors("extra")
     return document, encoder
+
+
+def trained_rows(runtime: Runtime, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what is going to be saved, by key: this rank's rows of trained parameters and of their optimizer state."""
+    frozen = {id(member.parameter) for member in runtime.members.values() if not member.parameter.requires_grad}
+    return {
+        key: plain(tensor.detach())
+        for key, tensor in tensors.items()
+        if isinstance(tensor, DTensor) and id(tensor) not in frozen and key.startswith(("model.", "optimizer."))
+    }
 
 
 def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:

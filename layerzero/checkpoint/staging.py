@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from layerzero.engine.runtime import Runtime
 from layerzero.storage.device import finish_copies, host_memory
@@ -18,8 +19,8 @@ from layerzero.tensors.sharded import LocalRows, plain, sharded
 __all__ = ["Staging", "finish_pending", "staging_of"]
 
 
-class _Waitable(Protocol):
-    def wait(self) -> None: ...
+class _Pending(Protocol):
+    def settle(self) -> None: ...
 
 
 class Staging:
@@ -31,11 +32,13 @@ class Staging:
     Attributes:
         group: on which the ranks talk while they write, and nobody else does; None: a new one is needed.
         pending: the save that reads the memory, until somebody has waited for it.
+        listeners: of the pending save.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.pending: _Waitable | None = None
+        self.pending: _Pending | None = None
+        self.listeners: list[RemovableHandle] = []  # hooks of optimizers that tell of its failure
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
@@ -72,8 +75,10 @@ def staging_of(runtime: Runtime) -> Staging:
 
 
 def finish_pending(runtime: Runtime) -> None:
-    """Wait for a save in the background, and raise its error."""
+    """Wait for a save in the background. If it has failed and nobody has been told, warn."""
     staging = staging_of(runtime)
+    while staging.listeners:
+        staging.listeners.pop().remove()
     if staging.pending is not None:
         pending, staging.pending = staging.pending, None
-        pending.wait()
+        pending.settle()

@@ -39,12 +39,13 @@ from layerzero.checkpoint.files import (
     new_token,
     partial_of,
     publish,
+    read_back,
     remove,
     tensor_bytes,
     write_file,
 )
 from layerzero.checkpoint.untrusted import CONTENTS_BYTES, check_json, parse, read_capped
-from layerzero.checkpoint.values import DTYPES, dtype_named
+from layerzero.checkpoint.values import DTYPES, dtype_named, with_all_ranks
 from layerzero.tensors.sharded import plain
 
 __all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces", "write_safetensors"]
@@ -118,7 +119,10 @@ class Writer(StorageWriter):
         path: of the checkpoint, which is there at the end and not before.
         document: from the first rank, all of it; other ranks' are not looked at.
         own: this rank's :class:`PerRank` values.
+        finite: all that is trained on this rank is.
         sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
+        overwrite: a checkpoint that is at `path` may go.
+        reads_back: each file is compared with what was written, before the checkpoint exists.
     """
 
     def __init__(
@@ -130,6 +134,9 @@ class Writer(StorageWriter):
         document: dict[str, Any],
         own: list[Any],
         sequence: Callable[[], int],
+        finite: bool,
+        overwrite: bool,
+        reads_back: bool,
     ) -> None:
         self._path = path
         self._token: str | None = None  # see [Note: Two jobs at one name]
@@ -138,6 +145,9 @@ class Writer(StorageWriter):
         self._document = document
         self._own = own
         self._sequence = sequence
+        self._finite = finite  # on the first rank, once it has heard the others: on all
+        self._overwrite = overwrite
+        self._reads_back = reads_back
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between checkpoints."""
@@ -146,11 +156,12 @@ class Writer(StorageWriter):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=json.dumps(self._own))
+        return replace(plan, storage_data=json.dumps([self._own, self._finite]))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        owns = [json.loads(plan.storage_data) for plan in plans]
-        self._document = _with_all_ranks(self._document, owns)
+        told = [json.loads(plan.storage_data) for plan in plans]
+        self._document = with_all_ranks(self._document, [own for own, _ in told])
+        self._finite = all(finite for _, finite in told)
         make_folder(self._path.parent)
         self._token = new_token()
         self._partial.mkdir()
@@ -179,6 +190,8 @@ class Writer(StorageWriter):
                 {item.index.fqn: _written(item) for item in items},
                 ((_resolved(planner, item),) for item in items),
             )
+            if self._reads_back:
+                read_back(self._partial, record)
             results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in items]
         future.set_result(results)
         return future
@@ -199,9 +212,19 @@ class Writer(StorageWriter):
             assert isinstance(stored, TensorStorageMetadata)
             tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
         contents = Contents(self._topology, self._document, tensors)
-        records = [*files.values(), contents.write(self._partial)]
+        written = contents.write(self._partial)
+        if self._reads_back:
+            read_back(self._partial, written)
         assert self._token is not None
-        publish(self._partial, self._path, records, sequence=self._sequence(), token=self._token)
+        publish(
+            self._partial,
+            self._path,
+            [*files.values(), written],
+            sequence=self._sequence(),
+            token=self._token,
+            finite=self._finite,
+            overwrite=self._overwrite,
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -366,17 +389,6 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
     return plain(tensor.detach())
-
-
-def _with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
-    """`value` with each ``{"$per_rank": index}`` filled with what the ranks have there."""
-    if isinstance(value, list):
-        return [_with_all_ranks(item, owns) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$per_rank" in value:
-        return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
-    return {key: _with_all_ranks(item, owns) for key, item in value.items()}
 
 
 def _pickled(value: Any) -> io.BytesIO:

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,18 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.files import host_values, tensor_bytes
 from layerzero.tensors.sharded import LocalRows
 
-__all__ = ["DEPTH", "DTYPES", "Decoder", "Encoder", "PerRank", "dtype_named", "is_deeper", "references"]
+__all__ = [
+    "DEPTH",
+    "DTYPES",
+    "Decoder",
+    "Encoder",
+    "PerRank",
+    "dtype_named",
+    "has_own_values",
+    "is_deeper",
+    "references",
+    "with_all_ranks",
+]
 
 DEPTH = 200  # of the JSON: what Python can walk through without reaching the end of its stack
 
@@ -236,6 +247,24 @@ def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
         else:
             for item in value.values():
                 yield from references(item, rank=rank)
+
+
+def has_own_values(value: Any) -> bool:
+    """Some JSON has a value of each rank in it."""
+    if isinstance(value, list):
+        return any(map(has_own_values, value))
+    return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
+
+
+def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
+    """`value` with each ``{"$per_rank": index}`` filled with what the ranks have there."""
+    if isinstance(value, list):
+        return [with_all_ranks(item, owns) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$per_rank" in value:
+        return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
+    return {key: with_all_ranks(item, owns) for key, item in value.items()}
 
 
 def is_deeper(value: Any, depth: int) -> bool:

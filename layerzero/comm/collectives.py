@@ -102,7 +102,10 @@ class Issued:
     def carried_by(self, *each: Transfer) -> Works:
         if self.flight is not None:
             self.flight.follow(each)
-        return Works(each, self)
+        works = Works(each, self)
+        if self.lane.ledger.watching is not None:
+            self.lane.ledger.watching(self, works)
+        return works
 
     @property
     def word(self) -> Word:

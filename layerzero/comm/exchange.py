@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from layerzero.comm.recording import Observer
 
@@ -63,6 +65,7 @@ class Ledger:
     observer: Observer = field(default_factory=Observer)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
     failure: str = ""  # of the first exchange that did
+    watching: Callable[[Any, Any], None] | None = None  # is told of each exchange and its works as they are launched
 
     def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
         self.calls[exchange.value] += 1

@@ -13,9 +13,9 @@ from layerzero.comm.collectives import Exchange, PendingSum, reduce_scatter
 from layerzero.comm.topology import Topology
 from layerzero.engine.route import Leg, Route
 from layerzero.engine.sums import Sum
-from layerzero.engine.usage import Usage
 from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent
+from layerzero.layout.usage import Usage
 from layerzero.storage.buffers import BufferPool
 from layerzero.storage.device import Transfers
 from layerzero.storage.host import HostPlace

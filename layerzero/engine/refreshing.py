@@ -66,7 +66,7 @@ class Refreshes:
         try:
             yield refresh
         except BaseException:
-            if refresh.begun:  # the other ranks take part in all of it
+            if refresh.left is not None:  # begun; the other ranks take part in all of it
                 refresh.end()
             raise
         refresh.end()
@@ -110,28 +110,27 @@ class Round:
 
     Args:
         waits: other ranks may still read what is going to be written.
+
+    Attributes:
+        left: what is to be launched; None before the first.
     """
 
     def __init__(self, handles: Sequence[Handle], hand_over: HandOver | None, *, waits: bool) -> None:
         self._handles = handles
-        self._left: deque[Handle] | None = None
+        self.left: deque[Handle] | None = None
         self._hand_over = hand_over
         self._waits = waits
 
-    @property
-    def begun(self) -> bool:
-        return self._left is not None
-
     def launch(self, ready: Collection[Handle]) -> None:
         """The refresh of those that are `ready` and have none before them that is not."""
-        if self._left is None:
-            self._left = deque(self._handles)
+        if self.left is None:
+            self.left = deque(self._handles)
             for handle in self._handles:
                 handle.reshard()
             if self._handles and self._hand_over is not None and self._waits:
                 self._hand_over.come()
-        while self._left and self._left[0] in ready:
-            self._left.popleft().launch_refresh()
+        while self.left and self.left[0] in ready:
+            self.left.popleft().launch_refresh()
 
     def end(self) -> None:
         """The refresh of all that are left."""

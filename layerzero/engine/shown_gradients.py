@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerzero.engine.gradients import Gradients
 from layerzero.engine.member import Member
-from layerzero.engine.usage import Usage
+from layerzero.layout.usage import Usage
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import RowShardedTensor, plain, sharded
 

@@ -16,7 +16,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.reduction import ReductionQueue, streams_of
 from layerzero.engine.shown_gradients import ShownGradients
-from layerzero.engine.usage import Usage
+from layerzero.layout.usage import Usage
 from layerzero.tensors.main_grad import take_flag
 
 __all__ = ["GradientSync"]

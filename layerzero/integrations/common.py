@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
 from layerzero.config import LayerZeroConfig, Policy
-from layerzero.config_file import read_settings, translate
+from layerzero.config.file import read_settings, translate
 from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.setup.partition import block_classes

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.engine.hooks import runtime_of
-from layerzero.megatron.finite import OwnGradients
 from layerzero.megatron.groups import NOT_FOUND, ProcessGroups
+from layerzero.reliability.own_gradients import OwnGradients
 from layerzero.tensors.sharded import RowShardedTensor, plain
 from layerzero.views.full import load_full_state_dict
 

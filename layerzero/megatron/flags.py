@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
 from layerzero.config import LayerZeroConfig
-from layerzero.config_file import has_names_of_mindspeed
+from layerzero.config.file import has_names_of_mindspeed
 
 __all__ = ["Chosen", "add_arguments", "chosen_of"]
 

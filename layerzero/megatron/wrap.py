@@ -14,9 +14,9 @@ from layerzero.config import Accumulation, Units
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
-from layerzero.megatron.finite import OwnGradients
 from layerzero.megatron.groups import ProcessGroups, process_groups
 from layerzero.megatron.units import default_units, language_model, warn_of_what_is_gathered_at_once
+from layerzero.reliability.own_gradients import OwnGradients
 from layerzero.setup.shard import shard_model
 
 __all__ = ["wrap"]

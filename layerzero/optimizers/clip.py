@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.engine.hooks import runtime_of
+from layerzero.optimizers.inner import note_edits
 from layerzero.tensors.sharded import plain
 
 __all__ = ["clip_grad_norm_"]
@@ -69,5 +70,6 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     if shards:
+        note_edits(m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None)
         torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total

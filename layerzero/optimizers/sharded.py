@@ -101,6 +101,7 @@ class ShardedOptimizer(AroundAnother):
         self.inner = inner
         self._counted = CountedSteps(runtime.topology.ledger.steps)
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
         self._runtime = runtime
         self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
@@ -147,12 +148,11 @@ class ShardedOptimizer(AroundAnother):
         if torn := self._runtime.torn or self.torn:
             raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._runtime.complete_gradients()
         self._runtime.micro_batches.note_step()
+        if self.guard is not None and not self.guard(self):
+            return loss
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
             step_once(self.inner, partial(update, self.inner, self._ownership, names, self._runtime, refresh))
@@ -163,14 +163,14 @@ class ShardedOptimizer(AroundAnother):
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
         self._runtime.notice_interrupt()
         self._counted.forget(self.param_groups)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if set_to_none or self._runtime.gradients.failed:
-                    parameter.grad = None
+        parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        if set_to_none or self._runtime.gradients.failed:
+            for parameter in parameters:
+                parameter.grad = None
         if set_to_none:
             return
         self._runtime.complete_gradients()
-        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+        for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
 

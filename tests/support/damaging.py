@@ -12,6 +12,7 @@ import torch
 from layerzero import checkpoint
 from layerzero.checkpoint import files
 from layerzero.checkpoint.checksums import Scheme, sums_of
+from layerzero.checkpoint.manifest import manifest_text
 from tests.support.checkpointing import sharded_net, train
 
 DATA = "rank-00000.safetensors"
@@ -51,4 +52,4 @@ def sign(
     known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table, **more}
     known = {"checksums": asdict(scheme), **known}
     (path / files.MANIFEST).unlink(missing_ok=True)
-    (path / files.MANIFEST).write_bytes(files._manifest_text(known))
+    (path / files.MANIFEST).write_bytes(manifest_text(known))

@@ -1,0 +1,156 @@
+"""The manifest of a checkpoint: what all its other files are, and its place in the order of saves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerzero.checkpoint.checksums import Piece, Scheme, read_pieces, sums_of
+from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError, parse, read_capped
+
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "Unknown", "manifest_text"]
+
+MANIFEST = "manifest.json"
+FORMAT = "layerzero-checkpoint"
+VERSION = 2  # in version 1, a file has one SHA-256
+
+
+class Unknown(CheckpointError):
+    """A checkpoint that this layerzero cannot read, which need not be damaged."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint, as it was written."""
+
+    name: str
+    size: int  # bytes
+    sums: str  # hexadecimal, of all its chunks
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All other files of a checkpoint, and its place in the order of saves.
+
+    Attributes:
+        scheme: of the sums of all files.
+        sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
+        token: of the save that wrote it, see [Note: Two jobs at one name] in files.py.
+        finite: all that is trained was finite; None: that was not looked at.
+    """
+
+    folder: Path
+    files: Mapping[str, FileRecord]
+    scheme: Scheme
+    sequence: int
+    token: str | None = None
+    finite: bool | None = None
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Manifest:
+        """The manifest of the checkpoint at `folder`; of the other files, presence and size are checked.
+
+        Raises:
+            FileNotFoundError: there is nothing at `folder`.
+            CheckpointError: it is no checkpoint, or an incomplete or damaged one.
+        """
+        folder = Path(folder)
+        if not folder.exists():
+            raise FileNotFoundError(f"there is no checkpoint at {folder}")
+        path = folder / MANIFEST
+        if not path.is_file() or path.is_symlink():
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        text = read_capped(path, MANIFEST_BYTES)
+        try:
+            content = parse(path, text)
+            version = content["version"]
+            if content["format"] == FORMAT and version not in (1, VERSION):
+                raise Unknown(f"{path} has format version {version}; this layerzero reads versions 1 to {VERSION}")
+            needed = ("format", "version", "sequence", "files", *(("checksums",) if version != 1 else ()))
+            known = {key: content[key] for key in (*needed, *_optional(content))}
+            intact = text == manifest_text(known)
+            sequence = known["sequence"]
+            records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
+            scheme = Scheme.version_1() if version == 1 else Scheme(**known["checksums"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        if not intact or known["format"] != FORMAT:
+            raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
+        if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
+            raise CheckpointError(f"{path} was not written by layerzero: a number is none")
+        if type(token := known.get("token", "")) is not str:
+            raise CheckpointError(f"{path} was not written by layerzero: its token is {token!r}")
+        try:
+            scheme.check()
+        except ValueError as error:
+            raise Unknown(f"{path} cannot be read: {error}") from None
+        if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
+            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are none")
+        if type(finite := known.get("finite")) not in (bool, type(None)):
+            raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}")
+        manifest = cls(folder, records, scheme, sequence, token or None, finite)
+        for record in records.values():
+            manifest.check_presence(record)
+        return manifest
+
+    def check_presence(self, record: FileRecord) -> None:
+        if Path(record.name).name != record.name or record.name in ("", ".", ".."):
+            raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
+        path = self.folder / record.name
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (OSError, ValueError) as error:  # such as a name that is too long, or has a zero byte in it
+            raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
+        if found.st_size != record.size:
+            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, {record.size} were written")
+
+    def path_of(self, name: str) -> Path:
+        """Where the file `name` is, which the manifest must list."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
+        return self.folder / name
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs from that of every other checkpoint."""
+        files = sorted((record.name, record.size, record.sums) for record in self.files.values())
+        return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
+
+    def read_pieces(self, name: str, pieces: Sequence[Piece], *, compare: bool = True) -> None:
+        """Bytes of the file `name`; `compare` them with the sums of the chunks in which they lie.
+
+        Raises:
+            CheckpointError: the file is not what was written; names it.
+        """
+        path, record = self.path_of(name), self.files[name]
+        read_pieces(path, record.size, record.sums if compare else None, self.scheme, pieces)
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
+        for name in self.files if names is None else names:
+            self.read_pieces(name, [Piece(0, self.files[name].size, None)])
+
+    def verify_text(self, name: str, text: bytes) -> None:
+        """:meth:`verify` of a file that has been read. Raises CheckpointError."""
+        if sums_of(text, self.scheme) != self.files[name].sums:
+            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
+
+
+def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(key for key in ("token", "finite") if key in content)
+
+
+def manifest_text(known: Mapping[str, Any]) -> bytes:
+    """The one text that says this: any other byte on the disk is damage."""
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,0 +1,144 @@
+"""Going on from the last checkpoint that can be loaded.
+
+[Note: What is set aside, and when]
+A damaged checkpoint in the way of the next save of its name would end every attempt to go on in the same place. So it
+gets another name, which nothing here looks at or removes. That is done only when an earlier one has been loaded: where
+none can be, it is more likely that something else is wrong, such as a file system, and everything stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise
+from layerzero.checkpoint.files import CheckpointError
+from layerzero.checkpoint.folder import Survey, put_aside, survey
+from layerzero.checkpoint.loading import prepare_load
+from layerzero.checkpoint.manifest import Manifest, Unknown
+from layerzero.comm.texts import share_texts
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded import ShardedOptimizer
+
+__all__ = ["Resumed", "load_latest"]
+
+_LOG = logging.getLogger("layerzero")
+
+
+class Resumed(NamedTuple):
+    """What :func:`load_latest` has found.
+
+    Attributes:
+        path: of the checkpoint that was loaded.
+        extra: what was saved with it.
+        set_aside: of each damaged one, a sentence that names it, what is wrong with it, and where it is now.
+    """
+
+    path: Path
+    extra: Any
+    set_aside: tuple[str, ...]
+
+
+def load_latest(
+    folder: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
+) -> Resumed | None:
+    """:func:`load` of the newest checkpoint in a folder that can be loaded.
+
+    All ranks try the same one. Where a rank finds it damaged, all turn to the one before. When that has been loaded,
+    the damaged ones are renamed, so that later saves of their names work, and the log says so; nothing is removed.
+    Checkpoints whose numbers are not finite are tried after all others.
+
+    Args:
+        folder: of one run, as for :func:`latest`.
+        model, optimizer, strict: as for :func:`load`.
+
+    Returns:
+        What was loaded; None if there is no checkpoint in `folder`, not even a damaged one.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be loaded; says why for each. Nothing has been renamed.
+        ValueError: names, shapes or dtypes of one that is not damaged do not fit; no other is tried.
+
+    Example::
+
+        found = layerzero.checkpoint.load_latest("runs/1", model, optimizer)
+        first_step = found.extra["step"] if found else 0
+    """
+    runtime = runtime_of(model)
+    folder = Path(folder).absolute()
+    seen: Survey | None = None
+    failure: Exception | None = None
+    if runtime.everyone.control.rank == 0:
+        try:
+            seen = survey(folder)
+        except (CheckpointError, OSError) as error:
+            failure = error
+    agree_or_raise("checkpoint.load_latest", runtime, {"folder": os.fspath(folder)}, failure)
+    names = _heard(runtime, None if seen is None else [manifest.folder.name for manifest in seen.complete])
+    damaged: dict[Path, str] = {}
+    for name in names:
+        path = folder / name
+        extra, why = _tried(runtime, path, model, optimizer, strict=strict)
+        if why is None:
+            break
+        if why:
+            damaged[path] = why
+    else:
+        broken = _heard(runtime, None if seen is None else [f"{p}: {why}" for p, why in seen.broken.items()])
+        if not broken and not damaged:
+            return None
+        told = "; ".join([*damaged.values(), *broken])
+        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and nothing has been renamed: {told}")
+    moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged))
+    if seen is not None:
+        for text in moved:
+            _LOG.warning("%s. %s has been loaded instead", text, path)
+    return Resumed(path, extra, tuple(moved))
+
+
+def _heard(runtime: Runtime, texts: list[str] | None) -> list[str]:
+    """What the first rank says."""
+    heard: list[str] = json.loads(share_texts(runtime.everyone.control, json.dumps(texts))[0])
+    return heard
+
+
+def _tried(
+    runtime: Runtime, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
+) -> tuple[Any, str | None]:
+    """Load it; or say why it is damaged, the same on all ranks; empty if it is gone. Others' errors are raised."""
+    try:
+        return prepare_load(path, model, optimizer, strict=strict).commit(), None
+    except (LostEachOther, Unknown):
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        caught: Exception = error
+        kind = "gone" if isinstance(error, FileNotFoundError) else "damaged"
+    except Exception as error:
+        caught, kind = error, "failed"
+    # Ranks may have met different errors in the same attempt, but each has met one.
+    said = [json.loads(text) for text in share_texts(runtime.everyone.control, json.dumps([kind, str(caught)]))]
+    if any(kind == "failed" for kind, _ in said):
+        raise caught
+    return None, next((why for kind, why in said if kind == "damaged"), "")
+
+
+def _put_aside(seen: Survey, damaged: dict[Path, str]) -> list[str]:
+    """Rename what is damaged; what became of each."""
+    known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
+    known |= dict.fromkeys(seen.broken)
+    return [_one_aside(path, known[path], why) for path, why in (damaged | seen.broken).items()]
+
+
+def _one_aside(path: Path, manifest: Manifest | None, why: str) -> str:
+    try:
+        aside = put_aside(path, manifest)
+    except OSError as error:
+        return f"{path} is damaged ({why}), and cannot be set aside: {error}"
+    where = "another job has replaced it" if aside is None else f"it has been set aside as {aside.name}"
+    return f"{path} is damaged ({why}): {where}"

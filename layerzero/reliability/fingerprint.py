@@ -1,0 +1,228 @@
+"""Copies that must be equal, compared: replicas of the compute weights, and masters with their cast part of them.
+
+[Note: What can be compared]
+After a refresh all replicas hold bitwise the same ZeRO-3 shard, and each rank's part of it is its masters, cast. So a
+flipped bit in compute weights makes one replica differ from the others, and from the masters of whoever owns the place;
+one in a master (if it shows in the compute dtype) makes all replicas agree against that one master. Where master and
+compute weight are the same memory, the majority of the replicas tells; with two of them nobody can.
+
+Compared are sums of 64 bits. Only where they differ is anything gathered, and looked at element by element.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero.comm.collectives import Exchange, all_gather
+from layerzero.comm.texts import share_texts
+from layerzero.comm.topology import Topology
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.layout.grid import Extent
+from layerzero.reliability.bits import as_integers, sum64
+
+__all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
+
+_SHOWN = 8  # elements of a handle that are told
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Bits that are not what they must be.
+
+    Attributes:
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient".
+        ranks: global ranks that may be wrong; one, where that can be told.
+        handle: whose storage it is.
+        parameter: in which it lies.
+        detail: how it is known.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    handle: str
+    parameter: str
+    detail: str
+
+    def __str__(self) -> str:
+        where = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of the ranks {list(self.ranks)}"
+        return f"{self.kind} of {self.parameter!r} ({self.handle}) on {where}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Made by :func:`fingerprint`.
+
+    Attributes:
+        sums: by handle, the sum of this rank's ZeRO-3 shard; equal on all replicas.
+        corruptions: what differs, the same on all ranks; empty if all is well.
+    """
+
+    sums: dict[str, int]
+    corruptions: tuple[Corruption, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.corruptions
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """Compare the copies of a sharded model's weights that must be bitwise equal.
+
+    All ranks must call this, between forwards. It reads the masters and the ZeRO-3 shard once; between replicas go
+    eight bytes for each handle. What differs is located: rank, handle and parameter.
+
+    Example::
+
+        found = layerzero.fingerprint(model)
+        assert found.ok, found.corruptions
+    """
+    return compare(runtime_of(model), ())
+
+
+def compare(runtime: Runtime, own: Sequence[Corruption]) -> Fingerprint:
+    """:func:`fingerprint`, with what this rank has found by itself: all ranks get everything."""
+    handles = runtime.handles
+    for handle in handles:
+        handle.finish_refresh()
+        if handle.shared is not None:
+            handle.shared.wait(handle.label)
+    sums = torch.stack([sum64(handle.zero3) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
+    suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
+    for topology in {id(handle.topology): handle.topology for handle in handles}.values():
+        places = [index for index, handle in enumerate(handles) if handle.topology is topology]
+        own_sums = sums[places]
+        copies = own_sums.expand(topology.replicas, -1).contiguous()
+        if topology.replica.size > 1:
+            all_gather(topology.replica, Exchange.AGREE, copies.view(-1), own_sums).wait()
+        suspect[places] = (copies != own_sums).any(dim=0)
+    for index, handle in enumerate(handles):
+        if not handle.shares_master and not _is_due(handle):
+            suspect[index] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
+    flags = torch.cat([suspect.to(torch.int32), torch.full((1,), len(own), dtype=torch.int32, device=sums.device)])
+    runtime.everyone.reduce(flags, dist.ReduceOp.MAX)
+    found = flags.tolist()
+    corruptions: list[Corruption] = []
+    if any(found):
+        mine = list(own)
+        for handle, is_suspect in zip(handles, found, strict=False):
+            if is_suspect:
+                mine += _locate(handle, handle.topology)
+        told = share_texts(runtime.everyone.control, json.dumps([asdict(each) for each in mine]))
+        entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
+        corruptions = list(dict.fromkeys(entries))
+    named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
+    return Fingerprint(named, tuple(corruptions))
+
+
+def _is_due(handle: Handle) -> bool:
+    """Masters have changed since the last refresh."""
+    return handle.outdated or handle.watch.edited
+
+
+def _own_part(handle: Handle) -> Tensor:
+    """This rank's part of its ZeRO-3 shard: where its masters are carried."""
+    return handle.zero3[handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)]
+
+
+def _cast(handle: Handle) -> Tensor:
+    return handle.master.to(device=handle.zero3.device, dtype=handle.precision.compute)
+
+
+def _locate(handle: Handle, topology: Topology) -> list[Corruption]:
+    """What differs in one handle between the replicas of this rank; the same on all of them, which all call this."""
+    replicas, shard = topology.replicas, as_integers(handle.zero3).view(torch.uint8)  # backends know few integers
+    everyone = shard.expand(replicas, -1).contiguous()
+    truth: Tensor | None = None
+    parts = topology.grid.parts(handle.layout)
+    if replicas > 1:
+        all_gather(topology.replica, Exchange.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
+    copies = everyone.view(as_integers(handle.zero3).dtype)
+    if not handle.shares_master:
+        whole = torch.empty_like(handle.zero3)
+        own = whole[topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)].copy_(_cast(handle))
+        if replicas > 1:
+            all_gather(topology.replica, Exchange.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
+        truth = as_integers(whole)
+    differs = (copies != copies[0]).any(dim=0)
+    if truth is not None:
+        differs |= copies[0] != truth
+    places = differs.nonzero().view(-1).tolist()
+    owner_of = _Owners(handle, topology)
+    found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
+    for place in places[: 64 * _SHOWN]:
+        values = copies[:, place].tolist()
+        kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner_of.replica(place))
+        parameter, element = owner_of.parameter(place)
+        ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.s] for r in wrong)
+        found.setdefault((kind, ranks, parameter), []).append(element)
+    return [
+        Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, len(ranks), truth is not None)}")
+        for (kind, ranks, parameter), at in found.items()
+    ]
+
+
+def _verdict(values: Sequence[int], truth: int | None, owner: int) -> tuple[str, list[int]]:
+    """What is wrong with one element, and on which replicas.
+
+    Args:
+        values: of the compute weight on each replica.
+        truth: the master, cast; None: the owner's compute weight is the master.
+        owner: the replica that has the master.
+    """
+    if truth is not None:
+        wrong = [r for r, value in enumerate(values) if value != truth]
+        if len(wrong) < len(values):
+            return "compute weights", wrong
+        # One replica has nothing to be compared with; if there are several, they agree against the master.
+        return ("masters" if len(values) > 1 else "masters or compute weights"), [owner]
+    (most, times), *_ = Counter(values).most_common()
+    if 2 * times <= len(values):
+        return "weights", list(range(len(values)))
+    wrong = [r for r, value in enumerate(values) if value != most]
+    return ("masters" if owner in wrong else "compute weights"), wrong
+
+
+def _how(kind: str, ranks: int, has_truth: bool) -> str:
+    if ranks > 1:
+        return "replicas differ, and which of them is wrong cannot be told"
+    if kind == "masters or compute weights":
+        return "they are not each other's cast"
+    if has_truth:
+        return "all replicas differ from the master" if kind == "masters" else "differ from the cast master"
+    return "differ from those of most replicas"
+
+
+def _elements(at: Sequence[int]) -> str:
+    more = f" and {len(at) - _SHOWN} more" if len(at) > _SHOWN else ""
+    return f"element{'s' * (len(at) > 1)} {', '.join(map(str, at[:_SHOWN]))}{more}"
+
+
+class _Owners:
+    """What lies where in this rank's ZeRO-3 shard of a handle."""
+
+    def __init__(self, handle: Handle, topology: Topology) -> None:
+        self._layout = handle.layout
+        self._start = topology.grid.range_of(handle.layout, Extent.NODE).start
+        self._first = topology.grid.s * topology.replicas
+        self._replicas = topology.replicas
+
+    def replica(self, place: int) -> int:
+        """That has the master of an element."""
+        flat = self._start + place
+        return next(r for r in range(self._replicas) if flat in self._layout.shard_range(self._first + r))
+
+    def parameter(self, place: int) -> tuple[str, int]:
+        """The parameter that an element belongs to, and which of its elements it is."""
+        flat = self._start + place
+        slot = next((slot for slot in self._layout.slots if slot.offset <= flat < slot.end), None)
+        return ("padding", flat) if slot is None else (slot.name, flat - slot.offset)

@@ -1,0 +1,234 @@
+"""Bits that flip by themselves are noticed before the next step, and located; and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import runtime_of
+from layerzero.layout.grid import Extent
+from layerzero.reliability.bits import place_sum, sum64
+from tests.support.bits import flip
+from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def _net(size: int, *, low: bool, **settings: Any) -> tuple[nn.Module, Any, list[Handle]]:
+    policy = {"mp_policy": BF16} if low else {}
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, **policy, **settings)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    return model, optimizer, [handle for handle in runtime_of(model).handles if handle.members]
+
+
+def _backward(model: nn.Module, rank: int, step: int) -> None:
+    integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+
+
+def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    _backward(model, rank, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _places(handle: Handle, extent: Extent) -> list[tuple[int, str]]:
+    """Elements of this rank's tensor of an extent that are no padding, and their parameters."""
+    flat = handle.topology.grid.range_of(handle.layout, extent)
+    slots = [(slot.offset, slot.end, slot.name) for slot in handle.layout.slots]
+    return [(at - flat.start, name) for at in flat for start, stop, name in slots if start <= at < stop]
+
+
+def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
+    """Flips in turn in every kind of memory, on every rank; what was not found as it was."""
+    model, optimizer, handles = _net(size, low=low)
+    guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
+    replicas, missed = 4 // size, []
+    step = 0
+
+    def seen(what: str, victim: int, wanted: dict[str, Any] | None) -> None:
+        nonlocal step
+        guard.found.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        said = [(each.kind, each.ranks, each.handle, each.parameter) for each in guard.found]
+        torch.distributed.broadcast_object_list(boxes := [wanted], src=victim)
+        if boxes[0] is not None:  # what the victim knows of its own flip
+            expected = boxes[0]
+            hits = [
+                each
+                for each in guard.found
+                if each.kind in expected["kinds"]
+                and each.handle == expected["handle"]
+                and each.parameter == expected["parameter"]
+                and victim in each.ranks
+            ]
+            if not hits or len(hits) != len(guard.found) or (expected["sure"] and any(len(h.ranks) > 1 for h in hits)):
+                missed.append(f"{what} on rank {victim}: expected {expected}, found {said}")
+
+    _step(model, optimizer, rank, step)
+    step += 1
+    generator = random.Random(seed)
+    for victim in range(4):
+        for what in ("compute weights", "masters", "low bits of masters", "moments", "gradients"):
+            number = generator.randrange(1 << 30)
+            _backward(model, rank, step)
+            wanted = None
+            if rank == victim:
+                wanted = _hit(what, handles, optimizer, number, low=low, replicas=replicas)
+            seen(what, victim, wanted)
+    assert guard.looked == step
+    return missed
+
+
+def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool, replicas: int) -> dict[str, Any]:
+    chosen = random.Random(number)
+    able = [handle for handle in handles if _places(handle, Extent.RANK)]
+    handle = chosen.choice(able)
+    if what == "compute weights":
+        element, parameter = chosen.choice(_places(handle, Extent.NODE))
+        tensor, bit = handle.zero3, chosen.randrange(8 * handle.zero3.element_size())
+        own = handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)
+        if low:
+            kinds = {"compute weights"} if replicas > 1 else {"masters or compute weights"}
+        else:  # its own part is its masters
+            kinds = (
+                {"masters", "weights", "compute weights"} if own.start <= element < own.stop else {"compute weights"}
+            )
+            kinds |= {"weights"} if replicas == 2 else set()
+        sure = low or replicas != 2
+    elif what in ("masters", "low bits of masters"):
+        element, parameter = chosen.choice(_places(handle, Extent.RANK))
+        tensor, bit = handle.master, chosen.randrange(16, 32) if what == "masters" else chosen.randrange(16)
+        kinds, sure = (
+            {"masters", "masters or compute weights"} | ({"weights"} if not low else set()),
+            low or replicas != 2,
+        )
+    else:
+        members = [m for m in handle.members if m.master.numel()]
+        member = chosen.choice(members)
+        parameter = member.name
+        state = optimizer.state_by_name()[parameter]["momentum_buffer"]
+        tensor = state if what == "moments" else member.parameter.grad.to_local()
+        if what == "gradients":
+            from layerzero.tensors.sharded import plain  # noqa: PLC0415
+
+            tensor = plain(member.parameter.grad)
+        element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)
+        kinds, sure = {"gradient"} if what == "gradients" else {"optimizer state 'momentum_buffer'"}, True
+    flip(tensor, element, bit)
+    return {
+        "kinds": kinds,
+        "handle": handle.name,
+        "parameter": parameter,
+        "sure": sure,
+    }
+
+
+@pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (4, True), (1, False), (2, False), (4, False)])
+def test_a_flipped_bit_is_noticed_before_the_next_step_and_located(size: int, low: bool) -> None:
+    missed = run_ranks(_flipped, size, low, 10 * size + low, node_memory="off" if size != 4 else None)
+    assert missed == [[]] * 4, "\n".join(missed[0])
+
+
+def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
+    model, optimizer, _ = _net(size, low=low)
+    guard = layerzero.guard_bits(model, optimizer, every=1)
+    ema = layerzero.EMA(model, decay=0.5)
+    for step in range(10):
+        with layerzero.no_sync(model):
+            _backward(model, rank, step)
+        _backward(model, rank, step + 100)
+        if step == 1:
+            layerzero.clip_grad_norm_(model, 0.5)
+        if step == 2:
+            for p in model.parameters():
+                p.grad.mul_(2)
+        if step == 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        if step == 9:
+            with layerzero.no_sync(model):
+                _backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        with torch.no_grad():
+            if step == 3:
+                for p in model.parameters():
+                    p.mul_(0.5)
+            if step == 4:
+                for p in model.parameters():
+                    p.data.add_(0.25)
+        if step == 5:
+            with layerzero.unsharded(model, writeback=True):
+                model.head.bias.data.zero_()
+        if step == 6:
+            checkpoint.save(f"{folder}/one", model, optimizer)
+            checkpoint.load(f"{folder}/one", model, optimizer)
+        if step == 7:
+            with ema.swapped():
+                model(integer_batch(rank=rank)[0])
+        if step == 8:
+            model.load_state_dict({name: value.clone() for name, value in full_parameters(model).items()})
+            optimizer.load_state_dict(optimizer.state_dict())
+            model.first.requires_grad_(False)
+    assert guard.looked == 10 and layerzero.fingerprint(model).ok
+    guard.close()
+
+
+@pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (2, False), (4, False)])
+def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool) -> None:
+    run_ranks(_all_that_is_allowed, str(tmp_path), size, low, node_memory=None)
+
+
+def _now_and_then(rank: int) -> None:
+    model, optimizer, handles = _net(2, low=True)
+    guard = layerzero.guard_bits(model, optimizer, every=3)
+    for step in range(5):
+        _step(model, optimizer, rank, step)
+    assert guard.looked == 1
+    if rank == 2:
+        flip(handles[0].master, _places(handles[0], Extent.RANK)[0][0], 3)
+    _backward(model, rank, 5)
+    before = [handle.master.clone() for handle in handles]
+    with pytest.raises(layerzero.SilentCorruption, match=r"masters of .* on rank 2: its sum has changed") as raised:
+        optimizer.step()
+    assert [each.ranks for each in raised.value.corruptions] == [(2,)]
+    assert all(torch.equal(handle.master, was) for handle, was in zip(handles, before, strict=True)), (
+        "nothing is stepped"
+    )
+    with pytest.raises(ValueError, match="every must be"):
+        layerzero.guard_bits(model, optimizer, every=0)
+
+
+def test_a_step_is_refused_where_it_is_looked_at() -> None:
+    run_ranks(_now_and_then)
+
+
+def test_every_single_flip_changes_a_sum_and_every_exchange_of_places_the_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for numel in (1, 3, 4, 17):
+            tensor = torch.randn(numel, generator=generator).to(dtype)
+            sums = sum64(tensor).item(), place_sum(tensor, 5).item()
+            for bit in range(8 * tensor.nbytes):
+                flip(tensor, 0, bit)
+                assert sum64(tensor).item() != sums[0]
+                assert place_sum(tensor, 5).item() != sums[1]
+                flip(tensor, 0, bit)
+            assert (sum64(tensor).item(), place_sum(tensor, 5).item()) == sums
+    values = torch.arange(10.0)
+    whole = place_sum(values, 0)
+    assert place_sum(values[:3], 0) + place_sum(values[3:], 3) == whole, "the same however it is cut"
+    assert place_sum(values.flip(0), 0) != whole
+    assert place_sum(torch.zeros(3), 0) != place_sum(torch.zeros(4), 0)

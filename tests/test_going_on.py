@@ -1,0 +1,350 @@
+"""A run goes on from the last checkpoint that can be loaded, and what is good is not lost to what is not."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint import files, storage
+from layerzero.checkpoint.manifest import Manifest
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.models import different
+from tests.support.ranks import mesh_of, run_ranks
+
+DATA = "rank-00001.safetensors"
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    listener, log = Listener(), logging.getLogger("layerzero")
+    log.addHandler(listener)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(listener)
+
+
+def _flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def _shown(folder: str) -> list[str]:
+    """On all ranks, when the first one has tidied up."""
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
+
+
+def _states_saved(folder: str, steps: int):
+    model, optimizer = sharded_net(2)
+    states = []
+    for step in range(steps):
+        train(model, optimizer, range(step, step + 1))
+        states.append(everything(model, optimizer))
+        checkpoint.save(f"{folder}/step-{step}", model, optimizer, {"step": step})
+    dist.barrier()
+    return model, optimizer, states
+
+
+# --- load_latest ---
+
+
+def _damaged_in_every_way(rank: int, folder: str) -> None:
+    _, _, states = _states_saved(folder, 6)
+    if rank == 0:
+        _flip(Path(folder, "step-5", DATA), -1)  # noticed by the ranks that read it alone
+        _flip(Path(folder, "step-4", "contents.json"), 40)
+        Path(folder, "step-3", "manifest.json").unlink()
+        (Path(folder, "step-2") / DATA).write_bytes(b"short")
+        Path(folder, "logs").mkdir()  # somebody else's: stays
+        Path(folder, "logs", "events").write_text("...")
+    dist.barrier()
+    again, its_optimizer = sharded_net(4, seed=1)
+    with _logged() as lines:
+        found = checkpoint.load_latest(folder, again, its_optimizer)
+    assert found is not None and found.path == Path(folder, "step-1") and found.extra == {"step": 1}
+    assert not (wrong := different(everything(again, its_optimizer), states[1])), wrong
+    assert len(found.set_aside) == 4
+    for step in (2, 3, 4, 5):
+        assert sum(f"{folder}/step-{step} is damaged" in text for text in found.set_aside) == 1
+    assert "rank-00001.safetensors is damaged: bytes" in found.set_aside[0]
+    assert len(lines) == (4 if rank == 0 else 0)
+    assert all("step-1 has been loaded instead" in line and "set aside as .step-" in line for line in lines)
+    assert _shown(folder) == ["logs", "step-0", "step-1"]
+    assert len(list(Path(folder).glob(".step-*.damaged"))) == 4, "nothing is removed"
+    train(again, its_optimizer, range(2, 6))
+    for name in ("step-5", "step-3"):  # the same names work again
+        checkpoint.save(f"{folder}/{name}", again, its_optimizer, {"step": 9}, keep_last=2)
+    assert _shown(folder) == ["logs", "step-3", "step-5"]
+    assert len(list(Path(folder).glob(".step-*.damaged"))) == 4, "nor by keep_last"
+    assert checkpoint.load_latest(folder, again, its_optimizer) == (Path(folder, "step-3"), {"step": 9}, ())
+
+
+def test_the_newest_that_can_be_loaded_is_loaded_and_the_damaged_are_set_aside(tmp_path: Path) -> None:
+    run_ranks(_damaged_in_every_way, str(tmp_path))
+
+
+def _nothing_fits(rank: int, folder: str) -> None:
+    empty = f"{folder}/none"
+    model, optimizer, states = _states_saved(folder, 2)
+    assert checkpoint.load_latest(empty, model, optimizer) is None
+    other = layerzero.shard_model(torch.nn.Linear(2, 2), mesh=mesh_of(2))
+    with pytest.raises((ValueError, RuntimeError), match="does not fit"):
+        checkpoint.load_latest(folder, other)
+    assert _shown(folder) == ["step-0", "step-1"], "a checkpoint that does not fit is not a damaged one"
+    if rank == 0:
+        for step in range(2):
+            _flip(Path(folder, f"step-{step}", DATA), -1)
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=r"nothing has been renamed: .*step-1.*; .*step-0"):
+        checkpoint.load_latest(folder, model, optimizer)
+    assert _shown(folder) == ["step-0", "step-1"]
+    assert not different(everything(model, optimizer), states[-1]), "the model is as it was"
+    dist.barrier()
+    if rank == 0:
+        text = Path(folder, "step-1", "manifest.json").read_text()
+        Path(folder, "step-1", "manifest.json").write_text(text.replace('"version": 2', '"version": 3'))
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match="this layerzero reads versions 1 to 2"):
+        checkpoint.load_latest(folder, model, optimizer)
+
+
+def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
+    run_ranks(_nothing_fits, str(tmp_path), world_size=2)
+
+
+def _halfway(rank: int, folder: str) -> None:
+    """A disk that gives the right bytes the first time and not the second, on one rank."""
+    model, optimizer, states = _states_saved(folder, 2)
+    again = layerzero.checkpoint.reading.Files.read_again
+
+    def fails_once(self) -> None:
+        layerzero.checkpoint.reading.Files.read_again = again
+        if rank == 1:
+            raise checkpoint.CheckpointError("the disk has changed its mind")
+        again(self)
+
+    layerzero.checkpoint.reading.Files.read_again = fails_once
+    found = checkpoint.load_latest(folder, model, optimizer)
+    assert found is not None and found.path.name == "step-0"
+    assert "changed its mind" in found.set_aside[0]
+    assert not different(everything(model, optimizer), states[0])
+    train(model, optimizer, range(1, 2))
+    assert not different(everything(model, optimizer), states[1]), "the model can be used"
+
+
+def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(tmp_path: Path) -> None:
+    run_ranks(_halfway, str(tmp_path), world_size=2)
+
+
+# --- overwrite ---
+
+
+def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
+    model, optimizer, _ = _states_saved(folder, 1)
+    path, rename = f"{folder}/step-0", files._renameat2
+    files._renameat2 = rename if exchanges else None
+    try:
+        train(model, optimizer, range(1, 2))
+        state = everything(model, optimizer)
+        checkpoint.save(path, model, optimizer, {"step": 1}, overwrite=True)
+        dist.barrier()
+        assert [each.name for each in Path(folder).iterdir()] == ["step-0"], "the old one is gone"
+        dist.barrier()
+        again, its_optimizer = sharded_net(1, seed=1)
+        assert checkpoint.load(path, again, its_optimizer) == {"step": 1}
+        assert not different(everything(again, its_optimizer), state)
+        if rank == 0:
+            Path(path, DATA).unlink()  # a damaged one may be overwritten, too
+        dist.barrier()
+        checkpoint.save_async(path, model, optimizer, {"step": 2}, overwrite=True).wait()
+        assert checkpoint.load(path, again, its_optimizer) == {"step": 2}
+        dist.barrier()
+        if rank == 0:
+            Path(path, "thesis.txt").write_text("mine")
+        dist.barrier()
+        with pytest.raises(FileExistsError, match="is not a checkpoint alone"):
+            checkpoint.save(path, model, optimizer, overwrite=True)
+        with pytest.raises(FileExistsError, match="unless overwrite=True"):
+            checkpoint.save(path, model, optimizer)
+    finally:
+        files._renameat2 = rename
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_overwrite_replaces_a_checkpoint_and_nothing_else(tmp_path: Path, exchanges: bool) -> None:
+    run_ranks(_overwritten, str(tmp_path), exchanges, world_size=2)
+
+
+def _full_disk(rank: int, folder: str) -> None:
+    model, optimizer, states = _states_saved(folder, 1)
+    write = storage.write_file
+
+    def refuse(path: Path, content: object) -> files.FileRecord:
+        if path.name == DATA:
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    storage.write_file = refuse
+    train(model, optimizer, range(1, 2))
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="No space"):
+            checkpoint.save(f"{folder}/step-0", model, optimizer, {"step": 1}, overwrite=True)
+    finally:
+        storage.write_file = write
+    assert checkpoint.load(f"{folder}/step-0", model, optimizer) == {"step": 0}
+    assert not different(everything(model, optimizer), states[0])
+
+
+def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    run_ranks(_full_disk, str(tmp_path), world_size=2)
+
+
+# --- before anything is deleted ---
+
+
+def _lying_disk(rank: int, folder: str) -> None:
+    model, optimizer, _ = _states_saved(folder, 2)
+    write = storage.write_file
+
+    def lie(path: Path, content: object) -> files.FileRecord:
+        record = write(path, content)
+        if path.name == DATA:
+            _flip(path, -1)
+        return record
+
+    storage.write_file = lie
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*reads back as something else: .*rank-00001"):
+            checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
+    finally:
+        storage.write_file = write
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-0", "step-1"]
+    dist.barrier()
+    checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
+    assert _shown(folder) == ["step-2"]
+
+
+def test_what_was_written_is_read_back_before_keep_last_deletes_anything(tmp_path: Path) -> None:
+    run_ranks(_lying_disk, str(tmp_path), world_size=2)
+
+
+def _spoil(model: torch.nn.Module, rank: int, value: float) -> None:
+    """One number of one rank's rows."""
+    rows = dict(model.named_parameters())["first.weight"].detach().to_local()
+    if rank == 1:
+        rows.view(-1)[0] = value
+
+
+def _not_finite(rank: int, folder: str) -> None:
+    model, optimizer, states = _states_saved(folder, 2)
+    for value in (math.nan, -math.inf):
+        _spoil(model, rank, value)
+        for save in (checkpoint.save, lambda *args, **how: checkpoint.save_async(*args, **how).wait()):
+            with pytest.raises(checkpoint.CheckpointError, match=r"'model.first.weight' on rank 1 hold numbers"):
+                save(f"{folder}/bad", model, optimizer, keep_last=1)
+    assert _shown(folder) == ["step-0", "step-1"]
+    for number in range(3):
+        checkpoint.save(f"{folder}/bad-{number}", model, optimizer, number, keep_last=2, require_finite=False)
+    assert _shown(folder) == ["bad-1", "bad-2", "step-1"], "the last finite one stays, however many follow"
+    assert [Manifest.read(f"{folder}/{name}").finite for name in ("bad-1", "bad-2", "step-1")] == [False, False, True]
+    found = checkpoint.load_latest(folder, model, optimizer)
+    assert found is not None and found.path.name == "step-1"
+    assert not different(everything(model, optimizer), states[1])
+    checkpoint.save(f"{folder}/good", model, optimizer, keep_last=2)
+    assert _shown(folder) == ["bad-2", "good"], "then it may go"
+    state = optimizer.state_dict()["state"]["first.weight"]["momentum_buffer"].to_local()
+    if rank == 1:
+        state.view(-1)[0] = math.inf
+    with pytest.raises(checkpoint.CheckpointError, match="momentum_buffer' on rank 1"):
+        checkpoint.save(f"{folder}/bad", model, optimizer)
+
+
+def test_what_is_not_finite_is_not_saved_and_does_not_push_out_what_is(tmp_path: Path) -> None:
+    run_ranks(_not_finite, str(tmp_path), world_size=2)
+
+
+def _frozen_mask(rank: int, folder: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    model.register_parameter("mask", torch.nn.Parameter(torch.full((4, 4), -math.inf), requires_grad=False))
+    model.register_buffer("tail", torch.full((2,), math.inf))
+    model = layerzero.shard_model(model, mesh=mesh_of(2))
+    checkpoint.save(f"{folder}/one", model)
+    checkpoint.load(f"{folder}/one", model)
+
+
+def test_a_mask_of_infinities_is_no_fault(tmp_path: Path) -> None:
+    run_ranks(_frozen_mask, str(tmp_path), world_size=2)
+
+
+# --- random numbers ---
+
+
+def _draws() -> list[float]:
+    import numpy  # noqa: PLC0415
+
+    return [torch.rand(()).item(), random.random(), float(numpy.random.rand())]  # noqa: NPY002
+
+
+def _save_random(rank: int, folder: str) -> list[float]:
+    model, optimizer = sharded_net(2)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    _draws()
+    extra = {"random": checkpoint.random_states(7, 3), "own": checkpoint.per_rank(rank)}
+    checkpoint.save(f"{folder}/one", model, optimizer, extra)
+    return _draws()
+
+
+def _load_random(rank: int, folder: str) -> tuple[bool, list[float], list[str]]:
+    model, optimizer = sharded_net(2, seed=1)
+    with _logged() as lines:
+        extra = checkpoint.load(f"{folder}/one", model, optimizer)
+        exact = checkpoint.set_random_states(extra["random"])
+    return exact, _draws(), lines
+
+
+def test_random_states_come_back_or_are_derived_and_that_is_said(tmp_path: Path) -> None:
+    drawn = run_ranks(_save_random, str(tmp_path))
+    again = run_ranks(_load_random, str(tmp_path))
+    assert [(exact, draws) for exact, draws, _ in again] == [(True, draws) for draws in drawn]
+    assert not any(lines for *_, lines in again)
+    fewer = [run_ranks(_load_random, str(tmp_path), world_size=2) for _ in range(2)]
+    assert [draws for _, draws, _ in fewer[0]] == [draws for _, draws, _ in fewer[1]], (
+        "the same whenever it is resumed so"
+    )
+    draws = [tuple(draws) for _, draws, _ in fewer[0]]
+    assert len({*draws, *map(tuple, drawn)}) == 6, "and another for each rank"
+    assert not any(exact for exact, *_ in fewer[0])
+    assert "was saved by 4 ranks and is loaded by 2" in fewer[0][0][2][0]
+    assert "derived from seed 7, step 3" in fewer[0][0][2][1]
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    from layerzero.checkpoint.folder import survey  # noqa: PLC0415
+
+    (tmp_path / "tensorboard").mkdir(parents=True)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "weights" / "tokenizer.json").write_text("{}")
+    assert survey(tmp_path) == ((), {}) or not survey(tmp_path).broken

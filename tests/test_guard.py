@@ -1,0 +1,175 @@
+"""Gradients that are not finite are not stepped, on any rank, and whose they were is said."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+
+def _net(zero3_size: int, **settings: Any) -> tuple[nn.Module, list[Any]]:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size), units=IntegerNet.UNITS, **settings)
+    inner = [torch.optim.SGD(group, lr=2**-4, momentum=0.5) for group in _halves(model)]
+    return model, [layerzero.shard_optimizer(each, model) for each in inner]
+
+
+def _halves(model: nn.Module) -> list[list[Tensor]]:
+    parameters = list(model.parameters())
+    return [parameters[:3], parameters[3:]]
+
+
+def _pass(model: nn.Module, rank: int, step: int, *, spoil: dict[int, float], where: str = "second") -> None:
+    """A backward; on the ranks of `spoil`, the gradient of one unit's bias has a bad number in it."""
+    inputs, targets = integer_batch(step=step, rank=rank)
+    value = spoil.get(rank)
+    unit = model.get_submodule(where)
+    handle = None
+    if value is not None:
+        bad = torch.zeros(unit.out_features)
+        bad[-1] = value
+        handle = unit.register_forward_hook(lambda m, a, out: out + (out * 0).detach() + _bad(out, bad))
+    (8 * (model(inputs) * targets).sum(1).mean()).backward()
+    if handle is not None:
+        handle.remove()
+
+
+class _AddsToGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bad: Tensor) -> Tensor:
+        ctx.save_for_backward(bad)
+        return torch.zeros_like(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient + ctx.saved_tensors[0], None
+
+
+def _bad(out: Tensor, bad: Tensor) -> Tensor:
+    return _AddsToGradient.apply(out, bad)
+
+
+def _skipped(rank: int, size: int, settings: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log, listener = logging.getLogger("layerzero"), Listener()
+    log.addHandler(listener)
+    model, optimizers = _net(size, **settings)
+    guard = layerzero.guard_steps(model, *optimizers, skips=2)
+    plain, theirs = _net(size, **settings)
+    for step, value in enumerate((None, math.nan, None, math.inf, -math.inf, None)):
+        _pass(model, rank, step, spoil={} if value is None else {1: value})
+        before = full_parameters(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (not different(full_parameters(model), before)) == (value is not None)
+        if value is None:  # a run that never saw the others
+            _pass(plain, rank, step, spoil={})
+            for optimizer in theirs:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert guard.in_a_row == (0, 1, 0, 1, 2, 0)[step]
+        assert not different(full_parameters(model), full_parameters(plain)), step
+    assert guard.skipped == 3
+    assert "rank 1: 'second." in guard.found and "unit 'second'" in guard.found, guard.found
+    assert "rank 0" not in guard.found and "first" not in guard.found
+    for turn in range(3):
+        _pass(model, rank, turn, spoil={1: math.nan, 3: math.nan})
+        if turn == 2:
+            with pytest.raises(layerzero.NonFiniteGradients, match=r"3 times in a row.*rank 1: .*; rank 3: 'second"):
+                optimizers[0].step()
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert not different(full_parameters(model), full_parameters(plain)), "the model is usable, and as it was"
+    guard.close()
+    _pass(model, rank, 0, spoil={1: math.nan})
+    for optimizer in optimizers:
+        optimizer.step()
+    assert any(p.isnan().any() for p in full_parameters(model).values()), "who closes it gets what he asks for"
+    log.removeHandler(listener)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulation", "node_memory"),
+    [(1, "full", "off"), (2, "sharded", None), (2, "full", "off"), (4, "sharded", "off")],
+)
+def test_a_step_is_skipped_on_all_ranks_and_whose_it_was_is_said(
+    size: int, accumulation: str, node_memory: Any
+) -> None:
+    lines = run_ranks(_skipped, size, {"accumulation": accumulation}, node_memory=node_memory)
+    assert len(lines[0]) == 5 and all("a step is skipped" in line and "rank 1: 'second." in line for line in lines[0])
+    assert lines[1:] == [[], [], []], "it is logged once"
+
+
+def _refused(rank: int) -> None:
+    model, optimizers = _net(2)
+    guard = layerzero.guard_steps(model, *optimizers, nonfinite="raise")
+    with pytest.raises(ValueError, match="guarded already"):
+        layerzero.guard_steps(model, optimizers[0])
+    _pass(model, rank, 0, spoil=dict.fromkeys(range(4), 1.6e38))  # of two samples: finite on each rank
+    assert guard.in_a_row == 0
+    with pytest.raises(
+        layerzero.NonFiniteGradients, match=r"'second.bias'.* own gradient is finite: their sum overflow"
+    ):
+        optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with layerzero.no_sync(model):
+        _pass(model, rank, 1, spoil={3: math.nan}, where="head")  # told at the step that reduces it
+    with pytest.raises(layerzero.NonFiniteGradients, match=r"rank 3: .*'head"):
+        optimizers[0].step()
+    with pytest.raises(ValueError, match="another model"):
+        layerzero.guard_steps(model, *_net(2)[1])
+    with pytest.raises(ValueError, match='"skip" or "raise"'):
+        layerzero.guard_steps(model, *optimizers, nonfinite="ignore")
+    with pytest.raises(TypeError, match="shard_optimizer"):
+        layerzero.guard_steps(model, exact_sgd([nn.Parameter(torch.ones(1))]))
+
+
+def test_raise_names_the_rank_or_says_that_the_sum_overflowed() -> None:
+    run_ranks(_refused)
+
+
+def _scaled(rank: int) -> None:
+    """A scaler that skips for itself leaves no blame for the next step."""
+    model, (first, second) = _net(2)
+    guard = layerzero.guard_steps(model, first, second)
+    _pass(model, rank, 0, spoil={1: math.inf}, where="first")
+    for optimizer in (first, second):
+        optimizer.zero_grad()  # as after a step that the scaler has skipped
+    _pass(model, rank, 0, spoil={2: math.inf}, where="head")
+    for optimizer in (first, second):
+        optimizer.step()
+    assert "rank 2" in guard.found and "rank 1" not in guard.found, guard.found
+
+
+def test_nobody_is_blamed_for_an_earlier_step() -> None:
+    run_ranks(_scaled)
+
+
+def _alone(rank: int) -> None:
+    model, optimizers = _net(1)
+    layerzero.guard_steps(model, *optimizers, nonfinite="raise")
+    _pass(model, rank, 0, spoil={0: math.nan})
+    with pytest.raises(layerzero.NonFiniteGradients, match=r"nothing has been stepped: 'second\.weight"):
+        optimizers[0].step()
+
+
+def test_one_process_is_guarded_too() -> None:
+    run_ranks(_alone, world_size=1)

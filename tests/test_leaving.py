@@ -1,0 +1,92 @@
+"""A signal on one rank ends the run well: after the same step on all ranks, with a checkpoint, within a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import checkpoint
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.crashing import exit_codes, forks
+from tests.support.models import different
+from tests.support.ranks import run_ranks
+
+
+def _asked(rank: int, folder: str, victim: int, when: int) -> int:
+    model, optimizer = sharded_net(2)
+    with checkpoint.on_signal(signal.SIGTERM, model, exit_code=75) as request, pytest.raises(SystemExit) as left:
+        for step in range(100):
+            if rank == victim and step == when:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train(model, optimizer, range(step, step + 1))
+            if request.asked():
+                state = everything(model, optimizer)
+                checkpoint.save_async(f"{folder}/last", model, optimizer, {"step": step + 1})
+                request.leave()
+    assert left.value.code == 75
+    again, its_optimizer = sharded_net(4, seed=1)
+    assert checkpoint.load(f"{folder}/last", again, its_optimizer) == {"step": step + 1}
+    assert not different(everything(again, its_optimizer), state)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the handler is put back"
+    return step
+
+
+@pytest.mark.parametrize(("victim", "when"), [(0, 0), (3, 4)])
+def test_all_ranks_leave_after_the_same_step_when_one_gets_the_signal(tmp_path: Path, victim: int, when: int) -> None:
+    steps = run_ranks(_asked, str(tmp_path), victim, when)
+    assert len(set(steps)) == 1
+    assert when < steps[0] <= when + 1, "at the second question at the latest"
+
+
+def _nobody(rank: int) -> None:
+    model, optimizer = sharded_net(2)
+    before = signal.getsignal(signal.SIGTERM)
+    request = checkpoint.on_signal(signal.SIGTERM, model)
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        assert not request.asked()
+    request.close()
+    request.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ValueError, match="deadline must be positive"):
+        checkpoint.on_signal(signal.SIGTERM, model, deadline=0)
+
+
+def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
+    run_ranks(_nobody, world_size=2)
+
+
+def _stuck(rank: int, folder: Path) -> None:
+    """Rank 0 waits, inside gloo, for rank 1, which never comes."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    model, optimizer = sharded_net(2, node_memory="off")
+    train(model, optimizer, range(1))
+    checkpoint.on_signal(signal.SIGTERM, model, deadline=1.0, exit_code=75)
+    (folder / f"ready.{rank}").touch()
+    if rank == 1:
+        time.sleep(60)
+    train(model, optimizer, range(1, 2))
+
+
+def test_the_deadline_is_kept_by_a_rank_that_waits_for_a_dead_one(tmp_path: Path) -> None:
+    ranks = [forks.Process(target=_stuck, args=(rank, tmp_path), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"ready.{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)  # rank 0 waits by now
+    began = time.monotonic()
+    for process in ranks:
+        os.kill(process.pid, signal.SIGTERM)
+    assert exit_codes(ranks) == [75, 75]
+    assert time.monotonic() - began < 10
