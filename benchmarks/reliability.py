@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.reliability
 
-A transformer of 12.6 M parameters, bf16, four micro-batches of four sequences of 64 tokens a step, S = 2; steps with each
-of the guards take turns with steps without. Printed are the fastest and the median step in seconds, and what the guard
-adds to the fastest one. guard_bits looks in every step here; at every hundredth it adds a hundredth of that.
+A transformer of 12.6 M parameters, bf16, four micro-batches of four sequences of 64 tokens a step, S = 2; steps with
+each of the guards take turns with steps without. Printed are the fastest and the median step in seconds, and what the
+guard adds to the fastest one. guard_bits looks in every step here; at every hundredth it adds a hundredth of that.
 """
 
 from __future__ import annotations
