@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-megatron test integrations quick check format bench bench-gpu clean
+.PHONY: demo demo-megatron test soak integrations quick check format bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -19,6 +19,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test: $(VENV)/ready  ## the whole test suite
 	$(PYTEST) $(ARGS)
+
+soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; ARGS="--seconds 3600 --seed 1000" for more and others
+	$(BIN)/python -m tests.soak $(ARGS)
 
 integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
 	$(PYTEST) tests/integrations $(ARGS)

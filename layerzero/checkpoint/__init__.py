@@ -5,6 +5,7 @@ checksums of the others. See docs/checkpoints.md.
 """
 
 from layerzero.checkpoint.api import PendingSave, per_rank, save, save_async
+from layerzero.checkpoint.chain import Chain
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.interchange import load_dcp, reader
@@ -14,6 +15,7 @@ from layerzero.checkpoint.randomness import random_states, set_random_states
 from layerzero.checkpoint.resuming import Resumed, load_latest
 
 __all__ = [
+    "Chain",
     "CheckpointError",
     "LeaveRequest",
     "PendingSave",

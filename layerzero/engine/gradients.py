@@ -296,11 +296,15 @@ class Carry:
         self._leases: tuple[Lease, ...] = ()  # of it
 
     def hand_to(self, streams: Streams) -> None:
-        """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py."""
-        legs, stream = self._legs, streams.launches
+        """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py.
+
+        Hop 2 is launched by one stream, whether hop 1 comes before it or not: where only some handles have a hop 1 to
+        go ("full" ones, after no_sync), two streams would launch on the replica axis in an order that timing decides.
+        """
+        stream = streams.launches if self._legs[0].exchange is Exchange.HOP1 else streams.node
         stream.wait(streams.landed())
-        stream.run(partial(self._launch, legs[0], is_first=True))
-        for leg, following in zip(legs, (*legs[1:], None), strict=True):
+        stream.run(partial(self._launch, self._legs[0], is_first=True))
+        for leg, following in zip(self._legs, (*self._legs[1:], None), strict=True):
             launched = stream.mark()
             stream = streams.node if leg.exchange is Exchange.HOP1 else streams.replica
             stream.wait(launched)
