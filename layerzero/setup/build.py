@@ -43,8 +43,8 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
             placed = _placed(parameter, on_root=plan.mesh is plans[0].mesh)
             text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place}{placed} in unit {plan.name!r}"
             fields[f"parameter {found.name!r}"] = text
-        shape = list(plan.mesh.shape)
-        fields[f"shape of the mesh of unit {plan.name!r}"] = "that of the root" if plan.mesh is plans[0].mesh else shape
+        if plan.mesh is not plans[0].mesh:
+            fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)
     for name, buffer in model.named_buffers():
         fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
     return fields
