@@ -9,5 +9,17 @@ from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.interchange import load_dcp, reader
 from layerzero.checkpoint.loading import load
+from layerzero.checkpoint.pretrained import load_safetensors
 
-__all__ = ["CheckpointError", "PendingSave", "latest", "load", "load_dcp", "per_rank", "reader", "save", "save_async"]
+__all__ = [
+    "CheckpointError",
+    "PendingSave",
+    "latest",
+    "load",
+    "load_dcp",
+    "load_safetensors",
+    "per_rank",
+    "reader",
+    "save",
+    "save_async",
+]
