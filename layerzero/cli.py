@@ -144,14 +144,16 @@ def _export(
 
 @app.command("import")
 def _import(
-    files: Annotated[list[Path], typer.Argument(help="Safetensors files, and last the checkpoint to make of them.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Safetensors files, or a folder of them, and last the checkpoint to make.")
+    ],
     dtype: Annotated[
         str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as they are.")
     ] = None,
 ) -> None:
     """Make a checkpoint of a whole model in safetensors files, in one process."""
     if len(files) < 2:
-        _refuse("import needs at least one safetensors file, and the checkpoint to make")
+        _refuse("import needs a safetensors file or a folder of them, and the checkpoint to make")
     with _readable_failures():
         convert.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
 

@@ -11,6 +11,7 @@ from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.interchange import load_dcp, reader
 from layerzero.checkpoint.leaving import LeaveRequest, on_signal
 from layerzero.checkpoint.loading import load
+from layerzero.checkpoint.pretrained import load_safetensors
 from layerzero.checkpoint.randomness import random_states, set_random_states
 from layerzero.checkpoint.resuming import Resumed, load_latest
 
@@ -24,6 +25,7 @@ __all__ = [
     "load",
     "load_dcp",
     "load_latest",
+    "load_safetensors",
     "on_signal",
     "per_rank",
     "random_states",

@@ -26,6 +26,7 @@ from layerzero.checkpoint.files import (
     remove,
 )
 from layerzero.checkpoint.folder import next_sequence
+from layerzero.checkpoint.pretrained import find_safetensors
 from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces, write_safetensors
 from layerzero.checkpoint.values import DTYPES, references
 
@@ -169,7 +170,7 @@ def import_model(
     """Make a checkpoint, without an optimizer, of a whole model in safetensors files.
 
     Args:
-        files: that have the model's ``state_dict()`` between them.
+        files: that have the model's ``state_dict()`` between them; or folders or indexes of such files.
         dtype: cast floating-point tensors to it. Not needed for training: a load widens bf16 to the masters' fp32.
 
     Raises:
@@ -182,12 +183,12 @@ def import_model(
         raise FileExistsError(f"{target} exists already; a checkpoint is never overwritten")
     with ExitStack() as stack:
         sources: dict[str, _Source] = {}
-        for file in files:
-            tensors = stack.enter_context(opened(Path(file)))
+        for file in find_safetensors(files):
+            tensors = stack.enter_context(opened(file))
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in sources:
                     raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
-                sources[name] = _Source.of(Path(file), tensors, name, dtype)
+                sources[name] = _Source.of(file, tensors, name, dtype)
         order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
         _write_model(target, {name: sources[name] for name in order})
 

@@ -362,16 +362,18 @@ def check_entry(
         raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")
 
 
-def pieces(tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """One tensor of an opened file, no more than 64 MiB of it (or one row) at once."""
+def pieces(
+    tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, rows: range | None = None
+) -> Iterator[Tensor]:
+    """One tensor of an opened file, or some of its rows, no more than 64 MiB (or one row) at once."""
     if not shape:
         yield tensors.get_tensor(key)
         return
     row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
     step = max(1, _PIECE // row)
-    source = tensors.get_slice(key)
-    for start in range(0, shape[0], step):
-        yield source[start : min(start + step, shape[0])]
+    source, wanted = tensors.get_slice(key), range(shape[0]) if rows is None else rows
+    for start in wanted[::step]:
+        yield source[start : min(start + step, wanted.stop)]
 
 
 def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
