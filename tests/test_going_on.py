@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import files, storage
+from layerzero.checkpoint.folder import Survey, survey
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -340,11 +340,11 @@ def test_random_states_come_back_or_are_derived_and_that_is_said(tmp_path: Path)
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path)
-    from layerzero.checkpoint.folder import survey  # noqa: PLC0415
-
-    (tmp_path / "tensorboard").mkdir(parents=True)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
-    (tmp_path / "weights" / "tokenizer.json").write_text("{}")
-    assert survey(tmp_path) == ((), {}) or not survey(tmp_path).broken
+    for name, file in (("tensorboard", "events"), ("weights", "model.safetensors"), ("mixed", "tokenizer.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_bytes(b"")
+    (tmp_path / "mixed" / "contents.json").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    assert survey(tmp_path) == Survey((), {})
+    (tmp_path / "mixed" / "tokenizer.json").unlink()
+    assert list(survey(tmp_path).broken) == [tmp_path / "mixed"]

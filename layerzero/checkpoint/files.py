@@ -69,7 +69,7 @@ _AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
-_OURS = re.compile(r"manifest\.json|contents\.json|.+\.safetensors", re.DOTALL)  # files of a checkpoint
+_OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # files of a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux has it
 
