@@ -19,10 +19,11 @@ from layerzero.config import LayerZeroConfig, Policy
 from layerzero.config.file import read_settings, translate
 from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.setup.methods import register_forward_method
 from layerzero.setup.partition import block_classes
 from layerzero.setup.shard import shard_model
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "lightning_dtype", "save_over"]
+__all__ = ["Settings", "current_parameters", "is_sharded", "let_generate", "lightning_dtype", "save_over"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -83,7 +84,14 @@ class Settings:
         settings.setdefault("units", sorted(block_classes(model)) or None)
         settings.setdefault("zero3_size", node_size)
         settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
-        return shard_model(model, **settings)
+        return let_generate(shard_model(model, **settings))
+
+
+def let_generate(model: nn.Module) -> nn.Module:
+    """``generate`` of an encoder-decoder model calls the encoder by itself: the root is gathered for it."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
+        register_forward_method(model, "generate")
+    return model
 
 
 def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy:

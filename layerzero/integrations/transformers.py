@@ -22,9 +22,10 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from layerzero import checkpoint
 from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
 from layerzero.integrations.common import is_sharded, save_over
+from layerzero.integrations.pretrained import from_pretrained
 from layerzero.views.full import full_state_dict, load_full_state_dict
 
-__all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer"]
+__all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer", "from_pretrained"]
 
 FOLDER = "layerzero"  # beside model.safetensors, in place of optimizer.pt
 

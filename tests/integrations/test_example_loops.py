@@ -24,7 +24,7 @@ def _run(rank: int, example: str, folder: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("package", ["accelerate", "transformers", "lightning"])
+@pytest.mark.parametrize("package", ["accelerate", "transformers", "lightning", "trl"])
 def test_it_learns_and_saves(package: str, tmp_path: Path) -> None:
     if find_spec(package) is None:
         pytest.skip(f"needs {package}: pip install --no-deps -r requirements-loops.txt")

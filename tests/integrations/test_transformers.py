@@ -22,6 +22,8 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -29,7 +31,7 @@ from transformers import (
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from layerzero.integrations.common import is_sharded
-from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer
+from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer, from_pretrained
 from layerzero.setup.partition import block_classes
 from tests.support.loops import assert_like, forget_accelerators, launched
 from tests.support.models import assert_same_bits, full_parameters
@@ -261,7 +263,7 @@ def _load_adapter(rank: int, folder: str) -> None:
 
 
 def test_peft_loads_adapters_into_a_sharded_model(tmp_path: Path) -> None:
-    run_ranks(_load_adapter, str(tmp_path))
+    run_ranks(_load_adapter, str(tmp_path), timeout=SLOW)
 
 
 def _generate(rank: int, folder: str) -> None:
@@ -278,6 +280,38 @@ def _generate(rank: int, folder: str) -> None:
 
 def test_ranks_generate_texts_of_unequal_length(tmp_path: Path) -> None:
     run_ranks(_generate, str(tmp_path), timeout=SLOW)
+
+
+def _generate_from_encoder(rank: int, folder: str) -> None:
+    with launched():
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 24}
+        config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, eos_token_id=2)
+        torch.manual_seed(0)
+        whole = T5ForConditionalGeneration(config)
+        if rank == 0:
+            whole.save_pretrained(folder)
+        torch.distributed.barrier()
+        trained = trainer(f"{folder}/out", T5ForConditionalGeneration.from_pretrained(folder), max_steps=1)
+        trained.train()
+        alone = T5ForConditionalGeneration(config)
+        alone.load_state_dict(layerzero.full_state_dict(trained.model, rank0_only=False))
+        prompt = torch.tensor(text(4, seed=7)[rank]["input_ids"])[None, : 3 + rank]
+        lengths = {"max_new_tokens": 2 + 3 * rank, "min_new_tokens": 2 + 3 * rank, "num_beams": 1 + rank % 2}
+        for model, expected in (
+            (trained.model.eval(), alone.eval()),
+            (from_pretrained(T5ForConditionalGeneration, folder, zero3_size=2), whole.eval()),
+        ):
+            for _ in range(2):
+                got = model.generate(prompt, synced_gpus=True, do_sample=False, **lengths)
+                assert torch.equal(got, expected.generate(prompt, do_sample=False, **lengths))
+        trained.model.train()
+        loss = trained.model(input_ids=prompt, labels=prompt).loss
+        loss.backward()
+        assert_like([loss.item()], [alone.train()(input_ids=prompt, labels=prompt).loss.item()])
+
+
+def test_an_encoder_decoder_model_generates(tmp_path: Path) -> None:
+    run_ranks(_generate_from_encoder, str(tmp_path), timeout=SLOW)
 
 
 class Doubled(Trainer):

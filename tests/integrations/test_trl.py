@@ -1,0 +1,104 @@
+"""TRL's trainers under the mixin, beside their own DistributedDataParallel, on the same text."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if any(find_spec(name) is None for name in ("trl", "transformers", "accelerate", "peft")):
+    pytest.skip(
+        "needs trl, transformers, peft: pip install --no-deps -r requirements-loops.txt", allow_module_level=True
+    )
+
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from layerzero.integrations.transformers import LayerZeroMixin
+from tests.support.loops import assert_like, forget_accelerators, launched
+from tests.support.ranks import run_ranks
+
+SETTINGS = {"zero3_size": 2}
+SENTENCE = "to be or not to be that is the question whether it is nobler in the mind to suffer slings and arrows of"
+WORDS = [*dict.fromkeys(SENTENCE.split())]
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+class Ours(LayerZeroMixin, SFTTrainer):
+    pass
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate([*SPECIAL.values(), *WORDS])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 4 + len(WORDS)}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **special))
+
+
+def text(size: int, seed: int = 0) -> list[str]:
+    """Sentences of unequal length."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 12, (size,), generator=generator).tolist()
+    return [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (n,), generator=generator)) for n in lengths]
+
+
+def settings(folder: str, **more: Any) -> SFTConfig:
+    forget_accelerators()
+    common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
+    common |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False}
+    common |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
+    return SFTConfig(output_dir=folder, **{**common, "gradient_checkpointing": False, "max_length": 16, **more})
+
+
+def logged(trained: Any, key: str = "loss") -> list[float]:
+    return [float(entry[key]) for entry in trained.state.log_history if key in entry]
+
+
+def assert_as_ddp(ours: Any, theirs: Any) -> None:
+    theirs.train()
+    ours.train()
+    assert_like(logged(ours), logged(theirs), rtol=1e-4)
+    assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
+    runtime = runtime_of(ours.model)
+    assert len(runtime.units) >= 3, "a layer is a unit"
+    trained = sum(handle.trainable for handle in runtime.handles)
+    assert layerzero.traffic(ours.model).calls["hop2"] == trained * 3  # of 6 backwards
+
+
+def _sft(rank: int, folder: str, more: dict[str, Any]) -> None:
+    with launched():
+        peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "down_proj"])} if more.pop("peft", 0) else {}
+        data = Dataset.from_list([{"text": line} for line in text(48)])
+        common = {"train_dataset": data, "processing_class": tokenizer(), **peft}
+        theirs = SFTTrainer(llama(), args=settings(f"{folder}/ddp", **more), **common)
+        ours = Ours(llama(), args=settings(folder, **more), layerzero=SETTINGS, **common)
+        assert_as_ddp(ours, theirs)
+        assert_like(logged(ours, "mean_token_accuracy"), logged(theirs, "mean_token_accuracy"), rtol=1e-4)
+        ours.save_model(f"{folder}/out")
+        ours.accelerator.wait_for_everyone()
+        if not peft:
+            loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/out").state_dict()
+            for name, value in layerzero.full_state_dict(ours.model, rank0_only=False).items():
+                assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_checkpointing": True}, {"peft": True, "learning_rate": 2.0}], ids=str)
+def test_supervised_finetuning_is_that_of_ddp(tmp_path: Path, more: dict[str, Any]) -> None:
+    run_ranks(_sft, str(tmp_path), more, timeout=300)
