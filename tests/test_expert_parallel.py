@@ -274,6 +274,18 @@ def test_users_see_all_experts() -> None:
     run_ranks(_shown, world_size=4)
 
 
+def _scaled(rank: int) -> None:
+    model, optimizer = shard(2, 2, expert_size=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
+    with pytest.raises(NotImplementedError, match=r"GradScaler .* layerzero.guard_steps"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_is_refused() -> None:
+    run_ranks(_scaled, world_size=4)
+
+
 def _step(model: nn.Module, optimizer: Any, batches: Any) -> None:
     integer_loss(model, batches).backward()
     optimizer.step()

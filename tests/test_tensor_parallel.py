@@ -246,6 +246,32 @@ def test_torchs_own_state_dicts_go_by_true_shapes() -> None:
     run_ranks(_torchs_states, world_size=4)
 
 
+def _scaled(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = shard(mesh, 2)
+    place = mesh["dp"].get_local_rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(integer_loss(model, integer_batch(rank=place))).backward()
+    with pytest.raises(NotImplementedError, match=r"GradScaler .* layerzero.guard_steps"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    guard = layerzero.guard_steps(model, optimizer, skips=2)
+    for overflows in (True, False):
+        before = {name: value.clone() for name, value in full_parameters(model).items()}
+        integer_loss(model, integer_batch(rank=place)).backward()
+        if overflows and mesh.get_local_rank("tp") == 1:  # in what one of the tp ranks has alone
+            held = [block.up.weight.grad.to_local() for block in model.blocks]
+            next(iter([rows for rows in held if rows.numel()]), torch.zeros(1)).fill_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert bool(different(full_parameters(model), before)) is not overflows
+    assert guard.skipped == 1
+
+
+def test_a_scaler_is_refused_and_a_guard_skips_on_all_ranks() -> None:
+    run_ranks(_scaled, world_size=4)
+
+
 def _saves(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = shard(mesh, 2)

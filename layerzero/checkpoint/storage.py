@@ -395,7 +395,6 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 def _pickled(value: Any) -> io.BytesIO:
     """What torch.distributed.checkpoint expects of something that is no tensor; it comes from JSON."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return buffer

@@ -132,6 +132,10 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
 
 def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
     """Raise where torch is about to exchange rows or parts as if all ranks had as many rows."""
+    if func.__name__.startswith("_amp_foreach_non_finite_check"):
+        spans: list[RowSpan] = [rows.span for rows in args[0] if hasattr(rows, "span")]
+        if any(each.face is not None or each.topology is not span.topology for each in spans):
+            raise NotImplementedError(_NO_SCALER)
     if func.namespace not in ("_c10d_functional", "c10d"):
         return
     if not func.__name__.startswith(_KEEPS_ROWS):
@@ -142,6 +146,13 @@ def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
             "rows, and the mean of their means is another number. Divide a sum, as in p.abs().sum() / p.numel(); "
             "p.mean() does"
         )
+
+
+_NO_SCALER = (
+    "a GradScaler on parameters of tensor or expert parallel: torch tells an overflow only to the ranks along which "
+    "the first of the gradients is cut, and the others would step. Train in bf16, without a scaler; "
+    "layerzero.guard_steps leaves out steps whose gradients are not finite"
+)
 
 
 def _only_a_part(part: LocalPart) -> str:
