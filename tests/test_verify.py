@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from examples import verify_gpt
-from layerzero.engine.refreshing import Refreshes
+from layerzero.engine.refreshing import Round
 from layerzero.engine.route import Leg
 from layerzero.engine.runtime import Runtime
 from tests.support.models import Block, TiedTransformer
@@ -209,7 +209,7 @@ def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, 
     defects: dict[str, tuple[type, str, Any]] = {
         "sum instead of mean": (Leg, "__init__", _scaled(4.0)),
         "off by a thousandth": (Leg, "__init__", _scaled(1.001)),
-        "no refresh": (Refreshes, "after_step", lambda self: None),
+        "no refresh": (Round, "launch", lambda self, ready: None),
     }
     reports = {}
     for name, (owner, attribute, replacement) in defects.items():
