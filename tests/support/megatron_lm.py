@@ -115,7 +115,7 @@ def training() -> Iterator[Any]:
         warnings.simplefilter("ignore")  # what Megatron warns of is not ours to mend
         warnings.filterwarnings("error", module="layerzero")
         put(datasets.MockGPTLowLevelDataset, "size", 200)  # documents; the index of 100,000 takes seconds
-        put(helpers, "compile_helpers", lambda: None)  # the package on PyPI has them
+        put(helpers, "compile_helpers", lambda: None)  # the wheel has them
         put(initialize.fused_kernels, "load", lambda _: None)
         put(module, "initialize_megatron", functools.partial(initialize.initialize_megatron, allow_no_cuda=True))
         level = logging.getLogger().level
