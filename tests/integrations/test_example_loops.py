@@ -32,3 +32,21 @@ def test_it_learns_and_saves(package: str, tmp_path: Path) -> None:
         assert losses[-1] < losses[0] - 0.5
     assert any(path.name == "manifest.json" for path in tmp_path.rglob("*"))
     assert len((EXAMPLES / f"train_{package}.py").read_text().splitlines()) <= 40
+
+
+def _adapters(rank: int) -> tuple[list[float], list[str]]:
+    sys.path.insert(0, str(EXAMPLES))
+    with launched(), contextlib.redirect_stdout(io.StringIO()):
+        losses, saved = import_module("train_lora").main()
+    return losses, sorted(saved)
+
+
+def test_adapters_learn_and_are_saved_alone() -> None:
+    if find_spec("peft") is None:
+        pytest.skip("needs peft: pip install --no-deps -r requirements-loops.txt")
+    results = run_ranks(_adapters, timeout=300)
+    for losses, _ in results:
+        assert losses[-1] < losses[0] - 0.5
+    (_, first), *others = results
+    assert len(first) == 2 * (2 * 4 + 1) and all("lora_" in name for name in first)
+    assert all(names == [] for _, names in others)

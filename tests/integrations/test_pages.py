@@ -1,0 +1,12 @@
+"""The snippets of the pages that need other people's packages."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.test_pages import ALL, run_everywhere
+
+
+@pytest.mark.parametrize("name", [name for name, page in ALL.items() if page.needs])
+def test_snippets_run(name: str) -> None:
+    run_everywhere(ALL[name])

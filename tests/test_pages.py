@@ -1,0 +1,175 @@
+"""Every snippet of README and docs runs as it stands; every command of theirs exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import click
+import pytest
+import typer
+from torch.distributed.run import get_args_parser
+
+from layerzero.cli import app
+from tests.support.pages import PAGES, ROOT, Page, read_page, run_page
+from tests.support.ranks import run_ranks
+
+ALL = {path.relative_to(ROOT).as_posix(): read_page(path) for path in PAGES}
+WITH_PYTHON = [name for name, page in ALL.items() if page.snippets("python")]
+
+# What cannot run on a machine without GPUs and other people's checkouts: by page, how many snippets. A page that gets
+# another one says so here, too.
+NOT_RUN = {"docs/megatron.md": 2, "docs/optimizers.md": 1}
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_PYTHON if not ALL[name].needs])
+def test_snippets_run(name: str) -> None:
+    run_everywhere(ALL[name])
+
+
+def run_everywhere(page: Page) -> None:
+    missing = [package for package in page.needs if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: pip install --no-deps -r requirements-loops.txt")
+    expected = len(page.snippets("python")) - len(page.left_out())
+    assert run_ranks(run_page, page, world_size=page.ranks, timeout=240) == [expected] * page.ranks
+
+
+def test_what_is_not_run_has_a_reason_and_is_counted() -> None:
+    assert all(len(piece.text) > 20 for page in ALL.values() for piece in page.left_out())
+    assert {name: len(page.left_out()) for name, page in ALL.items() if page.left_out()} == NOT_RUN
+
+
+# In a block without a language or of a shell's, and between backticks: what readers are told to type.
+COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero|make|torchrun) .+)$")
+INLINE = re.compile(r"`((?:python -m|layerzero|make|torchrun) [^`]+)`")
+LANGUAGES = ("text", "bash", "sh", "console")
+
+
+def _commands() -> list[tuple[str, str]]:
+    found = []
+    for path in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        page = read_page(path)
+        lines = [line for piece in page.snippets(*LANGUAGES) for line in piece.text.splitlines()]
+        told = [match[1] for line in lines if (match := COMMAND.match(line))]
+        told += [" ".join(text.split()) for text in INLINE.findall(path.read_text(encoding="utf-8"))]
+        found += [(page.name, command) for command in told]
+    return found
+
+
+def wrong_with(command: str) -> str | None:
+    """Why a command cannot be typed so; None if it can."""
+    words = [word for word in shlex.split(command, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    program, *rest = words
+    if program == "make":
+        return None if set(rest) <= TARGETS else "no such target"
+    if program == "torchrun":
+        return _wrong_launch(rest)
+    if program == "python":
+        program, rest = rest[1], rest[2:]
+    if program == "layerzero":
+        return _wrong_usage(rest)
+    return None if (ROOT / f"{program.replace('.', '/')}.py").is_file() or _is_package(program) else "no such module"
+
+
+def _is_package(module: str) -> bool:
+    return (ROOT / module.replace(".", "/") / "__main__.py").is_file()
+
+
+def _wrong_launch(rest: list[str]) -> str | None:
+    try:
+        given = get_args_parser().parse_args(rest)
+    except SystemExit:
+        return "torchrun has no such options"
+    if given.module:
+        return wrong_with(f"python -m {given.training_script}")
+    mine = given.training_script == "train.py"  # the reader's own
+    return None if mine or (ROOT / given.training_script).is_file() else "no such program"
+
+
+def _wrong_usage(rest: list[str]) -> str | None:
+    commands = typer.main.get_command(app).commands
+    name, *arguments = rest
+    if name == "--help":
+        return None
+    if name not in commands:
+        return f"no such command: {name}"
+    if arguments:
+        try:
+            commands[name].make_context(name, arguments)
+        except click.exceptions.UsageError as error:
+            return error.format_message()
+    return None
+
+
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
+
+
+def test_every_command_exists_with_its_options() -> None:
+    told = _commands()
+    assert [(page, command, why) for page, command in told if (why := wrong_with(command))] == []
+    assert len(told) > 50
+
+
+@pytest.mark.parametrize(
+    ("command", "right"),
+    [
+        ("make test ARGS='-k x'", True),
+        ("make everything", False),
+        ("layerzero export a b --ema", True),
+        ("layerzero export a", False),
+        ("python -m layerzero export a b --emma", False),
+        ("layerzero unknown", False),
+        ("torchrun --nproc-per-node 4 examples/train_gpt.py --steps 3", True),
+        ("torchrun --processes 4 examples/train_gpt.py", False),
+        ("torchrun --nproc-per-node 4 examples/nothing.py", False),
+        ("python -m benchmarks.nothing", False),
+    ],
+)
+def test_commands_are_read_right(command: str, right: bool) -> None:
+    assert (wrong_with(command) is None) == right
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+PAGE = """
+<!-- before
+x = 1
+-->
+<!-- write: 2 | 3 -->
+
+```python
+y = x + 3
+```
+
+<!-- after
+assert y == 3
+-->
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        (PAGE, None),
+        (PAGE.replace("x = 1", "pass"), "NameError"),
+        (PAGE.replace("y == 3", "y == 4"), "AssertionError"),
+        (PAGE.replace("2 | 3", "2 | 7"), "no snippet has"),
+        (PAGE.replace("y = x + 3", "y = = 3"), "SyntaxError"),
+    ],
+)
+def test_a_wrong_page_is_noticed(page: str, error: str | None, tmp_path: Path) -> None:
+    path = ROOT / "docs" / "start.md"  # for its name
+    with mock.patch.object(Path, "read_text", lambda *_, **__: page):
+        read = read_page(path)
+    if error is None:
+        assert run_ranks(run_page, read, world_size=1) == [1]
+    else:
+        with pytest.raises(AssertionError, match=error):
+            run_ranks(run_page, read, world_size=1)
