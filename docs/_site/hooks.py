@@ -1,0 +1,164 @@
+"""What mkdocs is told beside mkdocs.yml: pages that are made from files elsewhere in the repository.
+
+- The first page is README.md; CHANGELOG.md and others of the root are pages, too.
+- Examples that a page links to are pages with their source.
+- The API reference names what ``layerzero.__all__`` does, and mkdocstrings takes the text from docstrings.
+- Comments for the tests of snippets (tests/support/pages.py) are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"index.md": "README.md", **{name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}}
+AS_SOURCE = {"LICENSE": "text", "CITATION.cff": "yaml"}
+
+# Everything public, in the order in which a reader meets it.
+API = {
+    "Sharding": [
+        "shard_model",
+        "shard_optimizer",
+        "ShardedOptimizer",
+        "init_mesh",
+        "mesh_from_groups",
+        "LayerZeroConfig",
+    ],
+    "In the loop": ["no_sync", "clip_grad_norm_", "register_forward_method", "refresh", "EMA"],
+    "Whole parameters and states": ["unsharded", "full_state_dict", "load_full_state_dict"],
+    "Checkpoints": [
+        "checkpoint.save",
+        "checkpoint.save_async",
+        "checkpoint.load",
+        "checkpoint.load_latest",
+        "checkpoint.latest",
+        "checkpoint.per_rank",
+        "checkpoint.random_states",
+        "checkpoint.set_random_states",
+        "checkpoint.on_signal",
+        "checkpoint.load_safetensors",
+        "checkpoint.load_dcp",
+        "checkpoint.reader",
+        "checkpoint.Chain",
+        "checkpoint.PendingSave",
+        "checkpoint.Resumed",
+        "checkpoint.LeaveRequest",
+        "checkpoint.CheckpointError",
+    ],
+    "Optimizers": ["optimizers.adamw", "optimizers.sgd"],
+}
+REST = "Reports, guards and checks"
+# Of what torch's optimizers have, what users call; the rest of the class is for the package.
+MEMBERS = {
+    "ShardedOptimizer": [
+        "step",
+        "zero_grad",
+        "param_groups",
+        "state",
+        "state_dict",
+        "load_state_dict",
+        "add_param_group",
+    ]
+}
+
+_FOR_TESTS = re.compile(r"<!--\s*(?:before|after|ranks:|needs:|write:|not run:).*?-->\n?", re.DOTALL)
+_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=_moved((ROOT / source).read_text("utf-8"), up="")))
+    sources = {*AS_SOURCE, *(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))}
+    for source in sorted(sources):
+        text = (ROOT / source).read_text("utf-8")
+        language = AS_SOURCE.get(source, "python")
+        page = f"---\nsearch: {{exclude: true}}\n---\n# {Path(source).name}\n\n````{language}\n{text}````\n"
+        files.append(File.generated(config, f"{source}.md", content=page))
+    files.append(File.generated(config, "api.md", content=_api()))
+    return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings have roles, as in ``:func:`step```, of which the name is enough."""
+    return re.sub(r":(?:func|class|meth|mod|attr|exc|data):(?=\s*<code)", "", html)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = _FOR_TESTS.sub("", markdown)
+    if page.file.src_uri in PAGES or page.file.generated_by:
+        return markdown
+    return _moved(markdown, up="../" * (1 + page.file.src_uri.count("/")))
+
+
+def _moved(markdown: str, up: str) -> str:
+    """Links to files of the repository become links to their pages; `up` leads from a page of docs/ to the root."""
+
+    def page_of(match: re.Match[str]) -> str:
+        target = match[1]
+        if up and not target.startswith(up):
+            return target  # beside it, in docs/
+        inside = target.removeprefix(up)
+        here = up.removeprefix("../")
+        if inside == "README.md":
+            return f"{here}index.md"
+        if inside.startswith("docs/"):
+            return here + inside.removeprefix("docs/")
+        return here + (inside if inside.endswith(".md") else f"{inside}.md")
+
+    return _LINK.sub(page_of, markdown)
+
+
+def _api() -> str:
+    public = _public("layerzero")
+    grouped = [name for names in API.values() for name in names]
+    left = sorted((public - {"checkpoint", "optimizers"}) - set(grouped), key=str.lower)
+    known = public | {
+        f"{part}.{name}" for part in ("checkpoint", "optimizers") for name in _public(f"layerzero/{part}")
+    }
+    missing = {f"checkpoint.{name}" for name in _public("layerzero/checkpoint")} - set(grouped)
+    if missing or set(grouped) - known:
+        raise PluginError(
+            f"docs/_site/hooks.py: API lacks {sorted(missing)}, has in vain {sorted(set(grouped) - known)}"
+        )
+    lines = ["# API", "", "Everything in `layerzero`, from its docstrings.", ""]
+    for title, names in {**API, REST: left}.items():
+        lines += [f"## {title}", ""]
+        for name in names:
+            lines += [f"::: {_where(name)}", *_options(name), ""]
+    return "\n".join(lines)
+
+
+def _options(name: str) -> list[str]:
+    """Classes show their public methods and properties; under the name by which users know a thing."""
+    last = name.rpartition(".")[2]
+    options = ["    options:", f'      heading: "layerzero.{name}"']
+    if name in MEMBERS:
+        options.append(f"      members: {MEMBERS[name]}")
+    elif last[0].isupper():
+        options += ["      members: null", '      filters: ["!^_"]']
+    options.append("      show_bases: false")
+    return options
+
+
+def _public(package: str) -> set[str]:
+    tree = ast.parse((ROOT / package / "__init__.py").read_text("utf-8"))
+    (names,) = [
+        n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
+    ]
+    return set(ast.literal_eval(names))
+
+
+def _where(name: str) -> str:
+    """The module that defines a public name, whose docstring is shown."""
+    package, _, last = f"layerzero.{name}".rpartition(".")
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name == last for alias in node.names):
+            return f"{node.module}.{last}"
+    return f"{package}.{last}"
