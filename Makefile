@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-megatron test soak integrations quick check format bench bench-gpu clean
+.PHONY: demo demo-megatron test soak integrations quick check format coverage docs messages dist bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -41,6 +41,22 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of them has run; ARGS="tests/test_parity.py" for some
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+docs: $(VENV)/docs  ## the documentation site, in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+messages: $(VENV)/ready  ## the list of messages in docs/troubleshooting.md, from the source
+	$(BIN)/python -m tests.support.messages
+
+dist: $(VENV)/ready  ## wheel and source distribution, in dist/
+	$(BIN)/pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build
+
 bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and plots; padding on real models
 	$(BIN)/python -m benchmarks.contest --where one-machine $(ARGS)
 	$(BIN)/python -m benchmarks.contest --where two-nodes $(ARGS)
@@ -59,6 +75,10 @@ $(VENV)/ready: requirements.txt requirements-megatron.txt requirements-loops.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+$(VENV)/docs: $(VENV)/ready requirements-docs.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.txt
+	touch $@
+
 # DeepSpeed compiles nothing when installed so; it looks for torch while it is built, hence no isolation.
 $(VENV)/bench: $(VENV)/ready requirements-bench.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check setuptools wheel
@@ -67,4 +87,4 @@ $(VENV)/bench: $(VENV)/ready requirements-bench.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

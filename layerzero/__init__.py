@@ -5,7 +5,12 @@
 >>> optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)  # doctest: +SKIP
 """
 
-from layerzero import checkpoint, optimizers
+import warnings
+
+with warnings.catch_warnings():
+    # torch's word on a numpy that is not there: nothing here needs one.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    from layerzero import checkpoint, optimizers
 from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
@@ -23,7 +28,7 @@ from layerzero.views.metrics import metrics
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # setup.py reads it from here
 
 __all__ = [
     "EMA",

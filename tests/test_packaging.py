@@ -1,0 +1,70 @@
+"""What is packed and installed: one version, complete sources, a command line that says what it lacks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import layerzero
+from layerzero.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_there_is_one_version() -> None:
+    told = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == layerzero.__version__
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited == layerzero.__version__
+    assert f"## {layerzero.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("needs a git checkout, to compare with")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sorted(set(listed.stdout.split("\n")) - names - {""}) == []
+    assert not [
+        name for name in names if re.search(r"__pycache__|\.pyc$|^build/|^\.venv|\.egg-info/SOURCES.*\.so$", name)
+    ]
+
+
+def test_help_without_typer_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typer = pytest.importorskip("typer", reason="needs typer, whose commands are compared with what is said without it")
+    from layerzero.cli import app  # noqa: PLC0415 - not before typer is known to be there
+
+    commands = typer.main.get_command(app).commands
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "layerzero.cli", raising=False)
+    monkeypatch.setattr(sys, "argv", ["layerzero", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 0 and said.err == ""
+    assert re.findall(r"^  (\S+) +\S", said.out, re.MULTILINE) == list(commands)
+    assert "pip install typer" in said.out
+
+
+def test_the_import_is_silent_without_numpy() -> None:
+    if find_spec("numpy") is None:
+        pytest.skip("needs numpy, to be without it")
+    program = "import sys; sys.modules['numpy'] = None; import layerzero"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
