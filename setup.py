@@ -18,7 +18,7 @@ setup(
     description="ZeRO-1 optimizer states over the whole cluster, ZeRO-3 weights inside a node, for PyTorch",
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     author="The layerzero authors",
     keywords=["pytorch", "distributed training", "ZeRO", "FSDP", "sharding", "optimizer states"],

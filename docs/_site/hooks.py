@@ -56,6 +56,7 @@ API = {
 REST = "Reports, guards and checks"
 # Of what torch's optimizers have, what users call; the rest of the class is for the package.
 MEMBERS = {
+    "LayerZeroConfig": ["from_yaml", "arguments"],
     "ShardedOptimizer": [
         "step",
         "zero_grad",
@@ -64,7 +65,7 @@ MEMBERS = {
         "state_dict",
         "load_state_dict",
         "add_param_group",
-    ]
+    ],
 }
 
 _FOR_TESTS = re.compile(r"<!--\s*(?:before|after|ranks:|needs:|write:|not run:).*?-->\n?", re.DOTALL)
