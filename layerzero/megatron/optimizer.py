@@ -279,7 +279,7 @@ class ShardedMegatronOptimizer:
             state["ema"] = [ema and ema.state_dict() for ema in self.emas]
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
         """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`; or what
         ``megatron.core.dist_checkpointing`` has loaded into :meth:`sharded_state_dict`, after the model's.
         """

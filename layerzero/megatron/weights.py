@@ -61,10 +61,11 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
             shard = (number, handle.topology.ranks, handle.topology.grid.s)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.zero3.cpu().view(torch.uint8).numpy().tobytes())
-    mine = {shard: digest.hexdigest() for shard, digest in digests.items()}
+    mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
     said: list[Any] = [None] * groups.zero1.size()
     dist.all_gather_object(said, mine, group=groups.zero1)
-    alike = all(theirs.get(shard, digest) == digest for theirs in said for shard, digest in mine.items())
+    found = set().union(*said)
+    alike = len(found) == len({shard for shard, _ in found})
     verdict = torch.tensor([float(alike)], device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=groups.model)
     return bool(verdict.item())
