@@ -274,16 +274,29 @@ def test_users_see_all_experts() -> None:
     run_ranks(_shown, world_size=4)
 
 
-def _scaled(rank: int) -> None:
-    model, optimizer = shard(2, 2, expert_size=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
-    with pytest.raises(NotImplementedError, match=r"GradScaler .* layerzero.guard_steps"):
-        scaler.step(optimizer)
+def _scaled(rank: int, experts_first: bool) -> None:
+    """An overflow in the experts of one ep rank only; with nothing for the experts of the other in `skips`."""
+    for dtensor, expert_size in ((True, 2), (False, 1)):
+        model, _ = shard(2, 2, expert_size=expert_size, dtensor=dtensor)
+        own = sorted(model.named_parameters(), key=lambda entry: ("experts" in entry[0]) is not experts_first)
+        optimizer = layerzero.shard_optimizer(exact_sgd([p for _, p in own]), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for step, overflows in enumerate((True, False)):
+            before = {name: value.clone() for name, value in full_parameters(model).items()}
+            scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
+            gradient = model.layers[0].experts.weight.grad.to_local()
+            if overflows and rank == 1 and gradient.numel():
+                gradient[0, 0, 0] = float("nan")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0, (dtensor, step)
+            assert bool(different(full_parameters(model), before)) is not overflows
 
 
-def test_a_scaler_is_refused() -> None:
-    run_ranks(_scaled, world_size=4)
+def test_a_scaler_skips_on_all_ranks() -> None:
+    run_ranks(_scaled, True, world_size=4)
+    run_ranks(_scaled, False, world_size=4)
 
 
 def _step(model: nn.Module, optimizer: Any, batches: Any) -> None:

@@ -267,13 +267,6 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_checkpoint.py::test_a_run_resumed_on_any_topology_equals_one_that_never_stopped",
         "test_torch_state_dicts.py::test_torchs_recipe_resumes_on_any_topology",
     ),
-    "`GradScaler` on sharded and ignored": (
-        "test_limits_loops.py::test_a_scaler_needs_an_optimizer_of_its_own_for_ignored_parameters",
-    ),
-    "`GradScaler` on tensor or expert": (
-        "test_tensor_parallel.py::test_a_scaler_is_refused_and_a_guard_skips_on_all_ranks",
-        "test_expert_parallel.py::test_a_scaler_is_refused",
-    ),
     "**Unnoticed:** torch's `clip_grad_norm_`": (
         "test_limits_loops.py::test_torchs_infinite_norm_misses_a_nan_that_ours_finds",
         "test_scaler.py::test_a_gradient_that_is_not_finite_on_one_rank_gives_that_norm_on_all",

@@ -250,25 +250,37 @@ def _scaled(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = shard(mesh, 2)
     place = mesh["dp"].get_local_rank()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(integer_loss(model, integer_batch(rank=place))).backward()
-    with pytest.raises(NotImplementedError, match=r"GradScaler .* layerzero.guard_steps"):
+
+    def spoil() -> None:
+        """In what one of the tp ranks has alone, and one or two of its data-parallel ranks."""
+        if mesh.get_local_rank("tp") == 1:
+            held = [block.up.weight.grad.to_local() for block in model.blocks]
+            next(iter([rows for rows in held if rows.numel()]), torch.zeros(1)).fill_(float("inf"))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for step, overflows in enumerate((True, False, True)):
+        scaler.scale(integer_loss(model, integer_batch(rank=place))).backward()
+        if overflows:
+            spoil()
         scaler.step(optimizer)
-    optimizer.zero_grad()
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (2.0, 2.0, 1.0)[step]
+        assert not different(full_parameters(model), _alone(min(step, 1)).state_dict()), step
+
     guard = layerzero.guard_steps(model, optimizer, skips=2)
     for overflows in (True, False):
         before = {name: value.clone() for name, value in full_parameters(model).items()}
         integer_loss(model, integer_batch(rank=place)).backward()
-        if overflows and mesh.get_local_rank("tp") == 1:  # in what one of the tp ranks has alone
-            held = [block.up.weight.grad.to_local() for block in model.blocks]
-            next(iter([rows for rows in held if rows.numel()]), torch.zeros(1)).fill_(float("inf"))
+        if overflows:
+            spoil()
         optimizer.step()
         optimizer.zero_grad()
         assert bool(different(full_parameters(model), before)) is not overflows
     assert guard.skipped == 1
 
 
-def test_a_scaler_is_refused_and_a_guard_skips_on_all_ranks() -> None:
+def test_a_scaler_and_a_guard_skip_on_all_ranks() -> None:
     run_ranks(_scaled, world_size=4)
 
 

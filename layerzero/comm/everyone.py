@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from layerzero.comm.collectives import Exchange, Lane, all_reduce, broadcast
 from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import Topology, new_group_like
 
-__all__ = ["Beside", "Everyone", "broadcast_over"]
+__all__ = ["Beside", "Everyone", "broadcast_over", "reduce_over"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Everyone:
             ValueError: the ranks at different places of the further axes are not apart.
         """
         if further is None or further.size() == 1:
-            return cls(topology, topology.ranks, topology.control, ())
+            return cls(topology, topology.ranks, topology.control, ())._known()
         like, ledger = topology.control.group, topology.ledger
         places = sorted(further.mesh.flatten().tolist())
         beside = Lane.over("control", "control", _gloo(places, like), ledger, "cpu")
@@ -47,7 +47,14 @@ class Everyone:
                 f"{further.size()} groups that have no rank in common"
             )
         control = Lane.over("control", "control", _gloo(ranks, like), ledger, "cpu")
-        return cls(topology, tuple(ranks), control, _lanes_along(further, topology))
+        return cls(topology, tuple(ranks), control, _lanes_along(further, topology))._known()
+
+    def _known(self) -> Everyone:
+        return replace(self, topology=self.seen_from(self.topology))
+
+    def seen_from(self, topology: Topology) -> Topology:
+        """One of the model's topologies, which knows from now on how to reach all ranks of it."""
+        return replace(topology, over_model=self.lanes[::-1])
 
     @property
     def size(self) -> int:
@@ -62,19 +69,17 @@ class Everyone:
         return self.control.rank == 0
 
     @property
-    def _lanes(self) -> tuple[Lane, ...]:
-        """On which a tensor comes from the first rank to all, or from all to all, one after the other."""
+    def lanes(self) -> tuple[Lane, ...]:
+        """On which a tensor comes from the first rank to all; in reverse, a number from all to all."""
         return *self.across, self.topology.replica, self.topology.zero3_gather
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks what the first one has. All of them must call this."""
-        broadcast_over(self._lanes, tensor)
+        broadcast_over(self.lanes, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a small tensor in place, each rank's once. All of them must call this."""
-        for lane in reversed(self._lanes):
-            if lane.size > 1:
-                all_reduce(lane, Exchange.NORM, number, op).wait()
+        reduce_over(self.topology.over_model, number, op)
 
     def new_control_group(self) -> dist.ProcessGroup:
         """Another gloo group of all ranks, for a thread of its own. All of them must call this."""
@@ -102,6 +107,13 @@ class Beside:
             mesh_dim_names=(*(names or map(str, range(further.ndim))), *(flat.mesh_dim_names or ())),
         )
         return cls(further, _lanes_along(further, topology), shown)
+
+
+def reduce_over(lanes: Sequence[Lane], number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce a small tensor in place along one axis after the other."""
+    for lane in lanes:
+        if lane.size > 1:
+            all_reduce(lane, Exchange.NORM, number, op).wait()
 
 
 def broadcast_over(lanes: Sequence[Lane], tensor: Tensor) -> None:

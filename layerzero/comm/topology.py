@@ -61,6 +61,8 @@ class Topology:
     # gloo, for a few bytes that the CPU must read: over all ranks, and over the node's.
     control: Lane
     node_control: Lane
+    # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
+    over_model: tuple[Lane, ...] = ()
 
     @property
     def zero3_size(self) -> int:

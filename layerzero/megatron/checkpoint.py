@@ -59,6 +59,7 @@ def save(
         TypeError, ValueError: what ``layerzero.checkpoint.save`` raises; RuntimeError on the ranks of other stages.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
+    _together("save", groups, _refuse_experts(groups))
     mine = new_token()
     token = tell_all(groups, mine)[0]
     first, partial = token == mine, partial_of(folder, token)
@@ -100,11 +101,11 @@ def load(
             of it is damaged or does not fit, on whichever stage; nothing has been changed on any.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    failure: Exception | None = None
+    failure = _refuse_experts(groups)
     parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
-    if not (folder / _MARKER).exists():
+    if failure is None and not (folder / _MARKER).exists():
         failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
-    elif missing := [part.name for part in parts if not part.exists()]:
+    elif failure is None and (missing := [part.name for part in parts if not part.exists()]):
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
     _together("load", groups, failure)
     prepared: list[PreparedLoad] = []
@@ -125,6 +126,15 @@ def load(
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
+
+
+def _refuse_experts(groups: ProcessGroups) -> Exception | None:
+    if groups.expert_zero1 is None:
+        return None
+    return ValueError(
+        "layerzero.megatron.save and load keep one part for all data-parallel ranks, and with expert parallelism these "
+        "have different experts: use Megatron's own format, torch_dist, with sharded_state_dict of chunks and optimizer"
+    )
 
 
 def _take_average(ema: EMA | None, saved: Any) -> None:

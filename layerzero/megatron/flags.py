@@ -206,9 +206,6 @@ _RULES: dict[str, _Rule] = {
     ),
     "--moe-use-upcycling": _Rule(_is_set("moe_use_upcycling"), "copies whole weights; do it without layerzero first"),
     "--perform-rl-step": _Rule(_is_set("perform_rl_step"), "swaps whole weights; leave it out"),
-    "--expert-model-parallel-size": _Rule(
-        lambda args: args.expert_model_parallel_size > 1, "gives experts another data-parallel group; use 1"
-    ),
     "--mtp-num-layers": _Rule(_is_set("mtp_num_layers"), "holds further copies of the embeddings"),
     "--moe-router-enable-expert-bias": _Rule(_is_set("moe_router_enable_expert_bias"), "is updated with the gradients"),
     "--delay-wgrad-compute": _Rule(_is_set("delay_wgrad_compute"), "computes gradients after a layer's backward"),

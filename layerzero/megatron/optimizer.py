@@ -279,7 +279,7 @@ class ShardedMegatronOptimizer:
             state["ema"] = [ema and ema.state_dict() for ema in self.emas]
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
         """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`; or what
         ``megatron.core.dist_checkpointing`` has loaded into :meth:`sharded_state_dict`, after the model's.
         """
@@ -288,7 +288,7 @@ class ShardedMegatronOptimizer:
             from layerzero.megatron.optimizer_states import load_states  # noqa: PLC0415
 
             load_states(self._stepped(), state_dict)
-            self.load_scale(state_dict.get("grad_scaler"))
+            self.load_scale(state_dict.get(0, state_dict).get("grad_scaler"))
             return
         if len(saved) != len(self.sharded):
             raise ValueError(f"the state has {len(saved)} model chunks, the optimizer {len(self.sharded)}")
@@ -323,9 +323,10 @@ class ShardedMegatronOptimizer:
             ValueError: parameters have been stepped different numbers of times, or some never.
             NotImplementedError: the format has no place for some state; names it.
         """
-        from layerzero.megatron.optimizer_states import sharded_states  # noqa: PLC0415
+        from layerzero.megatron.optimizer_states import chained_states, sharded_states  # noqa: PLC0415
 
-        return sharded_states(
+        states = sharded_states if self.groups.expert_zero1 is None else chained_states
+        return states(
             self._stepped(),
             is_loading=is_loading,
             metadata=metadata,

@@ -4,6 +4,9 @@
 - Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
 - In 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, and masters under ``fp32_param``.
 - With ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: as that, but all masters under ``param``.
+Experts that are others on other data-parallel ranks have an optimizer of their own in Megatron, the second of a chain:
+then what is saved is ``{0: ..., 1: ...}``, each in one of these forms.
+
 In all of them a tensor's key is ``optimizer.state.<what it is>.<parameter's key>``, and parameters share a step count.
 An average of the weights is under ``ema``, which Megatron's optimizers do not ask for, and so leave where it is.
 """
@@ -27,7 +30,7 @@ from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.sharded import RowShardedTensor, plain
 
-__all__ = ["Stepped", "load_states", "sharded_states"]
+__all__ = ["Stepped", "chained_states", "load_states", "sharded_states"]
 
 _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # where tensors are, by chunk and name
@@ -42,6 +45,12 @@ class Stepped(NamedTuple):
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
     ema: EMA | None = None
+    experts: bool | None = None  # only groups of expert-parallel parameters, or only others; None: all of them
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
 
     def members(self, group: Mapping[str, Any]) -> Iterator[Member]:
         """The sharded parameters of one of the optimizer's groups."""
@@ -64,6 +73,20 @@ class _Common(NamedTuple):
 
 
 # Saving, and what is to be loaded
+
+
+def chained_states(pairs: Sequence[Stepped], *, metadata: Mapping[str, Any] | None, **how: Any) -> dict[Any, Any]:
+    """What :func:`sharded_states` says of two optimizers, the second one of experts. All ranks must call this."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
+
+    chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
+    states = [sharded_states(each, metadata=metadata, **how) for each in chain]
+    if not any(pair.groups for pair in chain[1]):  # on this stage
+        return states[0]
+    if not (metadata or {}).get("chained_optim_avoid_prefix", False):
+        for index, state in enumerate(states):
+            add_prefix_for_sharding(state, f"chained_{index}.")
+    return dict(enumerate(states))
 
 
 def sharded_states(
@@ -90,7 +113,7 @@ def sharded_states(
             tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
         averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
         low = any(_in_16_bits(member) for pair in pairs for member in runtime_of(pair.chunk).members.values())
-        common = _Common(_merged([pair.optimizer.param_groups for pair in pairs]), common.steps, low)
+        common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
     together("the optimizer's sharded_state_dict", groups, failure)
@@ -121,7 +144,7 @@ def _tensors(
     state = pair.optimizer.state_dict()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
-    for group in pair.optimizer.param_groups:
+    for group in pair.groups:
         kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
         dtypes = {key: value.dtype for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
         if not is_loading and group.get("step") is not None:
@@ -198,8 +221,9 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
 
 
 @torch.no_grad()
-def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
+def load_states(pairs: Sequence[Stepped], state: Mapping[Any, Any]) -> None:
     """Take what ``megatron.core.dist_checkpointing.load`` has put into a sharded state dict."""
+    state = _unchained(state)
     inner = state.get("optimizer", state)
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
@@ -227,6 +251,24 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[str, Any]) -> None:
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _as(counting["step"], step)
         pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+
+
+def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Of two optimizers, as if they had been one."""
+    if 0 not in state:
+        return state
+    parts = [state[index] for index in sorted(state)]
+    inner = [part.get("optimizer", part) for part in parts]
+    steps = {step for each in inner if (step := _common_step(each)) is not None}
+    if len(steps) > 1:
+        raise ValueError(f"experts and other parameters were saved after different numbers of steps: {sorted(steps)}")
+    merged = {
+        "state": {"common_step": steps.pop()} if steps else {},
+        "param_groups": [group for each in inner for group in each["param_groups"]],
+    }
+    rest = {key: value for key, value in parts[0].items() if key not in ("state", "param_groups")}
+    tensors = {place: values for part in parts for place, values in part.get(_TENSORS, {}).items()}
+    return {**rest, "optimizer": merged, _TENSORS: tensors}
 
 
 def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:

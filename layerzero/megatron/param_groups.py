@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.units import is_expert_parallel
 
 __all__ = ["Condition", "param_groups"]
 
@@ -36,6 +37,8 @@ def param_groups(
             own |= _standard(name, parameter, config, no_weight_decay_cond)
         if scale_lr_cond is not None and scale_lr_cond(name, parameter):
             own["lr_mult"] = lr_mult
+        if is_expert_parallel(parameter):
+            own["is_expert_parallel"] = True
         identity = tuple(sorted(own.items()))
         if identity not in groups:
             groups[identity] = _group(config, own)

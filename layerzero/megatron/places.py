@@ -29,15 +29,15 @@ def places_of(chunk: ShardedChunk) -> dict[str, Any]:
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
-    from layerzero.megatron.dist_states import describe  # noqa: PLC0415
-
     members = runtime_of(chunk).members.values()
     # Each layer under a key of its own, with its number in the whole model.
     metadata = {"non_homogeneous_layers": True}
     try:
+        from layerzero.megatron.dist_states import describe  # noqa: PLC0415
+
         _, found = describe(chunk.module, members, metadata, of_all_ranks=True)
-    except NotImplementedError as error:
-        return {"because": str(error)}
+    except Exception as error:  # a save is none the worse for it
+        return {"because": f"{type(error).__name__}: {error}"}
     places: dict[str, Any] = {}
     for member in members:
         if member.name not in found:

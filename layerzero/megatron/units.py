@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["default_units", "language_model", "named", "warn_of_what_is_gathered_at_once", "with_named"]
+__all__ = [
+    "default_units",
+    "is_expert_parallel",
+    "language_model",
+    "named",
+    "only_experts",
+    "warn_of_what_is_gathered_at_once",
+    "with_named",
+]
 
 IsUnit = Callable[[str, nn.Module], bool]
 
@@ -42,6 +50,17 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
         return layer or id(module) in apart
 
     return is_unit
+
+
+def is_expert_parallel(parameter: nn.Parameter) -> bool:
+    """Other experts' on other data-parallel ranks, as Megatron marks them."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def only_experts(module: nn.Module) -> bool:
+    """It has parameters, all of them of experts that are others on other data-parallel ranks."""
+    marks = [is_expert_parallel(parameter) for parameter in module.parameters()]
+    return bool(marks) and all(marks)
 
 
 def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:

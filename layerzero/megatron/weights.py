@@ -52,19 +52,20 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     Each rank hashes the shard that others of its node gather from it, and its rows of the masters in the dtype that it
     computes in: every shard must be the one of the other replicas, bit for bit. All ranks must call this.
     """
-    groups = model[0].groups
-    mine: list[tuple[int, str]] = []
-    for chunk in model:
+    groups, device = model[0].groups, runtime_of(model[0]).topology.device
+    digests: dict[tuple[Any, ...], Any] = {}  # by the chunk, the ranks that share its weights, and the shard
+    for number, chunk in enumerate(model):
         chunk.start_param_sync()
-        runtime = runtime_of(chunk)
-        digest = hashlib.sha1(usedforsecurity=False)
-        for handle in runtime.handles:
+        for handle in runtime_of(chunk).handles:
             handle.finish_refresh()
+            shard = (number, handle.topology.ranks, handle.topology.grid.s)
+            digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.zero3.cpu().view(torch.uint8).numpy().tobytes())
-        mine.append((runtime.topology.grid.s, digest.hexdigest()))
+    mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
     said: list[Any] = [None] * groups.zero1.size()
     dist.all_gather_object(said, mine, group=groups.zero1)
-    alike = all(theirs == other for theirs in said for other in said if theirs[0][0] == other[0][0])
-    verdict = torch.tensor([float(alike)], device=runtime_of(model[0]).topology.device)
+    found = set().union(*said)
+    alike = len(found) == len({shard for shard, _ in found})
+    verdict = torch.tensor([float(alike)], device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=groups.model)
     return bool(verdict.item())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.topology import mesh_from_groups
@@ -15,7 +16,13 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.groups import ProcessGroups, process_groups
-from layerzero.megatron.units import default_units, language_model, warn_of_what_is_gathered_at_once
+from layerzero.megatron.units import (
+    default_units,
+    is_expert_parallel,
+    language_model,
+    only_experts,
+    warn_of_what_is_gathered_at_once,
+)
 from layerzero.reliability.own_gradients import OwnGradients
 from layerzero.setup.shard import shard_model
 
@@ -49,6 +56,7 @@ def wrap(
         groups: from :func:`process_groups`.
         units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
             the word embeddings and the output layer; a warning says what other layers there are, and their bytes.
+            Experts that are others on other data-parallel ranks are units in any case.
         mp_policy: None: compute in 16 bits if `config` says so, gradients in fp32.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
         align_grad_reduce: stages after the first reduce in the pipeline's bubble, all at the same time, instead of in
@@ -75,7 +83,7 @@ def wrap(
         assert zero3_size is not None
         groups = process_groups(zero3_size)
     _refuse_fusion(config, groups.zero3.size(), accumulation, settings.get("offload_grads", False))
-    mesh = mesh_from_groups(groups.zero1, groups.zero3)
+    mesh = _meshes(groups)
     chunks = []
     for module in modules:
         chunk = ShardedChunk(module, config, groups)
@@ -86,7 +94,7 @@ def wrap(
         shard_model(
             chunk,
             mesh=mesh,
-            units=chosen,
+            units=_with_experts(chosen, chunk, groups),
             mp_policy=mp_policy or _policy(config),
             accumulation=accumulation,
             gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
@@ -99,6 +107,34 @@ def wrap(
     tied_weight(chunks, groups)  # raises where it could not be summed later
     _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
     return chunks
+
+
+def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
+    """Over which ranks a unit is sharded."""
+    mesh = mesh_from_groups(groups.zero1, groups.zero3)
+    if groups.expert_zero1 is None or groups.expert_zero3 is None:
+        return mesh
+    of_experts = mesh_from_groups(groups.expert_zero1, groups.expert_zero3)
+    return lambda name, module: of_experts if only_experts(module) else mesh
+
+
+def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> Units:
+    """The units, and the modules around experts that are others on other data-parallel ranks."""
+    experts: dict[str, nn.Module] = {}
+    for name, module in chunk.named_modules():
+        if only_experts(module) and not any(name.startswith(f"{outer}.") for outer in experts):
+            experts[name] = module
+    if not experts:
+        return units
+    if groups.expert_zero1 is None:
+        raise ValueError(
+            f"the experts of {next(iter(experts))!r} are others on other data-parallel ranks, and groups does not say "
+            "on which: make it with layerzero.megatron.process_groups after Megatron's own groups"
+        )
+    if isinstance(units, (str, type)) or (isinstance(units, Iterable) and not callable(units)):
+        return [*([units] if isinstance(units, (str, type)) else units), *experts]
+    asked: Any = units
+    return lambda name, module: name in experts or asked(name, module)
 
 
 def _set(
@@ -170,11 +206,12 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
                 f"config.expert_tensor_parallel_size={size}: the data-parallel group of experts is another one than "
                 f"the other parameters'. Use {tensor_size}, as tensor_model_parallel_size"
             )
+    held = {id(parameter) for part in module.modules() if only_experts(part) for parameter in part.parameters()}
     for name, parameter in module.named_parameters():
-        if not getattr(parameter, "allreduce", True):
+        if is_expert_parallel(parameter) and id(parameter) not in held:
             raise ValueError(
-                f"parameter {name!r} is expert parallel: its data-parallel group is another one than the other "
-                "parameters'. Use expert_model_parallel_size=1"
+                f"parameter {name!r} is expert parallel, and its module has others that are not: put experts into a "
+                "module of their own"
             )
 
 

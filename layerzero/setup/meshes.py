@@ -175,11 +175,12 @@ def sites_of(further: Further) -> tuple[Everyone, dict[DeviceMesh, Site]]:
     root, *_ = further
     topology = Topology.from_mesh(root)
     everyone = Everyone.around(topology, further[root])
+    topology = everyone.topology
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
             _compare(everyone, mesh, axes)
-        own = topology if mesh == root else Topology.from_mesh(mesh, topology.ledger)
+        own = topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger))
         beside = None if axes is None else Beside.of(own, axes, everyone)
         sites[mesh] = Site(own, beside, holds_copies=mesh == root)
     return everyone, sites

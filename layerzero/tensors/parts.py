@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerzero.comm.everyone import reduce_over
+from layerzero.tensors.faces import part_held
 from layerzero.tensors.random import is_truncating
 from layerzero.tensors.refusals import moves_rows
 from layerzero.tensors.rows import RowSpan
@@ -94,13 +97,26 @@ def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torc
     return total / (tensor.numel() / max(1, total.numel()))
 
 
+def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
+    """What a ``GradScaler`` calls: an overflow in any rank's rows is one on all ranks of the model.
+
+    torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
+    """
+    rows = [part_held(gradient) for gradient in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
+    span = next(each.span for each in rows if hasattr(each, "span"))
+    reduce_over(span.topology.over_model, found, dist.ReduceOp.MAX)
+
+
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.span))
 
 
-REDUCTIONS: dict[Any, Callable[..., Any]] = {  # functions of torch, and what takes their place for a sharded tensor
+# Functions of torch, and what takes their place for a sharded tensor, or a list in which there is one.
+REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_places),
 }
 
@@ -132,10 +148,6 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
 
 def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
     """Raise where torch is about to exchange rows or parts as if all ranks had as many rows."""
-    if func.__name__.startswith("_amp_foreach_non_finite_check"):
-        spans: list[RowSpan] = [rows.span for rows in args[0] if hasattr(rows, "span")]
-        if any(each.face is not None or each.topology is not span.topology for each in spans):
-            raise NotImplementedError(_NO_SCALER)
     if func.namespace not in ("_c10d_functional", "c10d"):
         return
     if not func.__name__.startswith(_KEEPS_ROWS):
@@ -146,13 +158,6 @@ def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
             "rows, and the mean of their means is another number. Divide a sum, as in p.abs().sum() / p.numel(); "
             "p.mean() does"
         )
-
-
-_NO_SCALER = (
-    "a GradScaler on parameters of tensor or expert parallel: torch tells an overflow only to the ranks along which "
-    "the first of the gradients is cut, and the others would step. Train in bf16, without a scaler; "
-    "layerzero.guard_steps leaves out steps whose gradients are not finite"
-)
 
 
 def _only_a_part(part: LocalPart) -> str:

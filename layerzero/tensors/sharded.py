@@ -172,7 +172,7 @@ class RowShardedTensor(Sharded):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in CALLS and isinstance(args[0], cls):
                     return CALLS[func](*args)
-                if func in REDUCTIONS and args and isinstance(args[0], cls):
+                if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
                     return REDUCTIONS[func](*args, **kwargs)
                 if is_drawing(func, args, kwargs):
                     return call_whole(func, args, kwargs)

@@ -143,3 +143,18 @@ def _save_plain(rank: int, folder: str) -> None:
     with megatron(case):
         chunks, optimizer = make_ours(case)
         layerzero.megatron.save(folder, chunks, optimizer)
+
+
+def _save_a_stranger(rank: int, folder: str) -> None:
+    case = Case(zero3_size=2)
+    with megatron(case):
+        (chunk,) = layerzero.megatron.wrap(torch.nn.Linear(4, 4), make_config(case), zero3_size=2)
+        layerzero.megatron.save(folder, [chunk])
+        layerzero.megatron.load(folder, [chunk])
+
+
+def test_modules_that_do_not_say_where_they_belong_are_saved_and_not_exported(tmp_path: Path) -> None:
+    run_ranks(_save_a_stranger, str(tmp_path / "run"), world_size=2)
+    result = export(tmp_path / "run", tmp_path / "out.safetensors")
+    assert result.exit_code == 1
+    assert "Linear has no sharded_state_dict that would say it" in result.stderr

@@ -18,7 +18,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
@@ -33,6 +33,10 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_t
 
 
 class Ours(LayerZeroMixin, SFTTrainer):
+    pass
+
+
+class Preferences(LayerZeroMixin, DPOTrainer):
     pass
 
 
@@ -59,12 +63,12 @@ def text(size: int, seed: int = 0) -> list[str]:
     return [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (n,), generator=generator)) for n in lengths]
 
 
-def settings(folder: str, **more: Any) -> SFTConfig:
+def settings(folder: str, kind: Any = SFTConfig, **more: Any) -> Any:
     forget_accelerators()
     common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
     common |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False}
     common |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "seed": 3, "dataloader_pin_memory": False}
-    return SFTConfig(output_dir=folder, **{**common, "gradient_checkpointing": False, "max_length": 16, **more})
+    return kind(output_dir=folder, **{**common, "gradient_checkpointing": False, "max_length": 16, **more})
 
 
 def logged(trained: Any, key: str = "loss") -> list[float]:
@@ -102,3 +106,29 @@ def _sft(rank: int, folder: str, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("more", [{}, {"gradient_checkpointing": True}, {"peft": True, "learning_rate": 2.0}], ids=str)
 def test_supervised_finetuning_is_that_of_ddp(tmp_path: Path, more: dict[str, Any]) -> None:
     run_ranks(_sft, str(tmp_path), more, timeout=300)
+
+
+def _dpo(rank: int, folder: str, peft: bool) -> None:
+    with launched():
+        said, wanted, other = text(48), text(48, seed=1), text(48, seed=2)
+        data = Dataset.from_list(
+            [{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in zip(said, wanted, other, strict=True)]
+        )
+        common: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer()}
+        adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True)
+        runs = []
+        for kind, name, more in ((DPOTrainer, "ddp", {}), (Preferences, "ours", {"layerzero": SETTINGS})):
+            args = settings(f"{folder}/{name}", DPOConfig, learning_rate=2.0, beta=0.5)
+            reference = {"peft_config": adapters} if peft else {"ref_model": llama()}  # stays whole
+            torch.manual_seed(1)
+            runs.append(kind(llama(), args=args, **common, **reference, **more))
+        theirs, ours = runs
+        assert_as_ddp(ours, theirs)
+        for key in ("rewards/margins", "rewards/accuracies", "logps/chosen"):
+            assert_like(logged(ours, key), logged(theirs, key), rtol=1e-3)
+        assert len(set(logged(ours, "logps/chosen"))) == 3
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapters"])
+def test_preferences_are_those_of_ddp(tmp_path: Path, peft: bool) -> None:
+    run_ranks(_dpo, str(tmp_path), peft, timeout=300)

@@ -41,7 +41,7 @@ def cpu_instead_of_cuda() -> Iterator[None]:
         put(torch.cuda.nvtx, "range_pop", lambda *_: None)
         stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"))
         stack.enter_context(warnings.catch_warnings())
-        random, moe_utils = _import_megatron()
+        random, moe_utils, token_dispatcher = _import_megatron()
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # small functions, each seconds of a compiler
         # It has no dropout to keep in step; weights are drawn on the CPU.
         put(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
@@ -49,19 +49,25 @@ def cpu_instead_of_cuda() -> Iterator[None]:
         put(random, "_set_cuda_rng_state", lambda *_, **__: None)
         # Megatron looks at it without Transformer Engine, too, but then does not define it.
         put(moe_utils, "te_general_gemm", None, create=True)
+        # What it brings from a GPU are arrays, with whose numbers torch can split what it exchanges.
+        put(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         yield
 
 
-def _import_megatron() -> tuple[Any, Any]:
+def _import_megatron() -> tuple[Any, Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what is not installed beside Megatron, and what torch deprecates
         import megatron.core.optimizer  # noqa: PLC0415, F401
         from megatron.core.tensor_parallel import random  # noqa: PLC0415
-        from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415
-    return random, moe_utils
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415
+    return random, moe_utils, token_dispatcher
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -313,7 +313,9 @@ def whole_weights(chunk: nn.Module) -> dict[str, Tensor]:
     import layerzero
     from layerzero.megatron import ShardedChunk
 
-    if isinstance(chunk, ShardedChunk):
+    if isinstance(chunk, ShardedChunk) and chunk.groups.expert_zero1 is not None:  # this rank's experts
+        state = {name.removeprefix("module."): p.full_tensor() for name, p in chunk.named_parameters()}
+    elif isinstance(chunk, ShardedChunk):
         state = layerzero.full_state_dict(chunk, rank0_only=False)
     else:
         state = chunk.module.state_dict()
