@@ -369,11 +369,11 @@ def pieces(
     if not shape:
         yield tensors.get_tensor(key)
         return
-    row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    step = max(1, _PIECE // row)
+    step = max(1, _PIECE // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))  # rows
     source, rows = tensors.get_slice(key), range(shape[0])[box[0] if box else slice(None)]
     for start in rows[::step]:
-        yield source[(slice(start, min(start + step, rows.stop)), *box[1:])]
+        here = (slice(start, min(start + step, rows.stop)), *box[1:])
+        yield source[here]
 
 
 def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
