@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint.pretrained import find_safetensors
-from tests.support.models import TiedTransformer, different
+from tests.support.models import TiedTransformer, different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 from tests.test_checkpoint_convert import AllocationPeak, command
+from tests.test_tensor_parallel import net, shard
 
 
 def _state(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -85,6 +87,21 @@ def test_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
         save_file(state, tmp_path / "model.safetensors")
         for peak in run_ranks(_stream, str(tmp_path)):
             assert 0 < peak <= whole / 4 + whole / 32 + 4096, dtype  # its rows, and those of a tensor as they are read
+
+
+def _load_parts(rank: int, path: str, wanted: dict[str, Tensor]) -> None:
+    for tp in (2, 4):
+        mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+        model, _ = shard(mesh, 4 // tp, seed=3)
+        checkpoint.load_safetensors(path, model)
+        assert not (wrong := different(full_parameters(model), wanted)), (tp, wrong)
+
+
+def test_tensor_parallel_parts_get_their_own_rows_and_columns(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    state = {name: torch.randn(value.shape, generator=generator) for name, value in net().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    run_ranks(_load_parts, str(tmp_path), state)
 
 
 def _refused(path: str, model: nn.Module) -> str:

@@ -153,12 +153,13 @@ def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterato
     """Parts of this rank's memory, and what belongs into them."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    first = local.span.rows.start if isinstance(local, LocalRows) else 0
-    if not stored.shape:
-        if memory.numel():  # a sharded number is on one rank
-            yield memory, file.get_tensor(name)
+    if not memory.numel():  # such as that of a sharded number, which is on one rank
         return
+    if not stored.shape:
+        yield memory, file.get_tensor(name)
+        return
+    box = local.span.box if isinstance(local, LocalRows) else ()
     start = 0
-    for values in pieces(file, name, stored.shape, stored.dtype, rows=range(first, first + len(memory))):
+    for values in pieces(file, name, stored.shape, stored.dtype, box=box):
         yield memory[start : start + len(values)], values
         start += len(values)

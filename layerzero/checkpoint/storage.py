@@ -363,17 +363,17 @@ def check_entry(
 
 
 def pieces(
-    tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, rows: range | None = None
+    tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """One tensor of an opened file, or some of its rows, no more than 64 MiB (or one row) at once."""
+    """One tensor of an opened file, or a box of it, by rows, no more than 64 MiB (or one row) at once."""
     if not shape:
         yield tensors.get_tensor(key)
         return
-    row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    step = max(1, _PIECE // row)
-    source, wanted = tensors.get_slice(key), range(shape[0]) if rows is None else rows
-    for start in wanted[::step]:
-        yield source[start : min(start + step, wanted.stop)]
+    step = max(1, _PIECE // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))  # rows
+    source, rows = tensors.get_slice(key), range(shape[0])[box[0] if box else slice(None)]
+    for start in rows[::step]:
+        here = (slice(start, min(start + step, rows.stop)), *box[1:])
+        yield source[here]
 
 
 def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
