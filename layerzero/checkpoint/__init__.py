@@ -12,7 +12,7 @@ from layerzero.checkpoint.interchange import load_dcp, reader
 from layerzero.checkpoint.leaving import LeaveRequest, on_signal
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.pretrained import load_safetensors
-from layerzero.checkpoint.randomness import random_states, set_random_states
+from layerzero.checkpoint.randomness import random_states, seed_random_states, set_random_states
 from layerzero.checkpoint.resuming import Resumed, load_latest
 
 __all__ = [
@@ -32,5 +32,6 @@ __all__ = [
     "reader",
     "save",
     "save_async",
+    "seed_random_states",
     "set_random_states",
 ]

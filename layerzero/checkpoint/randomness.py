@@ -14,9 +14,21 @@ import torch.distributed as dist
 from layerzero.checkpoint.values import PerRank
 from layerzero.storage.device import default_device_type
 
-__all__ = ["random_states", "set_random_states"]
+__all__ = ["random_states", "seed_random_states", "set_random_states"]
 
 _LOG = logging.getLogger("layerzero")
+
+
+def seed_random_states(seed: int) -> None:
+    """Begin a run: seed this rank's generators of torch, Python and NumPy with a number derived from `seed`.
+
+    Example::
+
+        layerzero.checkpoint.seed_random_states(seed)
+        if found := layerzero.checkpoint.load_latest("runs/1", model, optimizer):
+            layerzero.checkpoint.set_random_states(found.extra["random"])
+    """
+    _derive(seed, 0, dist.get_world_size(), dist.get_rank())
 
 
 def random_states(seed: int, step: int) -> dict[str, Any]:

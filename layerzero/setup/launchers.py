@@ -1,0 +1,25 @@
+"""What a launcher's settings will do to the run later on, said at the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["restart_warning"]
+
+
+def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why torchrun's restarts of this run will fail; None if they will not, or there will be none.
+
+    From torch 2.13 on, the store in which the ranks meet is the launcher's, and outlives them: at a restart the process
+    groups, gloo's at least, find the addresses of dead processes in it. It is torch's `init_process_group` that fails
+    then, which nothing here comes before.
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not restarts.isdigit() or int(restarts) == 0 or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"--max-restarts {restarts} will not work: torch's process groups fail at a restart, because the ranks meet in "
+        "a store of torchrun's that remembers the dead ones. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start with "
+        "--standalone or --rdzv-backend c10d"
+    )
