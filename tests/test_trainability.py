@@ -55,6 +55,18 @@ def _train_only(model: nn.Module, rank: int, step: int, *, frozen: Callable[[int
     IN_FLIGHT(model, rank, step)
 
 
+def _off_for_reference(model: nn.Module, rank: int, step: int, *, with_graph: bool) -> None:
+    """As PEFT turns adapters off for a while: between a forward and its backward some parameters are frozen."""
+    for micro_batch in range(2):
+        freeze(model)
+        loss = loss_of(model(batch(rank, step, micro_batch)))
+        freeze(model, "units.1.linear.weight", "units.2", "scale")
+        with torch.set_grad_enabled(with_graph):
+            reference = loss_of(model(batch(rank, step, 1 - micro_batch)))
+        freeze(model)
+        (loss + reference if with_graph else loss).backward()
+
+
 CHANGES: dict[str, Callable[[int], tuple[str, ...]]] = {
     "unfrozen: a unit": lambda step: ("units.0",) if step < 1 else (),
     "unfrozen: one parameter of a unit": lambda step: ("units.1.linear.bias",) if step < 1 else (),
@@ -67,6 +79,8 @@ CHANGES: dict[str, Callable[[int], tuple[str, ...]]] = {
 
 CASES: dict[str, Case] = {
     **{name: Case(blocks, partial(_train_only, frozen=frozen)) for name, frozen in CHANGES.items()},
+    "off for a forward for reference": Case(blocks, partial(_off_for_reference, with_graph=False)),
+    "off for another graph": Case(blocks, partial(_off_for_reference, with_graph=True)),
     "adapters": Case(lambda: Chain(Adapted(), Block(), Adapted()), IN_FLIGHT),
     "adapters only": Case(lambda: freeze(Chain(Adapted(), Adapted()), "scale", "units.0.base", "units.1.base")),
     **{

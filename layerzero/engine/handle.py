@@ -146,7 +146,7 @@ class Handle:
 
     @property
     def trainable(self) -> bool:
-        """Some parameter of it required a gradient at the last forward."""
+        """Some parameter of it required a gradient at the last forward with gradients, or backward."""
         return any(member.leaf.requires_grad for member in self.members)
 
     def sharers(self, everyone: Everyone) -> tuple[int, ...]:
@@ -375,7 +375,7 @@ class Handle:
             self.gradients.inspect = inspect
 
     def heed_requires_grad(self) -> None:
-        """Follow what the user has frozen and unfrozen since the last forward."""
+        """Follow what the user has frozen and unfrozen."""
         for member in self.members:
             wanted = member.parameter.requires_grad
             if wanted and self.gradients is None and self.precision.master.itemsize < 4:

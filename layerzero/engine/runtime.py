@@ -172,7 +172,10 @@ class Runtime:
             self.before_first_forward()
             self.before_first_forward = None
         self._structure.heed()
-        self.gradients.heed_requires_grad()
+        if (
+            torch.is_grad_enabled()
+        ):  # adapters are off in a forward for reference, and on again in the backward after it
+            self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
         self._forward = ForwardPass(entry, self.units, expected=self._last_calls.get(entry, []))
 
@@ -346,6 +349,7 @@ class Runtime:
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "them as they were; change them after the backward"
                 )
+            self.gradients.heed_requires_grad()
             self.gradients.begin()
             if self.micro_batches.listens:
                 self.micro_batches.note_backward(reduces=self.reduces, is_first=self.gradients.empty)
