@@ -5,12 +5,13 @@
 >>> optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)  # doctest: +SKIP
 """
 
-from layerzero import checkpoint, optimizers
+from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.planning import Plan, plan
 from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryReport",
     "NonFiniteGradients",
     "ParameterDifference",
+    "Plan",
     "ShardedOptimizer",
     "SilentCorruption",
     "StepGuard",
@@ -55,6 +57,8 @@ __all__ = [
     "metrics",
     "no_sync",
     "optimizers",
+    "plan",
+    "planning",
     "refresh",
     "register_forward_method",
     "shard_model",
