@@ -3,7 +3,7 @@
 python -m benchmarks.simulate calibrate --where one-machine      # predicted beside measured, 4 gloo ranks
 python -m benchmarks.simulate calibrate --where two-nodes        # two emulated nodes, 1 Gbit/s; needs root
 python -m benchmarks.simulate project                            # 7 B and 70 B models, 8 to 4,096 nodes
-python -m benchmarks.simulate replay TRACE                       # a file of layerzero.trace on a machine as described
+layerzero simulate TRACE                                         # a file of layerzero.trace on a machine as described
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.simulation.calibrate import calibrate
-from benchmarks.simulation.machine import Machine, simulate
-from benchmarks.simulation.measure import Plan, measure
-from benchmarks.simulation.program import read_trace
+from benchmarks.simulation.measure import Case, Plan, measure
 from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Row, project
 
-_CASES = ((4, "sharded"), (1, "sharded"), (2, "sharded"), (8, "sharded"), (1, "full"), (4, "full"), (8, "full"))
+_CASES = (
+    Case(4),  # the one that is fitted
+    *(Case(count) for count in (1, 2, 8)),
+    *(Case(count, "full") for count in (1, 4, 8)),
+    *(Case(4, mode, reduce="bfloat16") for mode in ("sharded", "full")),
+    *(Case(count, "full", 1) for count in (1, 4)),
+    *(Case(count, "sharded", 4) for count in (1, 4)),
+    Case(4, "full", 4),
+)
 
 
 def main() -> None:
@@ -33,6 +39,7 @@ def main() -> None:
     command = commands.add_parser("calibrate", help="predicted beside measured steps of a small GPT")
     command.add_argument("--where", choices=["one-machine", "two-nodes"], default="one-machine")
     command.add_argument("--rounds", type=int, default=8, help="times that each case is measured; the quietest counts")
+    command.add_argument("--steps", type=int, default=3, help="of a round, one after the other")
     command.add_argument("--layers", type=int, default=4)
     command.add_argument("--width", type=int, default=512)
     command.add_argument("--json", type=Path, help="write the numbers there, too")
@@ -50,34 +57,28 @@ def main() -> None:
     command.add_argument("--json", type=Path, help="write the rows there, too")
     command.set_defaults(run=run_project)
 
-    command = commands.add_parser("replay", help="the schedule of a trace on another machine")
-    command.add_argument("trace", type=Path)
-    command.add_argument("--node-size", type=int, default=8)
-    command.add_argument("--inside", type=float, default=Assumptions.inside, help="bytes/s of a rank in its node")
-    command.add_argument("--gbit", type=float, default=100, help="Gbit/s of a node's link")
-    command.set_defaults(run=run_replay)
-
     args = parser.parse_args()
     args.run(args)
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
     two_nodes = args.where == "two-nodes"
-    plan = Plan(cases=_CASES, rounds=args.rounds, layers=args.layers, width=args.width)
+    plan = Plan(cases=_CASES, rounds=args.rounds, steps=args.steps, layers=args.layers, width=args.width)
     with measure(plan, two_nodes=two_nodes) as measured:
         machine, predictions = calibrate(plan, measured, two_nodes=two_nodes)
     print(
-        f"{args.where}: {plan.ranks} ranks, zero3_size {plan.zero3_size}, GPT of {plan.layers} blocks of width "
-        f"{plan.width}, {plan.tokens} tokens a micro-batch; quietest of {plan.rounds} rounds of {plan.steps} steps"
+        f"{args.where}: {plan.ranks} ranks, GPT of {plan.layers} blocks of width {plan.width}, {plan.tokens} tokens a "
+        f"micro-batch; quietest of {plan.rounds} rounds of {plan.steps} steps"
     )
     print(f"fitted to the first row: {1e9 * machine.processor_per_byte:.2f} ns of a rank's processor for each byte")
     if two_nodes:
         print(f"link between nodes, as seen in the traces: {machine.between / 1e6:.0f} MB/s")
-    print(f"{'micro-batches':>13} {'accumulation':>13} {'measured, s':>12} {'predicted, s':>13} {'error':>8}")
+    print("| S | A | accumulation | reduce | measured, s | predicted, s | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for each in predictions:
+        count, mode, size, reduce = each.case
         error = "fitted" if each.fitted else f"{each.error:+.1%}"
-        numbers = f"{each.measured:>12.3f} {each.predicted:>13.3f} {error:>8}"
-        print(f"{each.micro_batches:>13} {each.accumulation:>13} {numbers}")
+        print(f"| {size} | {count} | {mode} | {reduce} | {each.measured:.3f} | {each.predicted:.3f} | {error} |")
     if args.json:
         found = [dataclasses.asdict(each) for each in predictions]
         content = {"where": args.where, "plan": dataclasses.asdict(plan), "predictions": found}
@@ -111,15 +112,6 @@ def run_project(args: argparse.Namespace) -> None:
 def _percent(row: Row) -> str:
     text = f"{100 * row.efficiency:.1f}"
     return text if row.fits else f"({text})"
-
-
-def run_replay(args: argparse.Namespace) -> None:
-    machine = Machine(node_size=args.node_size, inside=args.inside, between=args.gbit * 1e9 / 8)
-    outcome = simulate(read_trace(args.trace), machine)
-    print(f"{len(outcome.step_ends)} steps, {outcome.seconds:.4f} s; computing {outcome.computed:.4f} s, ", end="")
-    print(f"waiting {outcome.waited:.4f} s; busy " + ", ".join(f"{k} {v:.4f} s" for k, v in outcome.busy.items()))
-    for kind, calls in outcome.calls.items():
-        print(f"{kind:>10} {calls:>6} calls {outcome.bytes[kind] / 1e6:>12.3f} MB sent")
 
 
 if __name__ == "__main__":

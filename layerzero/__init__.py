@@ -10,12 +10,13 @@ import warnings
 with warnings.catch_warnings():
     # torch's word on a numpy that is not there: nothing here needs one.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    from layerzero import checkpoint, optimizers
+    from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.planning import Plan, plan
 from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryReport",
     "NonFiniteGradients",
     "ParameterDifference",
+    "Plan",
     "ShardedOptimizer",
     "SilentCorruption",
     "StepGuard",
@@ -60,6 +62,8 @@ __all__ = [
     "metrics",
     "no_sync",
     "optimizers",
+    "plan",
+    "planning",
     "refresh",
     "register_forward_method",
     "shard_model",

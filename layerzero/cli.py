@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, convert
 from layerzero.checkpoint.untrusted import printable
+from layerzero.config.named import load_named
 from layerzero.megatron.export import export_model as export_parts
 from layerzero.megatron.export import holds_parts
+from layerzero.planning.commands import add_commands
 from layerzero.verification import verify
 
 __all__ = ["app"]
@@ -158,6 +159,9 @@ def _import(
         convert.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
 
 
+add_commands(app)
+
+
 @contextmanager
 def _readable_failures() -> Iterator[None]:
     try:
@@ -210,24 +214,10 @@ def _unit(name: str, module_name: str) -> type[nn.Module] | str:
 
 def _load(target: str, what: str) -> Callable[..., Any]:
     """The callable that ``package.module:name`` names."""
-    module_name, colon, path = target.partition(":")
-    if not (module_name and colon and path):
-        _refuse(f"{what} must be given as package.module:name, got {target!r}")
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            _refuse(f"{what} {target!r}: there is no module {error.name!r} here or among the installed packages")
-        _refuse(f"{what} {target!r}: importing {module_name!r} failed: {error}")
-    except Exception as error:  # whatever the module's own code raises
-        _refuse(f"{what} {target!r}: importing {module_name!r} failed: {type(error).__name__}: {error}")
-    for attribute in path.split("."):
-        if not hasattr(found, attribute):
-            _refuse(f"{what} {target!r}: {getattr(found, '__name__', module_name)!r} has no {attribute!r}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        _refuse(f"{what} {target!r} is not callable: its type is {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+        return load_named(target, what)
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _refuse(message: str) -> NoReturn:

@@ -18,7 +18,7 @@ FLOORS = [
     ("engine",),
     ("setup", "optimizers", "views"),
     ("reliability",),
-    ("checkpoint", "verification"),
+    ("checkpoint", "verification", "planning"),
     ("megatron", "integrations"),
 ]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -95,4 +95,4 @@ def test_nothing_is_too_large_to_be_read() -> None:
     assert not long, long
     assert sum(map(_code_lines, (PACKAGE / "engine").glob("*.py"))) <= 2000
     rooms = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    assert len(rooms) <= 17, rooms
+    assert len(rooms) <= 18, rooms

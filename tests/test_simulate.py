@@ -11,8 +11,11 @@ import torch
 
 import layerzero
 from benchmarks.simulation.calibrate import Prediction
-from benchmarks.simulation.machine import Machine, simulate
-from benchmarks.simulation.program import (
+from benchmarks.simulation.measure import Case
+from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
+from benchmarks.simulation.record import Settings, record_blocks
+from layerzero.planning.machine import Machine, simulate
+from layerzero.planning.program import (
     Advance,
     Compute,
     Exchange,
@@ -28,8 +31,6 @@ from benchmarks.simulation.program import (
     retimed,
     seconds_of,
 )
-from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
-from benchmarks.simulation.record import Settings, record_blocks
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -271,4 +272,4 @@ def test_the_models_are_the_ones_they_are_named_for() -> None:
 
 
 def test_an_error_is_relative_to_what_was_measured() -> None:
-    assert Prediction(1, "full", False, measured=2.0, predicted=2.2).error == pytest.approx(0.1)
+    assert Prediction(Case(1, "full"), False, measured=2.0, predicted=2.2).error == pytest.approx(0.1)

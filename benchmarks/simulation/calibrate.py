@@ -20,18 +20,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulation.machine import Machine, simulate
-from benchmarks.simulation.measure import Block, Measured, Plan, gpt, losses_of
-from benchmarks.simulation.program import Operation, What, from_events, read_trace, retimed, seconds_of
-from benchmarks.simulation.record import record
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
+from layerzero.config import LayerZeroConfig
+from layerzero.planning.machine import Machine, simulate
+from layerzero.planning.paper import Paper, where_of
+from layerzero.planning.program import Operation, Reduce, What, read_trace, seconds_of
+from layerzero.planning.schedule import Sharding, Work, layerzero_program
 
 __all__ = ["Prediction", "calibrate"]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    micro_batches: int
-    accumulation: str
+    case: Case
     fitted: bool
     measured: float  # seconds
     predicted: float
@@ -43,26 +47,75 @@ class Prediction:
 
 def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[Machine, list[Prediction]]:
     """The machine on which the first case takes as long as measured, and what it predicts for all."""
-    seconds = _computations(measured.folder)
-    programs = [_program(plan, micro_batches, accumulation, seconds) for micro_batches, accumulation in plan.cases]
+    computations = _computations(measured.folder)
+    programs = [_program(plan, case, computations) for case in plan.cases]
     machine = Machine(
-        node_size=plan.zero3_size,
+        node_size=plan.node_size if two_nodes else plan.ranks,
         inside=math.inf,  # bytes inside a node cost the processor and nothing else
-        between=_carried_between(measured.folder, plan.zero3_size) if two_nodes else math.inf,
+        between=_carried_between(measured.folder, plan.node_size) if two_nodes else math.inf,
         launch=_launch_seconds(measured.folder),
+        zero3_size=plan.cases[0].zero3_size,
     )
     machine = _fitted(machine, programs[0], measured.quietest(0) * plan.steps)
-    predictions = [
-        Prediction(*case, index == 0, measured.quietest(index), simulate(programs[index], machine).seconds / plan.steps)
-        for index, case in enumerate(plan.cases)
-    ]
+    predictions = []
+    for index, (case, program) in enumerate(zip(plan.cases, programs, strict=True)):
+        on = replace(machine, zero3_size=case.zero3_size)
+        seconds = simulate(program, on).seconds / plan.steps
+        predictions.append(Prediction(case, index == 0, measured.quietest(index), seconds))
     return machine, predictions
 
 
-def _program(plan: Plan, micro_batches: int, accumulation: str, seconds: Callable[[What], float]) -> list[Operation]:
-    settings = plan.settings(micro_batches, accumulation)
-    events = record(gpt(plan), Block, lambda model: losses_of(model, plan, micro_batches), settings, steps=plan.steps)
-    return retimed(from_events(events), seconds)
+def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> list[Operation]:
+    """As ``layerzero plan`` writes it down, with seconds that were measured."""
+    settings = plan.settings(case)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=settings.reduce_dtype)
+    config = LayerZeroConfig(units=Block, mp_policy=policy, accumulation=case.accumulation)
+    with torch.device("meta"):
+        model = gpt(plan)
+    units = Paper(model, config).units(config, where_of(plan.ranks, case.zero3_size, on_device=False))
+
+    def seconds(phase: str, name: str) -> float:
+        return computations((phase, name)) + computations((f"after {phase}", name))
+
+    works = [
+        Work(
+            name,
+            sum(handle.layout.numel for handle in unit.handles),
+            seconds("forward", name),
+            seconds("backward", name),
+        )
+        for unit in units
+        for name in (unit.name or "the root",)
+    ]
+    sharding = Sharding(
+        plan.ranks,
+        case.zero3_size,
+        case.micro_batches,
+        case.accumulation,
+        reduce=settings.reduce_dtype.itemsize,
+        replica_reduce=settings.reduce_dtype.itemsize,
+        root_stays=False,
+        update=seconds("update", "optimizer"),
+    )
+    traced = plan.cases[0].zero3_size
+
+    def told(what: What) -> float:
+        if what[0] != "add":
+            return computations(what)
+        # On gloo the parts of all ranks of the axis are added up: of N elements in hop 1, of N / S in hop 2.
+        hop, _, unit = what[1].partition(" ")
+        if hop == "hop2" and case.zero3_size == 1:
+            return computations(("add", f"hop1 {unit}"))
+        return computations(what) * (traced / case.zero3_size if hop == "hop2" else 1.0)
+
+    program = []
+    for operation in layerzero_program(works, sharding, steps=plan.steps):
+        if isinstance(operation, Reduce):
+            additions = tuple(replace(each, seconds=told(each.what)) for each in operation.additions)
+            program.append(replace(operation, additions=additions))
+        else:
+            program.append(operation)
+    return program
 
 
 def _fitted(machine: Machine, program: Sequence[Operation], seconds: float) -> Machine:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,33 @@ from benchmarks.simulation.record import Settings, train_step
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Block, GPTConfig, next_token_loss
 
-__all__ = ["Block", "Measured", "Plan", "gpt", "losses_of", "measure"]
+__all__ = ["Block", "Case", "Measured", "Plan", "gpt", "losses_of", "measure"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WARM_UP = 2  # steps that are not measured
+
+
+class Case(NamedTuple):
+    """Settings that are measured."""
+
+    micro_batches: int
+    accumulation: str = "sharded"
+    zero3_size: int = 2
+    reduce: str = "float32"
+
+    @property
+    def trained(self) -> tuple[str, int, str]:
+        """Of a model; any number of micro-batches may be trained with it."""
+        return self[1:]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured. The first of `cases` is the one that is traced, and to which the simulation is fitted."""
 
-    cases: tuple[tuple[int, str], ...]  # micro-batches, accumulation
+    cases: tuple[Case, ...]
     ranks: int = 4
-    zero3_size: int = 2
+    node_size: int = 2
     layers: int = 4
     width: int = 512
     tokens: int = 64
@@ -49,8 +64,9 @@ class Plan:
     steps: int = 3  # that follow each other without a pause
     folder: str = ""
 
-    def settings(self, micro_batches: int, accumulation: str) -> Settings:
-        return Settings(self.ranks, self.zero3_size, micro_batches, accumulation)
+    def settings(self, case: Case) -> Settings:
+        reduce_dtype = getattr(torch, case.reduce)
+        return Settings(self.ranks, case.zero3_size, case.micro_batches, case.accumulation, reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -122,26 +138,26 @@ def _run_ranks(plan: Plan, nodes: Sequence[network.Node]) -> None:
 def _rank(plan: Plan) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    trained = {
-        accumulation: plan.settings(1, accumulation).shard(gpt(plan), Block)
-        for accumulation in dict.fromkeys(accumulation for _, accumulation in plan.cases)
-    }
-    silent, _ = replace(plan.settings(1, "full"), zero3_size=1).shard(gpt(plan), Block)
+    trained = {}
+    for case in plan.cases:
+        if case.trained not in trained:
+            trained[case.trained] = plan.settings(case).shard(gpt(plan), Block)
+    silent, _ = plan.settings(Case(1, "full", 1)).shard(gpt(plan), Block)
     steps: list[Callable[[], None]] = []
-    for micro_batches, accumulation in plan.cases:
-        model, optimizer = trained[accumulation]
-        losses = losses_of(model, plan, micro_batches)
+    for case in plan.cases:
+        model, optimizer = trained[case.trained]
+        losses = losses_of(model, plan, case.micro_batches)
         steps.append(lambda model=model, optimizer=optimizer, losses=losses: train_step(model, optimizer, losses))
     for step in steps:
         for _ in range(_WARM_UP):
             step()
     seconds: list[list[float]] = [[] for _ in steps]
     for index in range(plan.rounds):
-        for case, step in enumerate(steps):
-            seconds[case].append(_timed(step, plan.steps))
+        for number, step in enumerate(steps):
+            seconds[number].append(_timed(step, plan.steps))
         _trace_compute(silent, plan, index)
         dist.barrier()
-        with layerzero.trace(trained[plan.cases[0][1]][0], f"{plan.folder}/steps-{{rank}}-{index}.json"):
+        with layerzero.trace(trained[plan.cases[0].trained][0], f"{plan.folder}/steps-{{rank}}-{index}.json"):
             for _ in range(plan.steps):
                 steps[0]()
     if dist.get_rank() == 0:
@@ -174,4 +190,4 @@ def _trace_compute(model: nn.Module, plan: Plan, index: int) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    _rank(Plan(**{**given, "cases": tuple((a, b) for a, b in given["cases"])}))
+    _rank(Plan(**{**given, "cases": tuple(Case(*each) for each in given["cases"])}))

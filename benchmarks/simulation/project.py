@@ -1,9 +1,7 @@
 """Steps of large models on many nodes, of layerzero and of models of its peers.
 
 layerzero's schedule is the engine's own, recorded for a stand-in of as many blocks, with the bytes and the times of the
-real model put in its place. The schedules of the peers are written down here from what their papers and manuals say;
-they are models of peers, not measurements, and are given what favours them: prefetch of one unit, separate lanes that
-overlap, no padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
+real model put in its place. The schedules of the peers are those of ``layerzero/planning/schedule.py``.
 """
 
 from __future__ import annotations
@@ -15,22 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
-from benchmarks.simulation.machine import Machine, Outcome, simulate
-from benchmarks.simulation.program import (
-    Compute,
-    Exchange,
-    Launch,
-    Operation,
-    Reduce,
-    Settle,
-    StepEnd,
-    Wait,
-    What,
-    from_events,
-    resized,
-    retimed,
-)
 from benchmarks.simulation.record import Settings, record_blocks
+from layerzero.planning.machine import Machine, Outcome, simulate
+from layerzero.planning.program import Exchange, Operation, What, from_events, resized, retimed
+from layerzero.planning.schedule import Peer, Work, peer_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from scheme_costs import scheme_costs
@@ -167,45 +153,13 @@ SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sh
 
 
 def _peer(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
-    units = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
-    number = span = 0
-
-    def gather(unit: str) -> Launch:
-        sent = _COMPUTE * model.numel_of(unit) * (over - 1) / over
-        return Launch(Exchange("gather", unit, "zero3", "gather", over, sent), number)
-
-    def reduction(unit: str, *, last: bool) -> Reduce:
-        elements = model.numel_of(unit)
-        chain = [Exchange("reduce", unit, "zero3", "reduce", over, _REDUCE * elements * (over - 1) / over)]
-        if last and replicas > 1:
-            shared = _REDUCE * elements / over
-            crossing = 2 * shared * (replicas - 1) / replicas
-            chain.append(Exchange("all-reduce", unit, "replica", "replica", replicas, crossing))
-        return Reduce(tuple(chain), tuple(Compute(0.0) for _ in chain))
-
-    for _ in range(_STEPS):
-        for micro_batch in range(micro_batches):
-            for phase, order in (("forward", units), ("backward", units[:0:-1])):
-                first = number
-                for index, unit in enumerate(order):
-                    # One unit ahead of the one that computes. The root stays gathered from forward to backward.
-                    for ahead in range(number - first, min(index + 2, len(order))):
-                        yield gather(order[ahead])
-                        number += 1
-                    yield Wait(first + index)
-                    if phase == "backward" and not index:
-                        yield Compute(times(("backward", _ROOT)), ("backward", _ROOT), span)
-                    if unit != _ROOT:
-                        yield Compute(times((phase, unit)), (phase, unit), span)
-                    span += 1
-                    if phase == "backward":
-                        yield reduction(unit, last=micro_batch + 1 == micro_batches)
-                if phase == "forward":
-                    yield Compute(times(("forward", _ROOT)), ("forward", _ROOT), span)
-            yield reduction(_ROOT, last=micro_batch + 1 == micro_batches)
-            yield Settle()
-        yield Compute(times(("update", "optimizer")), ("update", "optimizer"), span)
-        yield StepEnd()
+    names = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
+    units = [Work(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names]
+    update = times(("update", "optimizer"))
+    peer = Peer(
+        over=over, replicas=replicas, micro_batches=micro_batches, compute=_COMPUTE, reduce=_REDUCE, update=update
+    )
+    return peer_program(units, peer, steps=_STEPS)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["has_names_of_mindspeed", "read_settings", "translate"]
+__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "translate"]
 
 _log = logging.getLogger("layerzero")
 
@@ -115,8 +115,15 @@ def _policy(value: Any) -> dict[str, Any]:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None:
-        return None
+    return None if value is None else dtype_named(name, value)
+
+
+def dtype_named(name: str, value: Any) -> torch.dtype:
+    """The dtype that a setting `name` gives as a word.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
     found = _DTYPES.get(str(value).removeprefix("torch."))
     if found is None:
         raise ValueError(f"{name} is {value!r}; use one of {', '.join(_DTYPES)}")

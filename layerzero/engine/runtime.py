@@ -34,9 +34,10 @@ from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_back
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
-from layerzero.engine.unit import Unit, most_gathered, orders_of
+from layerzero.engine.unit import Unit, orders_of
 from layerzero.engine.view import View, refuse_gradients
 from layerzero.layout.owners import Owner
+from layerzero.storage.buffers import most_gathered
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
@@ -69,7 +70,7 @@ class Runtime:
         self.staying = {unit for unit in self.units if not unit.reshards}
         if streams_module(topology.device) is not None:
             self.staying.add(self.units[0])
-        buffers.full.limit = most_gathered(self.units, config.prefetch)
+        buffers.full.limit = most_gathered([unit.gathered_memory for unit in self.units], config.prefetch)
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
         self.views: list[View] = []  # the contexts that are entered

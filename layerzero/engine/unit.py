@@ -14,9 +14,10 @@ from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Member
 from layerzero.engine.structure import replaced
+from layerzero.storage.buffers import Gathered
 from layerzero.tensors.structures import cast_floating
 
-__all__ = ["Unit", "most_gathered", "orders_of"]
+__all__ = ["Unit", "orders_of"]
 
 
 class Unit:
@@ -68,9 +69,8 @@ class Unit:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes that are there while it computes."""
-        return sum(handle.gathered_bytes for handle in self.handles)
+    def gathered_memory(self) -> Gathered:
+        return Gathered(sum(handle.gathered_bytes for handle in self.handles), self.reshards, self.topology)
 
     def gather(self) -> None:
         """Launch the gathers of what is not there or on its way."""
@@ -120,15 +120,3 @@ def orders_of(units: Sequence[Unit]) -> dict[Topology, GatherOrder]:
     """The orders in which units are gathered, by mesh: each is compared by its own ranks."""
     labels = [unit.label for unit in units]
     return {unit.topology: GatherOrder(labels, unit.topology.node_control) for unit in units}
-
-
-def most_gathered(units: Sequence[Unit], prefetch: int) -> int:
-    """Bytes of the full buffers that are filled at once: the root's, those that stay, on each mesh a unit's and those
-    ahead of it.
-    """
-    root, *others = units
-    total = root.gathered_bytes + sum(unit.gathered_bytes for unit in others if not unit.reshards)
-    for topology in {unit.topology for unit in others}:
-        sizes = sorted(each.gathered_bytes for each in others if each.reshards and each.topology is topology)
-        total += sum(sizes[-1 - prefetch :])
-    return total

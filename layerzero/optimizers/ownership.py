@@ -20,7 +20,8 @@ from layerzero.optimizers.interchange import asked_by_torch
 from layerzero.optimizers.owned import Owned, buffers_of_rounds, step_owned
 from layerzero.optimizers.owned_state import with_what_others_own
 from layerzero.optimizers.trial import kind_of
-from layerzero.setup.scratch import plan_scratch, planned_again
+from layerzero.setup.planned import planned_again
+from layerzero.setup.scratch import plan_scratch
 
 __all__ = ["Ownership", "own"]
 
@@ -135,8 +136,8 @@ def own(runtime: Runtime, members: Iterable[Member]) -> None:
             handle.recut(layout)
     runtime.owners = plan.owners
     planned = planned_again(runtime.units)
-    in_node = any(handle.shared is not None for handle in handles)
-    runtime.buffers.scratch.foreseen = plan_scratch(planned, runtime.config, topology, in_node=in_node).scratch
+    again = [handle for unit in planned for handle in unit.handles]
+    runtime.buffers.scratch.foreseen = plan_scratch(again, runtime.config, planned[0].where).scratch
     for optimizer in runtime.optimizers:
         optimizer.rows_have_moved()  # type: ignore[attr-defined]
 

@@ -15,14 +15,16 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat import plan_layouts
+from layerzero.layout.grid import Grid
 from layerzero.setup.meshes import Site
 from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
-from layerzero.setup.scratch import PlannedHandle
+from layerzero.setup.planned import PlannedHandle
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.moves import carry_over
+from layerzero.tensors.strided import keeps_order
 
 __all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
 
@@ -92,33 +94,43 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
                 )
 
 
-def plan_handles(plan: UnitPlan, config: LayerZeroConfig, site: Site, *, averaged: int) -> list[PlannedHandle]:
+def plan_handles(
+    plan: UnitPlan, config: LayerZeroConfig, grid: Grid, *, averaged: int, has_face: Callable[[nn.Parameter], bool]
+) -> list[PlannedHandle]:
     """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
 
     Args:
         averaged: ranks over whose batches the loss is a mean: those of the root, whatever the unit is sharded over.
+        has_face: a parameter is on axes beside the data-parallel ones.
     """
-    topology = site.topology
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
     factor = config.gradient_divide_factor or averaged
     kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
     for found in plan.parameters:
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, site.has_face(found.parameter)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_face(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = config.precision_of(dtype, policy, trainable=trainable)
-        route = Route.plan(topology.grid, precision, accumulation=accumulation, divide_factor=factor)
+        route = Route.plan(grid, precision, accumulation=accumulation, divide_factor=factor)
         layouts = plan_layouts(
             [
                 (found.name, tuple(part_held(found.parameter).shape) or (1,)) for found in members
             ],  # a 0-dim one is a row
-            num_shards=topology.data_parallel,
+            num_shards=grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
-        planned += [PlannedHandle(plan.name, kind, trainable, precision, layout, route) for layout in layouts]
+        in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
+        strided = {
+            found.name: part_held(found.parameter).numel() * precision.compute.itemsize
+            for found in members
+            if not keeps_order(part_held(found.parameter))
+        }
+        for layout in layouts:
+            own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
+            planned.append(PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides))
     return planned
 
 

@@ -15,7 +15,8 @@ from layerzero.comm.node import NodeMemory, Region
 from layerzero.comm.node_pool import RING_BYTES, NodePlace, NodePool, room_for, room_of_all
 from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig
-from layerzero.setup.scratch import PlannedHandle, plan_scratch
+from layerzero.setup.planned import PlannedHandle, Where
+from layerzero.setup.scratch import plan_scratch
 
 __all__ = ["Node", "share_node"]
 
@@ -42,7 +43,7 @@ def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topolo
         return None
     sums = [room_for(each.layout.numel * each.precision.master.itemsize) for each in handles]
     kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
-    rotating = plan_scratch(handles, config, topology, in_node=True).outgoing
+    rotating = plan_scratch(handles, config, Where.of(topology, in_node=True)).outgoing
     foreseen = RING_BYTES + room_of_all(rotating) + kept
     region = Region(
         words=words_for(len(handles)),

@@ -11,48 +11,19 @@ an exchange is. Where more are in use (units whose backwards interleave), more a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from layerzero.comm.collectives import Exchange
-from layerzero.comm.topology import Topology
-from layerzero.config import LayerZeroConfig, Precision
+from layerzero.config import LayerZeroConfig
 from layerzero.engine.reduction import IN_FLIGHT
-from layerzero.engine.route import Route
-from layerzero.engine.unit import Unit
-from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent
+from layerzero.setup.planned import PlannedHandle, Where
 from layerzero.storage.buffers import Size
 
-__all__ = ["PlannedHandle", "Scratch", "plan_scratch", "planned_again"]
+__all__ = ["Scratch", "plan_scratch"]
 
 _UNREAD = 2  # buffers of a size that the others may still read when the next gradients land
-
-
-@dataclass(frozen=True)
-class PlannedHandle:
-    """What is known of a handle before it has memory."""
-
-    unit: str  # its name
-    kind: str  # of its parameters, for messages
-    trainable: bool
-    precision: Precision
-    layout: FlatLayout
-    route: Route
-
-    def keeps_sum(self, config: LayerZeroConfig) -> bool:
-        """What the first exchange sends is a sum that waits on this rank, in one place for good."""
-        return self.route.lands is self.route.waits and not config.offload_grads
-
-    @property
-    def landing(self) -> Size:
-        return self.layout.numel, self.route.landing_dtype
-
-    @property
-    def sent(self) -> Size:
-        """Of what the first exchange sends."""
-        return self.layout.numel, self.route.legs[0].wire
 
 
 class Scratch(NamedTuple):
@@ -66,19 +37,9 @@ class Scratch(NamedTuple):
         return Scratch(self.scratch + more.scratch, self.outgoing + more.outgoing)
 
 
-def planned_again(units: Iterable[Unit]) -> list[PlannedHandle]:
-    """Handles that are there, which may have been cut in another way since they were planned."""
-    return [
-        PlannedHandle(unit.name, "", handle.gradients is not None, handle.precision, handle.layout, handle.route)
-        for unit in units
-        for handle in unit.handles
-    ]
-
-
-def plan_scratch(
-    handles: Sequence[PlannedHandle], config: LayerZeroConfig, topology: Topology, *, in_node: bool
-) -> Scratch:
+def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, where: Where) -> Scratch:
     """See [Note: Counting buffers]."""
+    in_node = where.in_node
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.route.legs]
     hop1 = [each for each in trained if each.route.legs[0].exchange is Exchange.HOP1]
@@ -97,11 +58,11 @@ def plan_scratch(
         else:
             plan.scratch[size] += min(len(copied), first)
     received = [each for each in trained if not (in_node and each in hop1)]
-    for size, members in _by_size(received, lambda each: _received(each, 0, topology)).items():
+    for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
         plan.scratch[size] += min(len(members), first)
     # The second exchange.
     twice = [each for each in trained if len(each.route.legs) == 2]
-    node = {id(each): topology.grid.numel(each.layout, Extent.NODE) for each in twice}
+    node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in twice}
     passing = [each for each in twice if each.route.waits is Extent.WHOLE]
     for size, members in _by_size(passing, lambda each: (node[id(each)], each.precision.master)).items():
         in_place = [each for each in members if each.route.legs[1].wire == each.precision.master]
@@ -113,11 +74,11 @@ def plan_scratch(
     ]
     for size, members in _by_size(rounded, lambda each: (node[id(each)], each.route.legs[1].wire)).items():
         plan.scratch[size] += min(len(members), second)
-    for size, members in _by_size(twice, lambda each: _received(each, 1, topology)).items():
+    for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
         plan.scratch[size] += min(len(members), second)
     if config.offload_optimizer:  # final gradients, which are summed up on their way to the host
         final = [each for each in handles if each.trainable]
-        rank = {id(each): topology.grid.numel(each.layout, Extent.RANK) for each in final}
+        rank = {id(each): where.grid.numel(each.layout, Extent.RANK) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
             plan.scratch[size] += 1 if members[0].route.legs else _landing_at_once(members, handles)
     return Scratch(+plan.scratch, +plan.outgoing)
@@ -142,15 +103,15 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or inner.startswith(f"{outer}.")
 
 
-def _received(handle: PlannedHandle, leg: int, topology: Topology) -> Size:
+def _received(handle: PlannedHandle, leg: int, where: Where) -> Size:
     """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
-    numel, exchange = handle.layout.numel, handle.route.legs[leg]
-    if exchange.exchange is Exchange.HOP2:
-        numel = topology.grid.numel(handle.layout, Extent.NODE)
-        if (parts := topology.grid.parts(handle.layout)) is not None:
-            numel = topology.replicas * parts[topology.grid.r]
-    lane = topology.zero3_reduce if exchange.exchange is Exchange.HOP1 else topology.replica
-    return numel if lane.is_gloo else numel // lane.size, exchange.wire
+    numel, exchange, grid = handle.layout.numel, handle.route.legs[leg], where.grid
+    if exchange.exchange is Exchange.HOP1:
+        return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire
+    numel = grid.numel(handle.layout, Extent.NODE)
+    if (parts := grid.parts(handle.layout)) is not None:
+        numel = grid.replicas * parts[grid.r]
+    return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire
 
 
 def _by_size(

@@ -20,12 +20,14 @@ from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
+from layerzero.setup.foreseen import held_bytes
 from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.launchers import restart_warning
 from layerzero.setup.meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
 from layerzero.setup.methods import bind_methods
 from layerzero.setup.node import Node, share_node
 from layerzero.setup.partition import UnitPlan, partition, ranks_in
+from layerzero.setup.planned import Where, planned_again
 from layerzero.setup.scratch import Scratch, plan_scratch
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
@@ -33,7 +35,6 @@ from layerzero.storage.device import Transfers
 from layerzero.storage.slabs import Accumulators, Buffers
 from layerzero.tensors.quiet import quieten
 from layerzero.tensors.sharded import RowShardedTensor
-from layerzero.views.report import held_bytes
 
 _log = logging.getLogger("layerzero")
 
@@ -179,12 +180,16 @@ def shard_model(
     everyone, sites = sites_of(further)
     topology = everyone.topology
     averaged = topology.data_parallel
-    handles = [plan_handles(plan, config, sites[plan.mesh], averaged=averaged) for plan in plans]
+    handles = [
+        plan_handles(plan, config, site.topology.grid, averaged=averaged, has_face=site.has_face)
+        for plan in plans
+        for site in (sites[plan.mesh],)
+    ]
     node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
     scratch = Scratch(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
-        scratch = scratch.plus(plan_scratch(planned, config, site.topology, in_node=node is not None))
+        scratch = scratch.plus(plan_scratch(planned, config, Where.of(site.topology, in_node=node is not None)))
     buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
@@ -215,7 +220,7 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     quieten()
     topology = runtime.topology
     if topology.control.rank == 0:
-        size = held_bytes(runtime) / 2**20
+        size = held_bytes(planned_again(runtime.units), runtime.config) / 2**20
         _log.info(
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
             *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from layerzero.storage.device import StreamMark, StreamOrder
 
-__all__ = ["BufferPool", "Size", "StoragePool"]
+__all__ = ["BufferPool", "Gathered", "Size", "StoragePool", "bytes_of_buffers", "most_gathered"]
 
 Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
 
 _SLOTS = 3  # buffers of a size on a device: one that is filled, one that is sent, one that is added up
+
+
+def bytes_of_buffers(foreseen: Mapping[Size, int], *, on_device: bool) -> int:
+    """What a pool comes to have allocated, if no more of a size are in use at once."""
+    counts = dict.fromkeys(foreseen, _SLOTS) if on_device else foreseen
+    return sum(count * numel * dtype.itemsize for (numel, dtype), count in counts.items())
+
+
+class Gathered(NamedTuple):
+    """What is there while a unit computes."""
+
+    nbytes: int
+    reshards: bool  # it is freed after a forward
+    over: Hashable  # what it is gathered from
+
+
+def most_gathered(units: Sequence[Gathered], prefetch: int) -> int:
+    """Bytes of the full buffers that are filled at once: the root's, those that stay, of each mesh a unit's and those
+    ahead of it.
+    """
+    root, *others = units
+    total = root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
+    for over in {unit.over for unit in others}:
+        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.over == over)
+        total += sum(sizes[-1 - prefetch :])
+    return total
 
 
 class BufferPool:
@@ -45,8 +72,7 @@ class BufferPool:
     @property
     def predicted_bytes(self) -> int:
         """What it comes to have allocated, if no more are needed than was foreseen."""
-        counts = self.foreseen if self._order is None else dict.fromkeys(self.foreseen, _SLOTS)
-        return sum(count * numel * dtype.itemsize for (numel, dtype), count in counts.items())
+        return bytes_of_buffers(self.foreseen, on_device=self._order is not None)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents."""

@@ -20,7 +20,7 @@ from layerzero.storage.buffers import BufferPool, StoragePool
 from layerzero.storage.device import StreamMark, Transfers
 from layerzero.storage.places import KeptPlace, Place
 
-__all__ = ["Accumulators", "Buffers"]
+__all__ = ["Accumulators", "Buffers", "accumulator_bytes"]
 
 _SLABS = 2
 
@@ -68,13 +68,14 @@ class Accumulators:
         self._made.append(made)
         return made
 
-    def predicted_bytes(self, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Bytes on the device and in the host, where the sums of each unit take `sizes` bytes each."""
-        total = sum(map(sum, sizes))
-        if self._slabs is None:
-            return total, 0
-        units = sorted(sum(map(_aligned, unit)) for unit in sizes if any(unit))
-        return (min(_SLABS, len(units)) * units[-1] if units else 0), total
+
+def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tuple[int, int]:
+    """Bytes on the device and in the host, where the sums of each unit take `sizes` bytes each."""
+    total = sum(map(sum, sizes))
+    if not offloaded:
+        return total, 0
+    units = sorted(sum(map(_aligned, unit)) for unit in sizes if any(unit))
+    return (min(_SLABS, len(units)) * units[-1] if units else 0), total
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,24 @@ from torch import nn
 
 from layerzero.engine.hooks import runtime_of
 from layerzero.views.report import measure
+from layerzero.views.tables import seconds, size, table
 
 __all__ = ["metrics"]
 
 
-def metrics(model: nn.Module, reset: bool = True) -> dict[str, float]:
+class Metrics(dict[str, float]):
+    """Numbers by flat names; printed, a table with units."""
+
+    def __str__(self) -> str:
+        rows = []
+        for name, value in self.items():
+            kind = name.split("/")[1] if name.count("/") > 1 else ""
+            text = size(value) if kind in ("memory", "bytes") else seconds(value) if "seconds" in kind else f"{value:g}"
+            rows.append((name.removeprefix("layerzero/"), text))
+        return table(("layerzero", "this rank"), rows)
+
+
+def metrics(model: nn.Module, reset: bool = True) -> Metrics:
     """This rank's numbers since the last call, with flat names, for TensorBoard, W&B or a log. Nothing is exchanged.
 
     - ``layerzero/memory/KIND``: bytes that are held now; the kinds of :class:`layerzero.MemoryReport`
@@ -36,7 +49,7 @@ def metrics(model: nn.Module, reset: bool = True) -> dict[str, float]:
     sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
     for (_, axis), nbytes in ledger.bytes.items():
         sent[axis] += nbytes
-    found = {f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()}
+    found = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
     found |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent.items()}
     found |= {f"layerzero/wait_seconds/{exchange}": seconds for exchange, seconds in sorted(ledger.waited.items())}
     found |= {f"layerzero/steps/{what}": float(ledger.steps[what]) for what in ("taken", "skipped")}

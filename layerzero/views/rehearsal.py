@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import UntypedStorage
 
-from layerzero.engine.runtime import Runtime
-from layerzero.engine.unit import Unit
-from layerzero.storage.buffers import StoragePool
+from layerzero.setup.planned import PlannedUnit
+from layerzero.storage.buffers import StoragePool, most_gathered
 
 __all__ = ["FullBuffers", "rehearse"]
 
@@ -28,28 +27,27 @@ class FullBuffers(NamedTuple):
     peak: int  # lent and parked at once, at most
 
 
-def rehearse(runtime: Runtime) -> FullBuffers:
-    """The full buffers of some steps with one forward and one backward each."""
-    stage = _Stage(runtime)
+def rehearse(units: Sequence[PlannedUnit], prefetch: int) -> FullBuffers:
+    """The full buffers of some steps with one forward and one backward each, of `units`, the root first."""
+    stage = _Stage(units, prefetch)
     for step in range(_STEPS):
-        stage.prefetch = runtime.config.prefetch if step else 0
+        stage.prefetch = prefetch if step else 0
         stage.forward()
-        stage.prefetch = runtime.config.prefetch
+        stage.prefetch = prefetch
         stage.backward()
     return FullBuffers(stage.pool.parked_bytes, stage.pool.most_bytes)
 
 
 class _Stage:
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, units: Sequence[PlannedUnit], prefetch: int) -> None:
         self.pool = StoragePool(torch.device("meta"))
-        self.pool.limit = runtime.buffers.full.limit
+        self.pool.limit = most_gathered([unit.gathered_memory for unit in units], prefetch)
         self.prefetch = 0
-        self._staying = runtime.staying
-        self._inner = _nested(runtime.units)
-        self._order = [unit for unit in runtime.units if unit.name == ""] + [u for u in runtime.units if u.name]
+        self._inner = _nested(units)
+        self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
+        self._place = {unit: place for place, unit in enumerate(self._order)}
         self._storages = {
-            unit: [_storages(sizes) for handle in unit.handles if (sizes := handle.gathered_sizes)]
-            for unit in runtime.units
+            unit: [_storages(handle.gathered_sizes(unit.where)) for handle in unit.handles] for unit in units
         }
 
     def forward(self) -> None:
@@ -75,33 +73,33 @@ class _Stage:
         for unit in returned:
             self._free(unit)
 
-    def _prefetch_before(self, returned: Sequence[Unit], index: int) -> None:
+    def _prefetch_before(self, returned: Sequence[PlannedUnit], index: int) -> None:
         for earlier in returned[max(0, index - self.prefetch) : index][::-1]:
             self._gather(earlier)
 
-    def _call(self, unit: Unit) -> None:
+    def _call(self, unit: PlannedUnit) -> None:
         self._gather(unit)
-        here = self._order.index(unit) + 1
+        here = self._place[unit] + 1
         for upcoming in self._order[here : here + self.prefetch]:
             self._gather(upcoming)
         self._wait(unit)
         for inner in self._inner[unit]:
             self._call(inner)
-        if unit not in self._staying:
+        if not unit.stays:
             self._free(unit)
 
-    def _outermost(self) -> Iterator[Unit]:
+    def _outermost(self) -> Iterator[PlannedUnit]:
         held = {inner for several in self._inner.values() for inner in several}
         return (unit for unit in self._order if unit not in held)
 
-    def _by_return(self, unit: Unit) -> list[Unit]:
+    def _by_return(self, unit: PlannedUnit) -> list[PlannedUnit]:
         return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: PlannedUnit) -> None:
         for full, *_ in self._storages[unit]:
             self._lend(*full)
 
-    def _wait(self, unit: Unit) -> None:
+    def _wait(self, unit: PlannedUnit) -> None:
         for _, *strided in self._storages[unit]:
             for each in strided:
                 self._lend(*each)
@@ -110,7 +108,7 @@ class _Stage:
         if nbytes and not storage.nbytes():
             self.pool.lend(storage, nbytes)
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: PlannedUnit) -> None:
         for full, *strided in self._storages[unit]:
             for storage, _ in (*strided, full):
                 if storage.nbytes():
@@ -121,9 +119,9 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
     return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
 
 
-def _nested(units: Sequence[Unit]) -> dict[Unit, list[Unit]]:
+def _nested(units: Sequence[PlannedUnit]) -> dict[PlannedUnit, list[PlannedUnit]]:
     """The units that each one holds directly, in order."""
-    inner: dict[Unit, list[Unit]] = {unit: [] for unit in units}
+    inner: dict[PlannedUnit, list[PlannedUnit]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]
         if around:

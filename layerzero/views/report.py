@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
-from layerzero.layout.grid import Extent
+from layerzero.setup.foreseen import foresee, formula_bytes, on_device
+from layerzero.setup.planned import planned_again
 from layerzero.storage.buffers import BufferPool
-from layerzero.views.rehearsal import rehearse
+from layerzero.views.tables import size, table
 
-__all__ = ["MemoryReport", "TrafficReport", "held_bytes", "measure", "memory", "traffic"]
+__all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,20 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Measured bytes of all kinds on the device."""
-        return _on_device(self.measured)
+        return on_device(self.measured)
+
+    def __str__(self) -> str:
+        kinds = [*self.measured, *(kind for kind in self.predicted if kind not in self.measured)]
+        kinds = [kind for kind in kinds if self.measured.get(kind) or self.predicted.get(kind)]
+        rows = [
+            (kind, size(self.predicted[kind]) if kind in self.predicted else "", size(self.measured.get(kind, 0)))
+            for kind in kinds
+        ]
+        rows.append(("on the device", "", size(self.total)))
+        rows.append(("peak of a step", size(self.predicted_peak), size(self.measured_peak)))
+        if self.node:
+            rows.append(("shared by the node, in all", "", size(self.node)))
+        return table(("memory of this rank", "predicted", "measured"), rows)
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,23 @@ class TrafficReport:
         bytes: by exchange; of ``node_sum``, those that this rank has read in the memory of others.
         bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
             ``agree`` and ``order``, on the CPU), ``across`` (of further axes, such as tensor parallel ones).
+        predicted: by exchange, of gathers, reductions and refreshes: by formula, for as many calls, where each of the
+            handles has been called as often as the others.
     """
 
     calls: dict[str, int]
     bytes: dict[str, int]
     bytes_by_axis: dict[str, int]
+    predicted: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [
+            (exchange, str(calls), size(self.predicted[exchange]) if exchange in self.predicted else "", size(sent))
+            for exchange, calls in self.calls.items()
+            for sent in (self.bytes.get(exchange, 0),)
+        ]
+        rows += [(f"axis {axis}", "", "", size(sent)) for axis, sent in self.bytes_by_axis.items()]
+        return table(("sent by this rank", "calls", "predicted", "measured"), rows)
 
 
 def memory(model: nn.Module) -> MemoryReport:
@@ -85,23 +110,19 @@ def memory(model: nn.Module) -> MemoryReport:
 
         report = layerzero.memory(model)
         print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
+        print(report)  # a table
     """
     runtime = runtime_of(model)
-    predicted: Counter[str] = Counter()
-    for handle in runtime.handles:
-        predicted.update(_predict(handle))
-    predicted["accumulator"], predicted["host_accumulator"] = _predict_accumulators(runtime)
-    predicted["reduce_buffer"] = sum(pool.predicted_bytes for pool in _pools(runtime))
-    full = rehearse(runtime)
-    predicted["idle_buffer"] = full.idle
+    scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
+    foreseen = foresee(planned_again(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
     shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
-        predicted=dict(predicted),
+        predicted=foreseen.kinds,
         measured=measured,
         node=0 if shared is None else shared.hand_over.memory.held_bytes,
-        predicted_peak=_on_device(predicted) - full.idle + full.peak + measured["optimizer"],
-        measured_peak=_on_device(measured)
+        predicted_peak=foreseen.peak + measured["optimizer"],
+        measured_peak=on_device(measured)
         - measured["idle_buffer"]
         - measured["full_buffer"]
         + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["idle_buffer"]),
@@ -114,51 +135,28 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
     hop 2 (n-1)/n of the buffer.
     """
-    ledger = runtime_of(model).topology.ledger
+    runtime = runtime_of(model)
+    ledger = runtime.topology.ledger
     by_exchange: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
     for (exchange, axis), sent in ledger.bytes.items():
         by_exchange[exchange] += sent
         by_axis[axis] += sent
-    report = TrafficReport(dict(ledger.calls), dict(by_exchange), dict(by_axis))
+    predicted = _formulas(runtime, ledger.calls)
+    report = TrafficReport(dict(ledger.calls), dict(by_exchange), dict(by_axis), predicted)
     if reset:
         ledger.reset()
     return report
 
 
-def held_bytes(runtime: Runtime) -> int:
-    """What the model is going to hold on this rank's device between two steps, its optimizer's states left out."""
-    of_handles = sum(_on_device(_predict(handle)) for handle in runtime.handles)
-    return of_handles + _predict_accumulators(runtime)[0]
-
-
-def _predict(handle: Handle) -> dict[str, int]:
-    layout, precision, topology = handle.layout, handle.precision, handle.topology
-    master, compute = precision.master.itemsize, precision.compute.itemsize
-    final = None if handle.gradients is None else handle.gradients.final.place
-    where = "host_" if handle.to_host is not None else ""
-    own = topology.grid.numel(layout, Extent.RANK) * master
-    return {
-        "zero1_shard": 0,
-        "gradient_shard": 0,
-        f"{where}zero1_shard": 0 if handle.shares_master else own,
-        f"{where}gradient_shard": 0 if final is None else own if where else final.own_numel * master,
-        "zero3_shard": layout.numel // topology.zero3_size * compute,
-        "full_buffer": 0,
-    }
-
-
-def _predict_accumulators(runtime: Runtime) -> tuple[int, int]:
-    """Bytes on the device and in host memory."""
-    sizes = [
-        [
-            waiting.place.own_numel * handle.precision.master.itemsize
-            for handle in unit.handles
-            if handle.gradients is not None and (waiting := handle.gradients.waiting) is not handle.gradients.final
-        ]
-        for unit in runtime.units
-    ]
-    return runtime.buffers.accumulators.predicted_bytes(sizes)
+def _formulas(runtime: Runtime, calls: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of as many calls, if all handles have been called as often."""
+    found: dict[str, int] = {}
+    for exchange, places in formula_bytes(planned_again(runtime.units)).items():
+        rounds, rest = divmod(calls.get(exchange, 0), len(places))
+        if rounds and not rest:
+            found[exchange] = rounds * sum(places)
+    return found
 
 
 def measure(runtime: Runtime) -> dict[str, int]:
@@ -193,10 +191,6 @@ def _pools(runtime: Runtime) -> list[BufferPool]:
     """Each once: scratch, and what hop 1 sends."""
     buffers = runtime.buffers
     return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
-
-
-def _on_device(kinds: Mapping[str, int]) -> int:
-    return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -87,7 +87,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     steps, not a run.
 
     The same file holds the schedule, under the key ``"layerzero"``: every event in program order, for
-    ``benchmarks/simulate.py`` or a script of yours.
+    ``layerzero simulate`` or a script of yours.
 
     Args:
         model: from :func:`layerzero.shard_model`.

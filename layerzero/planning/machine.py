@@ -3,12 +3,13 @@
 All ranks run the same program at the same speed, so one of them is simulated. A rank has a processor, a link inside
 its node, and a share of its node's link to the other nodes. Whatever uses one of them at the same time gets an equal
 part of it. The exchanges of a lane run one after the other; each takes its latency first, then puts its bytes on the
-links and what they cost on the processor, all at the same time.
+links and what they cost on the processor, all at the same time. Copies to and from the host's memory have a link too.
 
 [Note: What crosses the nodes]
 Ranks are consecutive, and a ring or a hierarchical exchange over whole nodes enters and leaves each node once, whatever
-the number of ranks in it. An exchange over the replicas has one rank of each node in its group, and the ranks of a node
-have a group each: they share the link, so each gets a part of it.
+the number of ranks in it. An exchange over the replicas has a group for each rank that holds another part of the
+weights: with one rank of each node in it where weights are shared by whole nodes, with several where by parts of nodes.
+The groups of a node share its link, so each gets a part of it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from benchmarks.simulation.program import (
+from layerzero.engine.reduction import IN_FLIGHT
+from layerzero.planning.program import (
     Advance,
     Compute,
     Exchange,
@@ -28,12 +31,13 @@ from benchmarks.simulation.program import (
     Settle,
     StepEnd,
     Wait,
+    What,
 )
 
-__all__ = ["Machine", "Outcome", "simulate"]
+__all__ = ["Machine", "Outcome", "Span", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "norm")
-_IN_FLIGHT = {1: 1, 2: 4}  # as in layerzero/engine/reduction.py
+_IN_FLIGHT = dict(enumerate(IN_FLIGHT, 1))  # by exchanges launched; those beyond it go their way
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Machine:
         launch: seconds of the host for each exchange.
         processor_per_byte: seconds that a rank's processor works for each byte that it sends. On a CPU with sockets,
             exchanges compete with the model for the cores.
+        zero3_size: ranks that share the weights; 0: those of a node.
+        host: bytes a second that a rank copies to or from the host's memory.
     """
 
     node_size: int
@@ -60,12 +66,25 @@ class Machine:
     steps: str = "direct"
     launch: float = 0.0
     processor_per_byte: float = 0.0
+    zero3_size: int = 0
+    host: float = math.inf
 
     def crosses(self, exchange: Exchange) -> bool:
-        return exchange.axis == "replica" or exchange.ranks > self.node_size
+        """It leaves the node."""
+        apart = (self.zero3_size or self.node_size) if exchange.axis == "replica" else 1
+        return exchange.ranks * apart > self.node_size
+
+    def sent_between(self, exchange: Exchange) -> float:
+        """Bytes that a node sends to others for an exchange of all of its ranks."""
+        if not self.crosses(exchange):
+            return 0.0
+        groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
+        return groups * exchange.bytes
 
     def latency(self, exchange: Exchange) -> float:
         n = exchange.ranks
+        if exchange.axis == "host":
+            return 0.0
         steps = {"direct": min(1, n - 1), "log": math.ceil(math.log2(n)), "ring": n - 1}[self.steps]
         passes = 2 if exchange.kind in _ALL_REDUCES else 1
         return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
@@ -74,21 +93,31 @@ class Machine:
         """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
         if not exchange.bytes:
             return {}
+        if exchange.axis == "host":
+            return {"host": exchange.bytes / self.host} if math.isfinite(self.host) else {}
         found = {"processor": exchange.bytes * self.processor_per_byte}
-        if not self.crosses(exchange):
-            found["inside"] = exchange.bytes / self.inside
-        elif exchange.axis == "replica":
-            found["between"] = self.node_size * exchange.bytes / self.between
-        else:
-            found["between"] = exchange.bytes / self.between
+        found["between"] = self.sent_between(exchange) / self.between
+        alone = exchange.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
+        if not (self.crosses(exchange) and alone):  # no other rank of the node is in its group
             found["inside"] = exchange.bytes / self.inside
         return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
+
+
+class Span(NamedTuple):
+    """Something that the machine did; seconds since the start."""
+
+    what: str  # "compute", or the kind of an exchange
+    name: str
+    start: float
+    end: float
 
 
 @dataclass
 class Outcome:
     seconds: float = 0.0  # until the host has ended its program
     step_ends: list[float] = field(default_factory=list)
+    waits: list[Counter[str]] = field(default_factory=list)  # by step: seconds that were waited for a kind of exchange
+    spans: list[Span] = field(default_factory=list)  # in the order of their ends
     computed: float = 0.0  # seconds of computations, by themselves
     waited: float = 0.0  # seconds in which the host waited for exchanges
     busy: Counter[str] = field(default_factory=Counter)  # by resource: seconds in which it was used
@@ -98,8 +127,12 @@ class Outcome:
     @property
     def step(self) -> float:
         """Seconds of the last step, which has met the exchanges that the one before it left in flight."""
-        before = self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
-        return self.step_ends[-1] - before
+        return self.step_ends[-1] - self.step_start
+
+    @property
+    def step_start(self) -> float:
+        """When the last step began."""
+        return self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
 
 
 def simulate(program: Iterable[Operation], machine: Machine) -> Outcome:
@@ -117,6 +150,9 @@ class _Task:
 
     latency: float
     demands: dict[str, float]
+    what: str = "compute"
+    name: str = ""
+    began: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -136,18 +172,23 @@ class _World:
     def launch(self, exchange: Exchange) -> _Task:
         self._outcome.calls[exchange.kind] += 1
         self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
-        task = _Task(self._machine.latency(exchange), self._machine.demands(exchange))
+        latency, demands = self._machine.latency(exchange), self._machine.demands(exchange)
+        task = _Task(latency, demands, exchange.kind, exchange.unit)
         lane = self._lanes[exchange.lane]
         lane.append(task)
         if len(lane) == 1:
-            self._active.append(task)
+            self._begin(task)
             self._drop_done()
         return task
 
-    def compute(self, seconds: float) -> None:
-        task = _Task(0.0, {"processor": seconds} if seconds > 0.0 else {})
-        self._active.append(task)
+    def compute(self, seconds: float, what: What = ("", "")) -> None:
+        task = _Task(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
+        self._begin(task)
         self.until(task)
+
+    def _begin(self, task: _Task) -> None:
+        task.began = self.now
+        self._active.append(task)
 
     def until(self, task: _Task) -> None:
         self._drop_done()
@@ -183,12 +224,15 @@ class _World:
 
     def _drop_done(self) -> None:
         """End what is done, and begin what waited for it on its lane."""
+        for task in self._active:
+            if task.done and self.now > task.began:
+                self._outcome.spans.append(Span(task.what, task.name, task.began, self.now))
         self._active = [task for task in self._active if not task.done]
         for lane in self._lanes.values():
             while lane and lane[0].done:
                 lane.popleft()
                 if lane and not lane[0].done:
-                    self._active.append(lane[0])
+                    self._begin(lane[0])
 
 
 class _Running:
@@ -208,10 +252,11 @@ class _Host:
         self._machine = machine
         self._tasks: dict[int, _Task] = {}
         self._running: list[_Running] = []
+        self._waits: Counter[str] = Counter()
 
     def do(self, operation: Operation) -> None:
         if isinstance(operation, Compute):
-            self._compute(operation.seconds)
+            self._compute(operation)
         elif isinstance(operation, Launch):
             self._tasks[operation.number] = self._launch(operation.exchange)
         elif isinstance(operation, Wait):
@@ -227,10 +272,12 @@ class _Host:
                 self._step(min(self._running, key=lambda running: running.launched))
         elif isinstance(operation, StepEnd):
             self.outcome.step_ends.append(self.world.now)
+            self.outcome.waits.append(self._waits)
+            self._waits = Counter()
 
-    def _compute(self, seconds: float) -> None:
-        self.outcome.computed += seconds
-        self.world.compute(seconds)
+    def _compute(self, operation: Compute) -> None:
+        self.outcome.computed += operation.seconds
+        self.world.compute(operation.seconds, operation.what)
 
     def _launch(self, exchange: Exchange) -> _Task:
         self.world.compute(self._machine.launch)
@@ -240,6 +287,7 @@ class _Host:
         before = self.world.now
         self.world.until(task)
         self.outcome.waited += self.world.now - before
+        self._waits[task.what] += self.world.now - before  # type: ignore[assignment]
 
     # The rules of layerzero/engine/reduction.py
 
@@ -256,15 +304,15 @@ class _Host:
         self._wait(running.task)
         if running.rest:
             exchange, addition = running.rest.pop(0)
-            self._compute(addition.seconds)
+            self._compute(addition)
             running.task = self._launch(exchange)
             running.launched += 1
             self._make_room(running.launched)
         else:
-            self._compute(running.last.seconds)
+            self._compute(running.last)
             self._running.remove(running)
 
     def _make_room(self, launched: int) -> None:
         waiting = [running for running in self._running if running.launched == launched]
-        if len(waiting) > _IN_FLIGHT[launched]:
+        if len(waiting) > _IN_FLIGHT.get(launched, len(waiting)):
             self._step(waiting[0])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from layerzero import TraceEvent
+from layerzero.views.trace import TraceEvent
 
 __all__ = [
     "Advance",
@@ -26,12 +26,16 @@ __all__ = [
     "Exchange",
     "Launch",
     "Operation",
+    "Recording",
     "Reduce",
     "Settle",
     "StepEnd",
     "Wait",
     "What",
+    "computations_in",
+    "exchanges_in",
     "from_events",
+    "read_recording",
     "read_trace",
     "resized",
     "retimed",
@@ -98,10 +102,35 @@ class StepEnd:
 Operation = Compute | Launch | Wait | Reduce | Advance | Settle | StepEnd
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What is in a file that :func:`layerzero.trace` wrote."""
+
+    zero3_size: int
+    replicas: int
+    events: tuple[TraceEvent, ...]
+
+    def program(self) -> list[Operation]:
+        return from_events(self.events)
+
+
+def read_recording(path: str | PathLike[str]) -> Recording:
+    """What :func:`layerzero.trace` wrote.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
+        events = tuple(TraceEvent(**event) for event in content["schedule"])
+        return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a file of layerzero.trace: {type(error).__name__}: {error}") from None
+
+
 def read_trace(path: str | PathLike[str]) -> list[Operation]:
     """The program in a file that :func:`layerzero.trace` wrote."""
-    content = json.loads(Path(path).read_text())
-    return from_events([TraceEvent(**event) for event in content["layerzero"]["schedule"]])
+    return read_recording(path).program()
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
@@ -191,7 +220,7 @@ def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
     total: Counter[What] = Counter()
     spans: defaultdict[What, set[int]] = defaultdict(set)
     for operation in program:
-        for each in _computations(operation):
+        for each in computations_in(operation):
             total[each.what] += each.seconds  # type: ignore[assignment]
             spans[each.what].add(each.span)
     return {what: seconds / len(spans[what]) for what, seconds in total.items()}
@@ -217,7 +246,7 @@ def retimed(
         key = operation.what, operation.span
         mine, done[key] = done[key], done[key] + 1
         where = place(operation.what)
-        if where == "spread" and sum(parts[key]):
+        if where == "spread" and sum(parts[key]) > 0:
             return operation.seconds / sum(parts[key])
         return float(mine == (len(parts[key]) - 1 if where == "last" else 0))
 
@@ -246,7 +275,13 @@ def resized(program: Iterable[Operation], bytes_of: Callable[[Exchange], Exchang
     return result
 
 
-def _computations(operation: Operation) -> tuple[Compute, ...]:
+def computations_in(operation: Operation) -> tuple[Compute, ...]:
     if isinstance(operation, Compute):
         return (operation,)
     return operation.additions if isinstance(operation, Reduce) else ()
+
+
+def exchanges_in(operation: Operation) -> tuple[Exchange, ...]:
+    if isinstance(operation, Launch):
+        return (operation.exchange,)
+    return operation.exchanges if isinstance(operation, Reduce) else ()

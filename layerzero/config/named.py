@@ -1,0 +1,39 @@
+"""Callables and classes that a user names: ``package.module:name``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["load_named"]
+
+
+def load_named(target: str, what: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names.
+
+    Raises:
+        ValueError: there is none; says `what` was looked for.
+    """
+    module_name, colon, path = target.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(f"{what} must be given as package.module:name, got {target!r}")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{what} {target!r}: there is no module {error.name!r} here or among the installed packages"
+            ) from None
+        raise ValueError(f"{what} {target!r}: importing {module_name!r} failed: {error}") from None
+    except Exception as error:  # whatever the module's own code raises
+        raise ValueError(
+            f"{what} {target!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from None
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            raise ValueError(f"{what} {target!r}: {getattr(found, '__name__', module_name)!r} has no {attribute!r}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise ValueError(f"{what} {target!r} is not callable: its type is {type(found).__name__}")
+    return found  # type: ignore[no-any-return]

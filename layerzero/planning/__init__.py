@@ -1,0 +1,8 @@
+"""What a model is going to need on a cluster, and how fast it may be: :func:`layerzero.plan`. Needs torch alone."""
+
+from layerzero.planning.api import Plan, plan
+from layerzero.planning.cluster import Cluster
+from layerzero.planning.models import Sizes, read_config
+from layerzero.planning.rows import Choice, Row
+
+__all__ = ["Choice", "Cluster", "Plan", "Row", "Sizes", "plan", "read_config"]

@@ -1,0 +1,235 @@
+"""Models as a plan needs them: on meta, with what they compute and what activations they keep."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Sizes", "TransformerBlock", "read_config"]
+
+_LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+_KNOWN = (*_LLAMAS, "gpt2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A decoder-only transformer by its sizes.
+
+    Attributes:
+        layers, hidden, ffn, vocab, heads: as everybody calls them; `ffn` 0: four times `hidden`.
+        kv_heads: of keys and values; 0: as many as `heads`.
+        head_dim: 0: hidden / heads.
+        gated: the feed-forward layer has a gate, as in Llama.
+        biases, qkv_biases: linear layers have them, or those of queries, keys and values alone.
+        head_norms: queries and keys are normalised, as in Qwen3.
+        experts, experts_per_token: feed-forward layers to choose from; 0: one, which all tokens go through.
+        tied: the head is the embedding.
+        positions: learned ones; 0: none.
+        norm_biases: norms have them, as LayerNorm does.
+        conv1d: linear weights are (inputs, outputs), as in GPT-2.
+
+    Example::
+
+        sizes = Sizes(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
+        print(sizes.numel)
+    """
+
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    ffn: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = True
+    biases: bool = False
+    qkv_biases: bool = False
+    head_norms: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
+    tied: bool = False
+    positions: int = 0
+    norm_biases: bool = False
+    conv1d: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "vocab", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; a model has at least 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}; give head_dim")
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.build().parameters())
+
+    @property
+    def queries(self) -> int:
+        """Elements of all queries of a token."""
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a token, and of all values."""
+        return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def inner(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    def build(self) -> nn.Module:
+        """The model on meta: its parameters, and no forward."""
+        return _Transformer(self)
+
+    def block_flops(self, sequence: int) -> float:
+        """Of a token in the forward of a block, in a sequence of so many; attention is causal."""
+        projections = self.hidden * (2 * self.queries + 2 * self.keys)
+        layers = (3 if self.gated else 2) * self.hidden * self.inner
+        chosen = self.experts_per_token if self.experts else 1
+        return 2.0 * (projections + chosen * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
+
+    def root_flops(self) -> float:
+        """Of a token in the head."""
+        return 2.0 * self.vocab * self.hidden
+
+    def block_activations(self) -> int:
+        """Elements that a block keeps of a token for its backward, with an attention that keeps no scores."""
+        chosen = self.experts_per_token if self.experts else 1
+        return 6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * chosen * self.inner
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+class _Linear(nn.Module):
+    def __init__(self, outputs: int, inputs: int, *, bias: bool, turned: bool) -> None:
+        super().__init__()
+        self.weight = _parameter(*((inputs, outputs) if turned else (outputs, inputs)))
+        self.bias = _parameter(outputs) if bias else None
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = _parameter(size)
+        self.bias = _parameter(size) if bias else None
+
+
+class TransformerBlock(nn.Module):
+    """The parameters of a block, in the order in which the usual implementations register them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden, inner, turned = sizes.hidden, sizes.inner, sizes.conv1d
+
+        def linear(outputs: int, inputs: int, *, bias: bool = sizes.biases) -> _Linear:
+            return _Linear(outputs, inputs, bias=bias, turned=turned)
+
+        if turned:
+            self.norm1 = _Norm(hidden, bias=sizes.norm_biases)
+            self.qkv = linear(sizes.queries + 2 * sizes.keys, hidden)
+        else:
+            qkv = sizes.biases or sizes.qkv_biases
+            self.q = linear(sizes.queries, hidden, bias=qkv)
+            self.k = linear(sizes.keys, hidden, bias=qkv)
+            self.v = linear(sizes.keys, hidden, bias=qkv)
+        self.o = linear(hidden, sizes.queries)
+        if sizes.head_norms:
+            size = sizes.queries // sizes.heads
+            self.q_norm, self.k_norm = _Norm(size, bias=False), _Norm(size, bias=False)
+        if turned:
+            self.norm2 = _Norm(hidden, bias=sizes.norm_biases)
+        if sizes.experts:
+            self.router = linear(sizes.experts, hidden)
+            self.up = _parameter(sizes.experts, (2 if sizes.gated else 1) * inner, hidden)
+            self.down = _parameter(sizes.experts, hidden, inner)
+        else:
+            if sizes.gated:
+                self.gate = linear(inner, hidden)
+            self.fc1 = linear(inner, hidden)
+            self.fc2 = linear(hidden, inner)
+        if not turned:
+            self.norm1, self.norm2 = (_Norm(hidden, bias=sizes.norm_biases) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("it is there to be planned")
+
+
+class _Transformer(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
+        if sizes.positions:
+            self.positions = _Linear(sizes.positions, sizes.hidden, bias=False, turned=False)
+        self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
+        self.norm = _Norm(sizes.hidden, bias=sizes.norm_biases)
+        if not sizes.tied:
+            self.head = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
+
+
+def read_config(path: str | os.PathLike[str]) -> Sizes:
+    """The sizes in a Hugging Face ``config.json``, or in a folder that has one. Nothing is downloaded.
+
+    Raises:
+        ValueError: it is of another kind of model than those known here, or lacks a size.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold names and values, got {type(content).__name__}")
+    kind = content.get("model_type")
+    if kind not in _KNOWN:
+        raise ValueError(
+            f"{path}: model_type {kind!r} is not known here ({', '.join(_KNOWN)} are): plan from a factory "
+            "module:function that builds the model, or from sizes"
+        )
+    try:
+        return _of_gpt2(content) if kind == "gpt2" else _of_llama(content, kind)
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}, which a {kind} has") from None
+
+
+def _of_llama(content: Mapping[str, Any], kind: str) -> Sizes:
+    return Sizes(
+        layers=content["num_hidden_layers"],
+        hidden=content["hidden_size"],
+        ffn=content["intermediate_size"],
+        vocab=content["vocab_size"],
+        heads=content["num_attention_heads"],
+        kv_heads=content.get("num_key_value_heads") or content["num_attention_heads"],
+        head_dim=content.get("head_dim") or 0,
+        biases=bool(content.get("attention_bias")) and bool(content.get("mlp_bias")),
+        qkv_biases=kind == "qwen2",
+        head_norms=kind == "qwen3",
+        experts=content["num_local_experts"] if kind == "mixtral" else 0,
+        experts_per_token=content.get("num_experts_per_tok", 2),
+        tied=bool(content.get("tie_word_embeddings", False)),
+    )
+
+
+def _of_gpt2(content: Mapping[str, Any]) -> Sizes:
+    return Sizes(
+        layers=content["n_layer"],
+        hidden=content["n_embd"],
+        ffn=content.get("n_inner") or 0,
+        vocab=content["vocab_size"],
+        heads=content["n_head"],
+        positions=content["n_positions"],
+        gated=False,
+        biases=True,
+        norm_biases=True,
+        conv1d=True,
+        tied=bool(content.get("tie_word_embeddings", True)),
+    )

@@ -1,0 +1,194 @@
+"""A plan as plain text: tables, a sentence, and what to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerzero.planning.cluster import Cluster
+from layerzero.planning.rows import Choice, Row
+from layerzero.views.tables import rate, seconds, size, table
+
+if TYPE_CHECKING:
+    from layerzero.planning.api import Plan
+
+__all__ = ["HEADER", "call_text", "cells", "plan_text", "why", "yaml_text"]
+
+_SHOWN = 12  # rows of a table that is not asked for in full
+HEADER = (
+    "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
+    "step", "tokens/s",
+)  # fmt: skip
+_WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def word(dtype: torch.dtype) -> str:
+    return _WORDS[dtype]
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    return table(HEADER, [cells(row) for row in rows])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    choice = row.choice
+    of_layerzero = choice.scheme == "layerzero"
+    room = row.room - row.peak
+    left = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
+    return (
+        choice.scheme,
+        str(choice.zero3_size) if of_layerzero else "",
+        choice.accumulation if of_layerzero and choice.zero3_size > 1 else "",
+        choice.offload if of_layerzero else "",
+        word(choice.reduce_dtype),
+        str(choice.micro_batches),
+        size(row.peak),
+        left,
+        size(row.host),
+        size(row.sent["zero3"]),
+        size(row.sent["replica"]),
+        size(row.between),
+        seconds(row.step),
+        rate(row.tokens),
+    )
+
+
+def plan_text(plan: Plan, *, every_row: bool = False) -> str:
+    cluster = plan.cluster
+    fitting = [row for row in plan.rows if row.fits]
+    shown = plan.rows if every_row else (fitting or sorted(plan.rows, key=lambda row: row.excess))[:_SHOWN]
+    lines = [
+        f"{rate(plan.numel)} parameters in {plan.units} units, the root included; {cluster.nodes} nodes x "
+        f"{cluster.accelerators} accelerators of {cluster.memory:g} GB, {cluster.between:g} Gbit/s a node",
+        f"{len(fitting)} of {len(plan.rows)} settings fit into {size(cluster.room)}"
+        + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
+        "",
+        rows_text(shown),
+        "",
+        "others, by formulas and models of these schemes:",
+        rows_text(plan.peers),
+        "",
+    ]
+    best = plan.best
+    if best is not None:
+        lines += ["memory of the recommended settings, a rank:", _kinds_text(best), "", _parts_text(best), ""]
+        if best.price:
+            lines += [f"{best.price:,.0f} a day", ""]
+    lines += [plan.why]
+    if best is not None:
+        lines += ["", call_text(plan), "", yaml_text(plan).rstrip()]
+    lines += [
+        "",
+        "peak: the most at any time in a step, activations included where they are known; room: what is left of the",
+        "accelerator, less its reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: those",
+        "that leave its node. Times are simulated, not measured.",
+    ]
+    return "\n".join(lines)
+
+
+def _kinds_text(row: Row) -> str:
+    said = {"activations": "estimated"}
+    kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
+    return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
+
+
+def _parts_text(row: Row) -> str:
+    named = {
+        "forward": "forward",
+        "backward": "backward",
+        "update": "optimizer",
+        "add": "adding up",
+        "launch": "launches",
+    }
+    parts = sorted(row.parts.items(), key=lambda part: -part[1])
+    texts = [f"{named.get(name, f'waiting for {name}')} {seconds(value)}" for name, value in parts if value > 1e-6]
+    return f"a step of {seconds(row.step)}: " + ", ".join(texts)
+
+
+def why(best: Row | None, rows: Sequence[Row], cluster: Cluster) -> str:
+    """The recommendation in a sentence."""
+    if best is None:
+        closest = min(rows, key=lambda row: row.excess + row.host_excess)
+        lacks = size(closest.excess) if closest.excess else f"{size(closest.host_excess)} of host memory a node"
+        return (
+            f"Nothing fits: closest is {_named(closest.choice)}, which lacks {lacks}. Shorter micro-batches, "
+            "recompute, a larger zero3_size or more nodes need less."
+        )
+    computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
+    tight = [row for row in rows if not row.fits]
+    left = size(max(0.0, cluster.room - best.peak))
+    sentence = (
+        f"Recommended: {_named(best.choice)}: of all that fit within 3 % of the fastest, it has the fewest "
+        "micro-batches, then the fewest extras, then the least memory; "
+        f"{computing / best.step:.0%} of its step is forward and backward, and {left} of an accelerator are left."
+    )
+    return sentence if not tight else f"{sentence} {len(tight)} settings do not fit."
+
+
+def _named(choice: Choice) -> str:
+    extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
+    return (
+        f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, {word(choice.reduce_dtype)} gradients, "
+        f"{choice.micro_batches} micro-batches{extras}"
+    )
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    assert plan.best is not None
+    choice = plan.best.choice
+    found = {"zero3_size": str(choice.zero3_size)}
+    if choice.accumulation != "sharded":
+        found["accumulation"] = choice.accumulation
+    for name in ("offload_grads", "offload_optimizer"):
+        if getattr(choice, name):
+            found[name] = "true"
+    if plan.cluster.device == "cpu":
+        found["node_memory"] = '"off"'
+    return found
+
+
+def call_text(plan: Plan) -> str:
+    """The call of ``shard_model``."""
+    assert plan.best is not None
+    quoted = {"accumulation": lambda value: f'"{value}"', "offload_grads": str.title, "offload_optimizer": str.title}
+    settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
+    param, reduce = plan.workshop.param_dtype, plan.best.choice.reduce_dtype
+    lines = [f"    {name}={value}," for name, value in settings.items()]
+    return "\n".join(
+        [
+            "model = layerzero.shard_model(",
+            "    model,",
+            f"    units={_units(plan, yaml=False)},",
+            f"    mp_policy=MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce}),",
+            *lines,
+            ")",
+        ]
+    )
+
+
+def yaml_text(plan: Plan) -> str:
+    """The same for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
+    assert plan.best is not None
+    policy = f"{{param_dtype: {word(plan.workshop.param_dtype)}, reduce_dtype: {word(plan.best.choice.reduce_dtype)}}}"
+    lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
+    lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
+    return "\n".join(["# layerzero.yaml", *lines]) + "\n"
+
+
+def _units(plan: Plan, *, yaml: bool) -> str:
+    """Classes by their names; of a model by sizes, nobody knows what its blocks are called."""
+    units = plan.workshop.units
+    if units is None:
+        return "null" if yaml else "None"
+    if isinstance(units, str):
+        return units if yaml else f'"{units}"'
+    if callable(units) and not isinstance(units, type):
+        return "null  # what your callable names" if yaml else "your_callable"
+    named = [units] if isinstance(units, type) else list(units)  # type: ignore[call-overload]
+    names = ["Block" if plan.workshop.of_sizes else each if isinstance(each, str) else each.__name__ for each in named]
+    if yaml:
+        comment = "  # the class of your model's blocks" if plan.workshop.of_sizes else ""
+        return f"[{', '.join(names)}]{comment}"
+    return "{" + ", ".join(f'"{each}"' if isinstance(each, str) else each.__name__ for each in names) + "}"

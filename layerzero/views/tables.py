@@ -1,0 +1,48 @@
+"""Plain text for people: tables and numbers with units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["rate", "seconds", "size", "table"]
+
+_LARGE = ("", "k", "M", "G", "T", "P", "E")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Columns under a header; the first `left` of them begin in one line, the others end in one."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def size(nbytes: float) -> str:
+    """Bytes, in units of 1,000: ``1.24 GB``."""
+    return _with_unit(nbytes, "B")
+
+
+def rate(number: float) -> str:
+    """A number without a unit: ``12.3 k``."""
+    return _with_unit(number, "").rstrip()
+
+
+def seconds(value: float) -> str:
+    if value >= 1 or value == 0:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
+
+
+def _with_unit(number: float, unit: str) -> str:
+    power = 0
+    while abs(number) >= 999.5 and power + 1 < len(_LARGE):
+        number /= 1000
+        power += 1
+    digits = 0 if power == 0 and number == int(number) else 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
+    return f"{number:.{digits}f} {_LARGE[power]}{unit}"

@@ -1,0 +1,198 @@
+"""What people see of plans, traces and reports: commands, the page with charts, and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero
+from layerzero.planning import Cluster, Plan, Sizes, plan
+from layerzero.planning.html import report_html
+from tests.support.models import TiedTransformer
+from tests.support.ranks import mesh_of, run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = Sizes(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+MODULE = """
+from torch import nn
+
+class Layer(nn.Linear):
+    pass
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Layer(64, 64), nn.Tanh(), Layer(64, 64))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "layerzero", *arguments]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return plan(SIZES, Cluster(nodes=8, accelerators=4, memory=8, reserve=1), zero3_sizes=[2, 4], micro_batches=[1, 4])
+
+
+# --- the page ---
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
+    page = report_html(found, nodes=(2, 8))
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert not re.search(r'(src|href)="(?!data:,)', page)
+    assert page.count("<svg") == page.count("</svg>") == 3
+    assert found.why.split(":")[0] in page
+    for said in ("gather", "hop 1", "hop 2", "refresh", "compute", "FSDP2", "HSDP", "ZeRO-1", "accumulator"):
+        assert said in page, said
+
+
+def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
+    tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
+    assert tight.best is None
+    page = report_html(tight, nodes=(1, 2))
+    assert "Nothing fits" in page and "To paste" not in page and page.count("<svg") == 3
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, to render the page")
+@pytest.mark.parametrize("width", [390, 1200], ids=["phone", "desktop"])
+def test_the_page_is_rendered_without_a_complaint_and_is_no_wider_than_the_screen(
+    found: Plan, tmp_path: Path, width: int
+) -> None:
+    assert CHROMIUM is not None
+    # What is wider than the page would have to be scrolled: the page says how wide it became.
+    told = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script></body>"
+    (tmp_path / "report.html").write_text(report_html(found, nodes=(2, 8)).replace("</body>", told))
+    picture = tmp_path / "picture.png"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1400", f"--screenshot={picture}"]
+    page = f"file://{tmp_path / 'report.html'}"
+    run_once = subprocess.run([*command, page], capture_output=True, text=True, timeout=120, check=False)
+    assert run_once.returncode == 0 and picture.stat().st_size > 10_000, run_once.stderr
+    assert "CONSOLE" not in run_once.stderr, run_once.stderr
+    dumped = subprocess.run(
+        [*command[:-1], "--dump-dom", page], capture_output=True, text=True, timeout=120, check=False
+    )
+    title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
+    assert title is not None, dumped.stdout[:500]
+    assert int(title[1]) <= int(title[2]), title[0]
+
+
+# --- the page of the docs ---
+
+
+def test_the_docs_say_what_is_there() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(code, "docs/planning.md", "exec"), {})
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    told = {}
+    for names, _, values in rows:
+        told |= zip(re.findall(r"`(\w+)`", names), [value.strip() for value in values.split(", ")], strict=False)
+    for field in dataclasses.fields(Cluster):
+        if field.name in told and field.name not in ("nodes", "price"):
+            assert str(field.default).removesuffix(".0") == told[field.name], field.name
+    missing = {field.name for field in dataclasses.fields(Cluster)} - told.keys()
+    assert missing == {"processor_per_byte"}, "which is for benchmarks"
+
+
+# --- commands ---
+
+
+def test_plan_of_sizes_writes_a_table_and_a_page(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("nodes: 4\naccelerators: 4\nmemory: 8\nreserve: 1\n")
+    sizes = ["--layers", "2", "--hidden", "256", "--vocab", "512", "--heads", "4"]
+    done = run(tmp_path, "plan", *sizes, "--cluster", "cluster.yaml", "--nodes", "2", "--html", "report.html")
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes x 4 accelerators of 8 GB" in done.stdout and "Recommended: zero3_size=" in done.stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    done = run(tmp_path, "plan", *sizes, "--nodes", "1", "--accelerators", "1", "--memory", "4.001")
+    assert done.returncode == 1 and "Nothing fits" in done.stdout
+
+
+def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    done = run(tmp_path, "plan", "mine:Net", "--unit", "Layer", "--nodes", "2", "--micro-batches", "2")
+    assert done.returncode == 0, done.stderr
+    assert "8.32 k parameters in 3 units" in done.stdout and "units: [Layer]" in done.stdout
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "vocab_size": 128, "n_head": 4, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run(tmp_path, "plan", "config.json", "--nodes", "2", "--batch-tokens", "300000")
+    assert done.returncode == 0 and "5 micro-batches" in done.stdout, done.stderr
+
+
+def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("{}")
+    for arguments, said in (
+        (["plan", "--nodes", "2"], "a model by its sizes needs --layers"),
+        (["plan", "missing:Net", "--nodes", "2"], "there is no module 'missing'"),
+        (["plan", "config.json", "--nodes", "2"], "No such file"),
+        (["plan", "mine:Net"], "how many --nodes are there"),
+        (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
+        (["trace", "trace.json"], "is not a file of layerzero.trace"),
+        (["simulate", "nowhere.json"], "No such file"),
+        (["simulate", "trace.json", "--gbit", "0"], "is not a file of layerzero.trace"),
+    ):
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 2 and said in done.stderr, (arguments, done)
+        assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+# --- what a run says ---
+
+
+def _printed(rank: int, folder: str) -> tuple[str, str, str]:
+    model = layerzero.shard_model(TiedTransformer(), mesh=mesh_of(2), units=TiedTransformer.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    with layerzero.trace(model, f"{folder}/rank{{rank}}.json"):
+        for step in range(2):
+            layerzero.traffic(model, reset=True)
+            TiedTransformer.loss(model, TiedTransformer.batch(step=step, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report, traffic = layerzero.memory(model), layerzero.traffic(model)
+    for exchange in ("hop1", "hop2", "refresh"):
+        assert traffic.predicted[exchange] == traffic.bytes[exchange], exchange
+    assert "agree" not in traffic.predicted
+    rows = {line.split("  ")[0]: line.split()[-4:] for line in str(report).splitlines()}
+    for kind in ("zero3_shard", "accumulator", "reduce_buffer"):
+        predicted, measured = " ".join(rows[kind][:2]), " ".join(rows[kind][2:])
+        assert predicted == measured != "0 B", report
+    return str(report), str(traffic), str(layerzero.metrics(model))
+
+
+def test_reports_are_tables_with_units_and_traces_are_read_by_commands(tmp_path: Path) -> None:
+    memory, traffic, numbers = run_ranks(_printed, str(tmp_path))[0]
+    assert re.search(r"^memory of this rank +predicted +measured$", memory, re.MULTILINE)
+    assert re.search(r"^peak of a step +[\d.]+ .B +[\d.]+ .B$", memory, re.MULTILINE)
+    assert re.search(r"^gather +\d+ ", traffic, re.MULTILINE)
+    assert re.search(r"^axis replica +[\d.]+ .B$", traffic, re.MULTILINE)
+    assert re.search(r"^memory/zero3_shard +[\d.]+ .B$", numbers, re.MULTILINE)
+    assert re.search(r"^steps/taken +1$", numbers, re.MULTILINE)
+
+    done = run(tmp_path, "trace", "rank0.json")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^gather +zero3 +\d+ +[\d.]+ .?B", done.stdout, re.MULTILINE)
+    assert re.search(r"^backward +the root +2 ", done.stdout, re.MULTILINE)
+    slow, fast = (run(tmp_path, "simulate", "rank0.json", "--gbit", gbit).stdout for gbit in ("0.001", "25"))
+    times = [re.search(r"simulated: 2 steps in ([\d.]+) (\w+)", each) for each in (slow, fast)]
+    seconds = [float(each[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[each[2]] for each in times if each is not None]
+    assert len(seconds) == 2 and seconds[0] > seconds[1]
+    assert re.search(r"^hop2 +\d+ +[\d.]+ .?B", fast, re.MULTILINE)
