@@ -45,9 +45,9 @@ setup(
     install_requires=["torch>=2.11"],
     entry_points={"console_scripts": ["layerzero = layerzero.__main__:main"]},
     extras_require={
-        "cli": ["typer"],
-        "checkpoint": ["safetensors", "xxhash>=3.0"],
-        "demo": ["tqdm", "safetensors", "xxhash>=3.0"],
+        "cli": ["typer", "numpy"],
+        "checkpoint": ["safetensors", "xxhash>=3.0", "numpy"],  # torch sends objects between ranks with numpy
+        "demo": ["tqdm", "safetensors", "xxhash>=3.0", "numpy"],
         "tensorboard": ["tensorboard"],
         "test": [
             "pytest",

@@ -94,7 +94,7 @@ def _verify(
             )
         except (TypeError, ValueError) as error:
             _refuse(str(error))
-        except RuntimeError as error:
+        except (RuntimeError, ModuleNotFoundError) as error:
             typer.echo(f"layerzero: {error}", err=True)
             raise typer.Exit(1) from None
         if not dist.is_initialized() or dist.get_rank() == 0:

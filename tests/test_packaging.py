@@ -8,11 +8,16 @@ import sys
 import tarfile
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 import layerzero
+from layerzero import checkpoint
 from layerzero.__main__ import main
+from tests.support.ranks import run_ranks
+from tests.support.snippets import Block, MyModel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,3 +73,18 @@ def test_the_import_is_silent_without_numpy() -> None:
         [sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def _without_numpy(rank: int, folder: str) -> None:
+    model = layerzero.shard_model(MyModel(), zero3_size=2, units={Block})
+    with mock.patch.dict(sys.modules, {"numpy": None}):
+        for wanted in (checkpoint.save, checkpoint.load):
+            with pytest.raises(ModuleNotFoundError, match=r"a checkpoint needs numpy, .*: pip install numpy"):
+                wanted(f"{folder}/one", model)
+        with pytest.raises(ModuleNotFoundError, match=r"layerzero.verify needs numpy, .*: pip install numpy"):
+            layerzero.verify(MyModel, lambda index, rank: torch.ones(2, 8))
+    checkpoint.save(f"{folder}/one", model)
+
+
+def test_what_needs_numpy_says_so_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_without_numpy, str(tmp_path), world_size=2)

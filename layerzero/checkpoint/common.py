@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layerzero.checkpoint.files import CheckpointError, NameTaken
 from layerzero.checkpoint.manifest import Unknown
 from layerzero.comm.agreement import agree
+from layerzero.comm.texts import need_numpy
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -43,6 +44,7 @@ def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object],
 
 
 def check_usable(runtime: Runtime, optimizer: object) -> None:
+    need_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
     if optimizer is not None and optimizer not in runtime.optimizers:

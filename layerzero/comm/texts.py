@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from layerzero.comm.collectives import Exchange, Lane, all_gather
 
-__all__ = ["share_texts"]
+__all__ = ["need_numpy", "share_texts"]
 
 
 def share_texts(lane: Lane, text: str) -> list[str]:
@@ -23,3 +25,11 @@ def share_texts(lane: Lane, text: str) -> list[str]:
     all_gather(lane, Exchange.AGREE, everyone, padded).wait()
     pieces = zip(everyone.view(lane.size, longest), sizes.tolist(), strict=True)
     return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]
+
+
+def need_numpy(what: str) -> None:
+    """torch.distributed sends objects as the bytes of arrays, and says only that numpy is not available."""
+    if find_spec("numpy") is None:
+        raise ModuleNotFoundError(
+            f"{what} needs numpy, with which torch sends objects between ranks: pip install numpy"
+        )

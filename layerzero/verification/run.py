@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.texts import need_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.setup.shard import shard_model
 from layerzero.storage.device import compute_device, default_device_type
@@ -135,6 +136,7 @@ def verify(
         print(report)
         assert report.ok
     """
+    need_numpy("layerzero.verify")
     check_arguments(steps=steps, micro_batches=micro_batches, tolerance=tolerance, timeout=timeout, settings=settings)
     loss_fn = loss_of_output if loss_fn is None else loss_fn
     optimizer_fn = default_optimizer if optimizer_fn is None else optimizer_fn
