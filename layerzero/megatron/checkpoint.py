@@ -72,9 +72,8 @@ def save(
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
             average = None if ema is None else ema.state_dict()
-            checkpoint.save(
-                part, chunk, inner, {"extra": extra, "grad_scaler": scale, "ema": average, "places": places_of(chunk)}
-            )
+            known = {"places": places_of(chunk), "chunks": len(model_chunks)}  # of this one; in this part of the model
+            checkpoint.save(part, chunk, inner, {"extra": extra, "grad_scaler": scale, "ema": average, **known})
     except Exception as error:
         failure = error
     try:

@@ -113,6 +113,8 @@ def export_model(
 
 def _parts(folder: Path) -> Iterator[Path]:
     parts = sorted(folder.glob("layout-*"))
+    if not parts:
+        raise FileNotFoundError(f"{folder} has no parts of a checkpoint of layerzero.megatron.save")
     for part in parts:
         if part.name.partition("-tensor-")[0] != parts[0].name.partition("-tensor-")[0]:
             raise CheckpointError(f"{folder} holds parts of two layouts: {parts[0].name} and {part.name}")
@@ -132,7 +134,14 @@ def _add(found: dict[str, _Whole], part: Path, dtype: torch.dtype | None, *, ave
     manifest = Manifest.read(part)
     manifest.verify()
     contents = Contents.read(manifest)
-    places = contents.document["extra"].get("places", {"because": "it was saved by an older version"})
+    extra = contents.document["extra"]
+    if not isinstance(extra, dict):
+        raise ValueError(f"{part} was not saved by layerzero.megatron.save")
+    stem = part.name.rpartition("-")[0]
+    chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(extra.get("chunks", 0))]
+    if missing := [chunk.name for chunk in chunks if not chunk.is_dir()]:
+        raise CheckpointError(f"{part.parent} lacks {', '.join(missing)}")
+    places = extra.get("places", {"because": "it was saved by an older version"})
     if "because" in places:
         raise ValueError(f"{part} does not say where its parameters belong in the whole model: {places['because']}")
     renamed = {layer_of(name): layer_of(place["name"]) for name, place in places.items() if layer_of(name)}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import layerzero
 import layerzero.megatron
 from layerzero.cli import app
+from layerzero.megatron.export import export_model
 from tests.support.megatron_checkpoints import load, save
 from tests.support.megatron_ranks import (
     Case,
@@ -114,6 +115,12 @@ def test_the_parts_are_the_model_that_megatron_makes_of_them_on_one_rank(which: 
         one, two, three = (state[name] for state in weights)
         torch.testing.assert_close(average, one / 4 + two / 4 + three / 2)
     assert any(not torch.equal(averages[name], weights[2][name]) for name in averages)
+    if case.chunks > 1:
+        for chunk in range(case.chunks):
+            lost = sorted((tmp_path / str(chunk)).glob(f"layout-*-stage-001-chunk-{chunk:03d}"))[-1]
+            shutil.rmtree(lost)
+            without = export(tmp_path / str(chunk), tmp_path / "without.safetensors")
+            assert without.exit_code == 1 and f"lacks {lost.name}" in without.stderr, without.output
 
 
 def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
@@ -136,6 +143,20 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     damaged = export(tmp_path / "run", tmp_path / "two.safetensors")
     assert damaged.exit_code == 1 and file.name in damaged.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no parts of a checkpoint"):
+        export_model(tmp_path / "empty", tmp_path / "two.safetensors")
+    one = next((tmp_path / "run").glob("layout-*"))
+    run_ranks(_save_other_extra, str(tmp_path / "other"), world_size=1)
+    shutil.rmtree(one)
+    shutil.move(tmp_path / "other", one)
+    with pytest.raises(ValueError, match=r"was not saved by layerzero\.megatron\.save"):
+        export_model(tmp_path / "run", tmp_path / "two.safetensors")
+
+
+def _save_other_extra(rank: int, path: str) -> None:
+    model = layerzero.shard_model(torch.nn.Linear(2, 2), mesh=layerzero.init_mesh(1))
+    layerzero.checkpoint.save(path, model, extra=[1])
 
 
 def _save_plain(rank: int, folder: str) -> None:
