@@ -18,7 +18,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, files
 from layerzero.checkpoint.checksums import Scheme
-from layerzero.checkpoint.manifest import manifest_text
+from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from layerzero.checkpoint.storage import Contents
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
@@ -162,18 +162,18 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
             files.Manifest.read(damaged)
     for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}, [10, "x"], [10, 3], [10, "0" * 31], [10, None]):
         table = {DATA: entry}
-        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": table}
+        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
         known["checksums"] = asdict(Scheme.best())
         (damaged / files.MANIFEST).write_bytes(manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             files.Manifest.read(damaged)
     for scheme in (Scheme("md5", 8 << 20), Scheme(["sha256"], 8 << 20), Scheme({}, 1), *map(_with_chunk, ODD_CHUNKS)):
-        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": {}}
+        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}}
         (damaged / files.MANIFEST).write_bytes(manifest_text({**known, "checksums": asdict(scheme)}))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             files.Manifest.read(damaged)
     for checksums in (None, [], "sha256", {}, {"algorithm": "sha256"}, {"algorithm": "sha256", "chunk": 1, "more": 1}):
-        known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": {}, "checksums": checksums}
+        known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}, "checksums": checksums}
         (damaged / files.MANIFEST).write_bytes(manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
             files.Manifest.read(damaged)

@@ -22,7 +22,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, convert, files, untrusted
 from layerzero.checkpoint.checksums import Scheme
-from layerzero.checkpoint.manifest import manifest_text
+from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from layerzero.checkpoint.untrusted import CONTENTS_BYTES, printable
 from layerzero.cli import app
 from tests.support.checkpointing import everything, train
@@ -91,7 +91,7 @@ def test_a_huge_table_of_contents_is_refused_before_it_is_parsed(intact: Path, t
     with (path / "contents.json").open("r+b") as file:
         file.truncate(30 << 30)
     table = {file.name: [file.stat().st_size, "0" * 64] for file in path.iterdir() if file.name != files.MANIFEST}
-    known = {"format": files.FORMAT, "version": files.VERSION, "sequence": 0, "files": table}
+    known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
     known["checksums"] = asdict(Scheme.version_1())
     (path / files.MANIFEST).write_bytes(manifest_text(known))
     _cheaply(lambda: checkpoint.reader(path, verify=False), "contents.json has .* at most 536,870,912 bytes")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
+from layerzero.reliability.numbers import not_finite
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -173,3 +174,17 @@ def _alone(rank: int) -> None:
 
 def test_one_process_is_guarded_too() -> None:
     run_ranks(_alone, world_size=1)
+
+
+def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        largest = torch.finfo(dtype).max
+        for numel in (1, 7, 64, 1000):
+            for place in {0, numel // 2, numel - 1}:
+                fine = torch.randn(numel, generator=generator).to(dtype)
+                for number in (math.nan, math.inf, -math.inf, largest, -largest):
+                    tensor = fine.clone()
+                    tensor[place] = number
+                    assert not_finite({"a": fine, "b": tensor}) == ([] if math.isfinite(number) else ["b"])
+        assert not_finite({"all": torch.full((3,), largest, dtype=dtype)}) == [], "though their sum overflows"

@@ -6,11 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import layerzero
+from layerzero.views.metrics import waited_for
 from tests.support.models import IntegerNet, integer_net
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
@@ -44,6 +47,77 @@ def _count(rank: int) -> None:
     assert again["layerzero/bytes/replica"] == again["layerzero/steps/taken"] == 0
     assert not _under(again, "layerzero/wait_seconds/")
     assert _under(again, "layerzero/memory/") == memory.measured
+
+
+def _straggles(rank: int, victim: int) -> dict[str, float]:
+    """One rank computes for longer in each step, and in the node and between nodes others wait for it."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-4), model)
+    for step in range(12):
+        if step == 2:
+            layerzero.metrics(model)
+        loss = model(torch.ones(2, 5)).sum()
+        if rank == victim:
+            time.sleep(0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = layerzero.metrics(model, reset=False)
+    found = layerzero.metrics(model, compare=True)
+    assert {name: value for name, value in found.items() if name in alone} == alone
+    return {name: value for name, value in found.items() if name not in alone}
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@BOTH
+def test_a_rank_that_is_late_again_and_again_is_named(victim: int, node_memory: str | None) -> None:
+    told = run_ranks(_straggles, victim, world_size=4, node_memory=node_memory)
+    assert all(found == told[0] for found in told)
+    late = {name: value for name, value in told[0].items() if "/waited_for/" in name}
+    assert next(iter(late)) == f"layerzero/waited_for/rank_{victim}", told[0]
+    first, *others = late.values()
+    assert first > 0.5 and all(value < first / 2 for value in others), told[0]
+    links = {name.rsplit("/", 1)[0]: value for name, value in told[0].items() if "/transfer_seconds/" in name}
+    assert set(links) == {"layerzero/transfer_seconds/zero3", "layerzero/transfer_seconds/replica"}
+    assert all(0 <= seconds < first / 2 for seconds in links.values()), "the links are not what they wait for"
+
+
+def test_who_is_waited_for_waits_least() -> None:
+    assert waited_for({0: 5.0, 1: 1.0, 2: 6.0, 3: 5.0}) == {"layerzero/waited_for/rank_1": 4.0}
+    assert waited_for({0: 2.0}) == {} and waited_for({0: 2.0, 1: 2.0}) == {}
+    assert len(waited_for(dict(enumerate([9.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0])))) == 3
+
+
+def _emptied(rank: int) -> list[tuple[float, float]]:
+    """Gradients that stay, as zeros."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-4), model)
+    counted = []
+
+    def count() -> None:
+        found = layerzero.metrics(model, reset=False)
+        counted.append((found["layerzero/steps/taken"], found["layerzero/steps/skipped"]))
+
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    count()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
+    count()
+    for waits in (False, True):  # these are not stepped
+        optimizer.zero_grad(set_to_none=False)
+        model.set_requires_gradient_sync(not waits)
+        model(torch.ones(2, 5)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        optimizer.zero_grad(set_to_none=False)
+        count()
+    return counted
+
+
+def test_zeroed_gradients_are_no_skipped_steps() -> None:
+    assert run_ranks(_emptied, world_size=4) == [[(2, 0), (2, 0), (2, 1), (2, 2)]] * 4
 
 
 def _under(found: dict[str, float], prefix: str) -> dict[str, float]:

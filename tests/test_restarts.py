@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import layerzero
+from layerzero.comm.agreement import agree
+from tests.support.checkpointing import sharded_net, train
+from tests.support.crashing import forks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_restarts.py"
@@ -53,3 +62,37 @@ def test_restarts_that_torch_cannot_make_are_warned_of_at_the_start(never_stoppe
     warned = [line for line in never_stopped.splitlines() if f"{MENDED}=1" in line]
     assert len(warned) == 1, never_stopped
     assert "--max-restarts" in warned[0] and "--standalone" in warned[0]
+
+
+def _keys(rank: int, port: int, attempt: int, dies: bool) -> None:
+    """An attempt on a store that others have used before: what they have left must not be met."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=2)
+    model, optimizer = sharded_net(1, adam=True)
+    layerzero.watchdog(model, 5.0)
+    train(model, optimizer, range(1))
+    if dies and rank == 1:  # while the other one waits for an agreement that it has come to
+        os.kill(os.getpid(), signal.SIGKILL)
+    agree("a test", {"attempt": attempt}, ranks=(0, 1))
+    train(model, optimizer, range(1, 3))
+    os._exit(0)
+
+
+def test_a_store_that_outlives_attempts_confuses_nobody() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    left: set[str] = set()
+    for attempt in range(3):
+        ranks = [forks.Process(target=_keys, args=(rank, server.port, attempt, attempt < 2)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        ranks[1].join(60)
+        if attempt < 2:
+            assert ranks[1].exitcode == -signal.SIGKILL
+            ranks[0].kill()
+        ranks[0].join(60)
+        if hasattr(server, "list_keys"):
+            new = {key for key in server.list_keys() if "layerzero" in key} - left
+            assert new and all(key.startswith(f"attempt {attempt}/") for key in new)
+            left |= new
+    assert [process.exitcode for process in ranks] == [0, 0]

@@ -5,6 +5,7 @@ checksums of the others. See docs/checkpoints.md.
 """
 
 from layerzero.checkpoint.api import PendingSave, per_rank, save, save_async
+from layerzero.checkpoint.buddies import Buddies
 from layerzero.checkpoint.chain import Chain
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import latest
@@ -16,6 +17,7 @@ from layerzero.checkpoint.randomness import random_states, seed_random_states, s
 from layerzero.checkpoint.resuming import Resumed, load_latest
 
 __all__ = [
+    "Buddies",
     "Chain",
     "CheckpointError",
     "LeaveRequest",

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
-from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checksums import Scheme
-from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable, told
-from layerzero.checkpoint.files import CheckpointError, NameTaken, refuse_to_replace
+from layerzero.checkpoint.collecting import Collected, agree_on_state, collect, who_saves
+from layerzero.checkpoint.common import LostEachOther, PathLike, check_usable, told
+from layerzero.checkpoint.files import NameTaken, refuse_to_replace
 from layerzero.checkpoint.folder import next_sequence, tidy
-from layerzero.checkpoint.names import encode_all, trained_rows
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
@@ -31,7 +30,6 @@ from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
-from layerzero.reliability.numbers import few_names, not_finite
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async"]
 
@@ -142,7 +140,8 @@ def save_async(
 class PendingSave:
     """A checkpoint that is being written in the background."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
+        self._what = what  # names it in warnings
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
@@ -176,7 +175,7 @@ class PendingSave:
             return
         self._told = True
         if self._error is not None:
-            said = f"layerzero.checkpoint.save_async: {self._error}. Training goes on, and so will the next save"
+            said = f"{self._what}: {self._error}. Training goes on, and so will the next save"
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
@@ -204,20 +203,14 @@ class _Job:
 
 
 def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, how: _How) -> _Job:
-    topology, everyone = runtime.topology, runtime.everyone
-    rank = everyone.control.rank
+    rank = runtime.everyone.control.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": Scheme.best().algorithm, **asdict(how)}
     failure: Exception | None = None
-    document: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    own: list[Any] = []
-    bad: list[str] = []
+    state = Collected({}, {}, [], {}, [])
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
-        if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
-            raise RuntimeError(torn)
         if how.keep_last is not None and (not isinstance(how.keep_last, int) or how.keep_last < 1):
             raise ValueError(f"keep_last must be a positive int or None, got {how.keep_last!r}")
         if path.name.startswith("."):
@@ -226,44 +219,22 @@ def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, e
             if not how.overwrite:
                 raise NameTaken.at(path)
             refuse_to_replace(path)
-        document, encoder = encode_all(runtime, optimizer, extra, rank=rank)
-        fields |= encoder.digests
-        own = encoder.own
-        tensors = {
-            key: tensor
-            for key, tensor in encoder.tensors.items()
-            if rank == 0 or isinstance(tensor, DTensor) or key.startswith(f"rank{rank}.")
-        }
-        bad = not_finite(trained_rows(runtime, encoder.tensors))
-        if bad and how.require_finite:
-            raise CheckpointError(
-                f"{few_names(bad)} on rank {dist.get_rank()} hold numbers that are not finite: nothing is saved, and "
-                "what was saved before stays. Load the last checkpoint; require_finite=False saves all the same"
-            )
+        state = collect(runtime, optimizer, extra, require_finite=how.require_finite)
     except Exception as error:
         failure = error
-    try:
-        agree_or_raise("checkpoint.save", runtime, fields, failure)
-    except ValueError as error:
-        if failure is not None or " extra" not in str(error):
-            raise
-        raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
+    agree_on_state("checkpoint.save", runtime, fields | state.digests, failure)
     writer = Writer(
         path,
         rank=rank,
-        topology={
-            "data_parallel": topology.data_parallel,
-            "zero3_size": topology.zero3_size,
-            **({} if everyone.size == topology.data_parallel else {"ranks": everyone.size}),
-        },
-        document=document,
-        own=own,
+        topology=who_saves(runtime),
+        document=state.document,
+        own=state.own,
         sequence=partial(next_sequence, path.parent),
-        finite=not bad,
+        finite=not state.bad,
         overwrite=how.overwrite,
         reads_back=how.keep_last is not None,
     )
-    return _Job(path, writer, tensors, how.keep_last)
+    return _Job(path, writer, state.tensors, how.keep_last)
 
 
 def _write_staged(job: _Job, staging: Staging) -> None:

@@ -27,8 +27,9 @@ from layerzero.checkpoint.files import (
 )
 from layerzero.checkpoint.folder import next_sequence
 from layerzero.checkpoint.pretrained import find_safetensors
-from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces, write_safetensors
+from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces
 from layerzero.checkpoint.values import DTYPES, references
+from layerzero.checkpoint.writing import write_safetensors
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
 

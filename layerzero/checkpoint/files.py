@@ -29,14 +29,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from layerzero.checkpoint.checksums import Piece, Scheme, Sums, read_pieces
-from layerzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, manifest_text
+from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError
 
 __all__ = [
@@ -168,10 +168,7 @@ def publish(
             manifest.check_presence(record)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
-    table = {name: [record.size, record.sums] for name, record in sorted(files.items())}
-    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, "token": token}
-    known |= {} if finite is None else {"finite": finite}
-    text = manifest_text({**known, "checksums": asdict(manifest.scheme)})
+    text = manifest.text
     if len(text) > MANIFEST_BYTES:
         raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
     write_file(partial / MANIFEST, [text])

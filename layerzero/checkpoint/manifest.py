@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,11 @@ class Manifest:
     finite: bool | None = None
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Manifest:
+    def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
         """The manifest of the checkpoint at `folder`; of the other files, presence and size are checked.
+
+        Args:
+            parts: other files may be elsewhere.
 
         Raises:
             FileNotFoundError: there is nothing at `folder`.
@@ -95,7 +98,7 @@ class Manifest:
         if type(finite := known.get("finite")) not in (bool, type(None)):
             raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}")
         manifest = cls(folder, records, scheme, sequence, token or None, finite)
-        for record in records.values():
+        for record in () if parts else records.values():
             manifest.check_presence(record)
         return manifest
 
@@ -125,6 +128,14 @@ class Manifest:
         """Differs from that of every other checkpoint."""
         files = sorted((record.name, record.size, record.sums) for record in self.files.values())
         return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
+
+    @property
+    def text(self) -> bytes:
+        """What stands in its file."""
+        table = {name: [record.size, record.sums] for name, record in sorted(self.files.items())}
+        known = {"format": FORMAT, "version": VERSION, "sequence": self.sequence, "files": table, "token": self.token}
+        known |= {} if self.finite is None else {"finite": self.finite}
+        return manifest_text({**known, "checksums": asdict(self.scheme)})
 
     def read_pieces(self, name: str, pieces: Sequence[Piece], *, compare: bool = True) -> None:
         """Bytes of the file `name`; `compare` them with the sums of the chunks in which they lie.

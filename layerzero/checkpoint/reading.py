@@ -44,6 +44,11 @@ class Files:
         self._share = sorted(manifest.files)[rank::ranks]
         self._again: dict[str, list[Piece]] = {}  # by file: what is to be read in place
 
+    def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """That hold something of them."""
+        table = self.contents.tensors
+        return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
+
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         """Compare all that `tensors` are made of, and fill those that are not to be read `in_place`.
 

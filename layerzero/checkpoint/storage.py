@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -34,21 +34,19 @@ from layerzero.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Manifest,
-    host_values,
     make_folder,
     new_token,
     partial_of,
     publish,
     read_back,
     remove,
-    tensor_bytes,
     write_file,
 )
 from layerzero.checkpoint.untrusted import CONTENTS_BYTES, check_json, parse, read_capped
 from layerzero.checkpoint.values import DTYPES, dtype_named, with_all_ranks
-from layerzero.tensors.sharded import plain
+from layerzero.checkpoint.writing import write_items
 
-__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces", "write_safetensors"]
+__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces"]
 
 CONTENTS = "contents.json"
 _PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
@@ -183,16 +181,10 @@ class Writer(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
         if plan.items:
-            # Wide elements first, so that each tensor is aligned in the file.
-            items = sorted(plan.items, key=lambda item: -_written(item)[1].itemsize)
-            record = write_safetensors(
-                self._partial / f"rank-{self._rank:05d}.safetensors",
-                {item.index.fqn: _written(item) for item in items},
-                ((_resolved(planner, item),) for item in items),
-            )
+            record = write_items(self._partial, self._rank, plan.items, planner)
             if self._reads_back:
                 read_back(self._partial, record)
-            results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in items]
+            results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in plan.items]
         future.set_result(results)
         return future
 
@@ -308,38 +300,6 @@ class Reader(StorageReader):
         return True
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
-) -> FileRecord:
-    """Write a safetensors file as its tensors arrive, hashed on the way.
-
-    Args:
-        tensors: shape and dtype by name, in the order of the file.
-        content: for each of them, its values: one or more tensors on any device that follow each other.
-
-    The format: the length of a header as 8 bytes, the header as JSON, the tensors' bytes.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in tensors.items():
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not have")
-        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(path, _safetensors_bytes(text, content))
-
-
-def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> Iterator[Any]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for pieces in content:
-        for piece in pieces:
-            values = host_values(piece)
-            yield from tensor_bytes(values)
-
-
 def opened(path: Path) -> Any:
     """The tensors of a safetensors file, as safetensors' own context manager."""
     try:
@@ -380,17 +340,6 @@ def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int])
     if not offsets:
         return tensors.get_tensor(key)  # type: ignore[no-any-return]
     return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]
-
-
-def _written(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)
-    return plain(tensor.detach())
 
 
 def _pickled(value: Any) -> io.BytesIO:

@@ -48,6 +48,7 @@ __all__ = [
     "lost",
     "reduce_scatter",
     "send_pieces",
+    "swap",
     "tell_all",
     "timeout_of",
 ]
@@ -332,6 +333,17 @@ def send_pieces(
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=lane.group, async_op=True)
         return issued.carried_by(work)
+
+
+def swap(lane: Lane, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str) -> Works:
+    """Start sending host memory to one rank of the lane, and receiving from another; None: nothing goes that way."""
+    with _issued(lane, Exchange.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+        works = []
+        if source is not None and received.numel():
+            works.append(dist.irecv(received, group=lane.group, group_src=source))
+        if to is not None and sent.numel():
+            works.append(dist.isend(sent, group=lane.group, group_dst=to))
+        return issued.carried_by(*(work for work in works if work is not None))
 
 
 def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:

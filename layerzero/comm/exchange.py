@@ -29,6 +29,7 @@ class Exchange(enum.Enum):
     NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
     COLLECT = "collect"  # rows of a parameter and its gradient -> their owner, inside the node
     HAND_BACK = "hand_back"  # the rows that it has updated
+    SNAPSHOT = "snapshot"  # a rank's part of a checkpoint -> the memory of another node
     HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
 
 

@@ -15,7 +15,7 @@ from layerzero.comm.collectives import Exchange, Lane, broadcast, timeout_of
 from layerzero.comm.node import Call, NodeMemory, Region
 from layerzero.comm.signals import refuse_platform
 
-__all__ = ["share_memory"]
+__all__ = ["boot_id", "share_memory"]
 
 _LOG = logging.getLogger("layerzero")
 _SUBJECT = "the memory of the node"
@@ -46,7 +46,7 @@ def share_memory(lane: Lane, region: Region) -> NodeMemory | None:
             memory.reserve()
         except (OSError, ValueError) as error:
             problem = str(error)
-    here = {"host": socket.gethostname(), "boot": _boot()}
+    here = {"host": socket.gethostname(), "boot": boot_id()}
     reason = _objection({**here, "problem": problem}, ranks, problem)
     if reason is None:
         assert memory is not None
@@ -68,7 +68,7 @@ def _objection(fields: dict[str, object], ranks: list[int], problem: str | None)
     return problem
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """What tells one boot of a machine from all others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -15,10 +15,13 @@ def share_texts(lane: Lane, text: str) -> list[str]:
     """The text of every rank of a lane that carries tensors of the CPU, by rank. All of its ranks must call this."""
     if lane.size == 1:
         return [text]
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    data = bytearray(text.encode())
+    own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     sizes = torch.zeros(lane.size, dtype=torch.int64)
     all_gather(lane, Exchange.AGREE, sizes, torch.tensor([len(own)])).wait()
     longest = int(sizes.max())
+    if not longest:
+        return [""] * lane.size
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(own)] = own
     everyone = torch.zeros(lane.size * longest, dtype=torch.uint8)

@@ -35,9 +35,13 @@ class GradientSync:
 
     A backward calls :meth:`begin`, starts the reductions of `queue` as handles are complete, and calls :meth:`finish`
     at its end, or :meth:`abandon` where it has raised.
+
+    Attributes:
+        backwards: begun so far.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
+        self.backwards = 0
         self._debt = Debt.NONE
         self._handles = tuple(handles)
         self._everyone = everyone
@@ -86,6 +90,7 @@ class GradientSync:
 
     def begin(self) -> None:
         """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
+        self.backwards += 1
         self.heed_user()
         with _plain_access():
             for shown in self._shown:

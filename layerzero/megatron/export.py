@@ -15,7 +15,8 @@ from torch import Tensor
 from layerzero.checkpoint.checks import StoredTensor
 from layerzero.checkpoint.convert import model_keys
 from layerzero.checkpoint.files import CheckpointError, Manifest, new_token, partial_of, publish_file, remove
-from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces, write_safetensors
+from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces
+from layerzero.checkpoint.writing import write_safetensors
 from layerzero.megatron.places import layer_of, module_name
 
 __all__ = ["export_model", "holds_parts"]

@@ -42,15 +42,18 @@ class CountedSteps:
     def __init__(self, counter: Counter[str]) -> None:
         self._counter = counter
         self._stepped = True  # since gradients were forgotten last
+        self._backwards = 0  # before they were
 
     def take(self) -> None:
         self._counter["taken"] += 1
         self._stepped = True
 
-    def forget(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        if not self._stepped and any(parameter.grad is not None for group in groups for parameter in group["params"]):
+    def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
+        """`backwards`: so far. Without another, gradients that are there have been zeroed before, and not stepped."""
+        is_new = not self._stepped and backwards > self._backwards
+        if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._counter["skipped"] += 1
-        self._stepped = False
+        self._stepped, self._backwards = False, backwards
 
 
 class AroundAnother(Optimizer):

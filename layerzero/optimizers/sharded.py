@@ -162,7 +162,7 @@ class ShardedOptimizer(AroundAnother):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
         self._runtime.notice_interrupt()
-        self._counted.forget(self.param_groups)
+        self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if set_to_none or self._runtime.gradients.failed:
             for parameter in parameters:

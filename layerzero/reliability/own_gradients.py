@@ -9,7 +9,6 @@ read only when a norm has shown that something is wrong.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.handle import Handle
-from layerzero.reliability.numbers import few_names
+from layerzero.reliability.numbers import few_names, magnitudes
 
 __all__ = ["OwnGradients", "whose"]
 
@@ -57,8 +56,7 @@ def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
     sent = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
     if not sent:
         return
-    # The largest magnitude: a sum of squares may overflow where every element is finite.
-    largest: list[Tensor] = list(torch._foreach_norm([gradient for _, gradient in sent], math.inf))
+    largest = magnitudes([gradient for _, gradient in sent])
     if len(sent) < len(bad):
         by_slot = dict(zip((slot for slot, _ in sent), largest, strict=True))
         nothing = largest[0].new_zeros(())

@@ -12,7 +12,7 @@ import torch
 from layerzero import checkpoint
 from layerzero.checkpoint import files
 from layerzero.checkpoint.checksums import Scheme, sums_of
-from layerzero.checkpoint.manifest import manifest_text
+from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
 
 DATA = "rank-00000.safetensors"
@@ -49,7 +49,7 @@ def sign(
     for name, file in listed.items():
         content = (path / file).read_bytes()
         table[name] = [len(content), sums_of(content, scheme)]
-    known = {"format": files.FORMAT, "version": files.VERSION, "sequence": sequence, "files": table, **more}
+    known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, **more}
     known = {"checksums": asdict(scheme), **known}
     (path / files.MANIFEST).unlink(missing_ok=True)
     (path / files.MANIFEST).write_bytes(manifest_text(known))

@@ -1,0 +1,298 @@
+"""Snapshots in the memory of other nodes: a node that is lost costs the steps since the last one, and no bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import checkpoint
+from layerzero.checkpoint import buddies as module
+from layerzero.checkpoint.buddies import _partners
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.crashing import forks
+from tests.support.models import different
+from tests.support.ranks import run_ranks
+
+NAME = "run"
+
+
+def _node(folder: Path, rank: int, ranks_of_node: int = 2) -> Path:
+    """Of four ranks on two emulated nodes: where the shared memory of a rank's node is mounted."""
+    place = folder / f"node{rank // ranks_of_node}"
+    place.mkdir(exist_ok=True)
+    return place
+
+
+def _home(place: Path) -> Path:
+    return place / f"layerzero-{os.getuid()}-{NAME}"
+
+
+def _lose(place: Path) -> None:
+    """A node: its memory is gone."""
+    shutil.rmtree(place)
+
+
+def _buddies(folder: Path, model, optimizer, node: int | None = None) -> checkpoint.Buddies:
+    place = _node(folder, dist.get_rank() if node is None else 2 * node)
+    return checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
+
+
+# --- what is taken, where it lies, and what is loaded ---
+
+
+def _taken(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    assert keeper.load() is None
+    train(model, optimizer, range(3))
+    states = {}
+    for step in (3, 4, 5):
+        states[step] = everything(model, optimizer)
+        keeper.snapshot({"step": step, "mine": checkpoint.per_rank(rank)})
+        train(model, optimizer, range(step, step + 1))  # while it travels
+    keeper.wait()
+    dist.barrier()
+    home = _home(_node(folder, rank))
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    for file in home.rglob("*"):
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+    pieces = sorted(home.iterdir())
+    assert len({piece.name.partition(".")[0] for piece in pieces}) == 2, "two snapshots, and no more"
+    files = {file.name for piece in pieces for file in piece.glob("*.safetensors")}
+    assert files == {f"rank-{each:05d}.safetensors" for each in range(4)}, "each node has all that another has"
+    dist.barrier()
+    if rank == 0:
+        _lose(_node(folder, 3))
+    dist.barrier()
+    again, its_optimizer = sharded_net(2, adam=True, seed=1)
+    found = _buddies(folder, again, its_optimizer).load()
+    assert found is not None and found.extra == {"step": 5, "mine": rank}
+    assert not (wrong := different(everything(again, its_optimizer), states[5])), wrong
+    train(again, its_optimizer, range(5, 7))
+    train(model, optimizer, range(6, 7))
+    assert not (wrong := different(everything(again, its_optimizer), everything(model, optimizer))), wrong
+    again, its_optimizer = sharded_net(4, adam=True, seed=2)  # another sharding, and all the memory of the other node
+    place = _node(folder, 0)
+    keeper = checkpoint.Buddies(again, its_optimizer, name=NAME, memory=place)
+    found = keeper.load()
+    assert found is not None and not different(everything(again, its_optimizer), states[5])
+    dist.barrier()
+    keeper.close()
+    dist.barrier()
+    assert not home.exists() or rank > 1
+    assert not list(place.iterdir()), "nothing is left"
+
+
+def test_a_snapshot_is_loaded_without_the_memory_of_a_node(tmp_path: Path) -> None:
+    run_ranks(_taken, tmp_path)
+
+
+def _on_fewer(rank: int, folder: Path, states) -> None:
+    again, its_optimizer = sharded_net(1, adam=True, seed=1)
+    found = checkpoint.Buddies(again, its_optimizer, name=NAME, memory=folder / "node0").load()
+    assert found is not None and found.extra == 7
+    assert not (wrong := different(everything(again, its_optimizer), states)), wrong
+
+
+def _take_one(rank: int, folder: Path):
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    train(model, optimizer, range(2))
+    keeper.snapshot(7)
+    keeper.wait()
+    return everything(model, optimizer)
+
+
+def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) -> None:
+    states = run_ranks(_take_one, tmp_path)[0]
+    _lose(tmp_path / "node1")
+    run_ranks(_on_fewer, tmp_path, states, world_size=2)
+
+
+# --- never half new ---
+
+
+def _half_new(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    train(model, optimizer, range(2))
+    keeper.snapshot(2)
+    keeper.wait()
+    state = everything(model, optimizer)
+    train(model, optimizer, range(2, 3))
+    real = module.read_pieces
+    if rank == 1:  # what rank 3 sent has arrived damaged
+
+        def damaged(path: Path, *args: object) -> None:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+            real(path, *args)
+
+        module.read_pieces = damaged
+    try:
+        keeper.snapshot(3)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*rank-00003.safetensors is damaged"):
+            keeper.wait()
+    finally:
+        module.read_pieces = real
+    dist.barrier()
+    again, its_optimizer = sharded_net(2, adam=True, seed=1)
+    found = _buddies(folder, again, its_optimizer).load()
+    assert found is not None and found.extra == 2
+    assert not different(everything(again, its_optimizer), state)
+    keeper.snapshot(3)  # and the next one is taken
+    keeper.wait()
+    found = _buddies(folder, again, its_optimizer).load()
+    assert found is not None and found.extra == 3
+    # A bit flips in memory: the one before is loaded, and the log says so.
+    train(model, optimizer, range(3, 4))
+    keeper.snapshot(4)
+    keeper.wait()
+    dist.barrier()
+    if rank == 2:
+        (newest,) = [p for p in _home(_node(folder, 2)).glob("*.2") if p.name.startswith("0000000003")]
+        file = newest / "rank-00002.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    found = _buddies(folder, again, its_optimizer).load()
+    assert found is not None and found.extra == 3
+
+
+def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(tmp_path: Path) -> None:
+    run_ranks(_half_new, tmp_path)
+
+
+def _refused(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    place = _node(folder, rank)
+    train(model, optimizer, range(1))
+    for name in ("", "a/b"):
+        with pytest.raises(ValueError, match="name must be a plain name"):
+            checkpoint.Buddies(model, optimizer, name=name, memory=place)
+    if rank % 2 == 0:
+        _home(place).mkdir(mode=0o755)
+    dist.barrier()
+    with pytest.raises((PermissionError, RuntimeError), match="is not a folder of this user alone"):
+        checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
+    dist.barrier()
+    if rank % 2 == 0:
+        _home(place).chmod(0o700)
+    dist.barrier()
+    keeper = checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
+    with pytest.raises((TypeError, RuntimeError), match=r"extra.*cannot be put into a checkpoint"):
+        keeper.snapshot(object() if rank == 1 else 1)
+    with pytest.raises(ValueError, match=r"extra.*per_rank"):
+        keeper.snapshot(rank)
+    next(model.parameters()).data.fill_(float("nan"))
+    with pytest.raises((checkpoint.CheckpointError, RuntimeError), match="not finite"):
+        keeper.snapshot(1)
+    assert keeper.load() is None
+    keeper.close()
+    assert not any(thread.name == "layerzero checkpoint" for thread in threading.enumerate())
+
+
+def test_what_cannot_be_taken_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_refused, tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [4, 4, 4], [1, 1], [2, 1, 1], [3, 2, 2], [2, 2, 2, 1]])
+def test_partners_are_on_another_node_and_each_rank_has_one(sizes: list[int]) -> None:
+    nodes = [str(node) for node, size in enumerate(sizes) for _ in range(size)]
+    random.Random(0).shuffle(nodes)
+    pairs = [_partners(nodes, rank) for rank in range(len(nodes))]
+    assert all(nodes[to] != nodes[rank] != nodes[source] for rank, (to, source) in enumerate(pairs))
+    assert all(pairs[to][1] == rank for rank, (to, _) in enumerate(pairs))
+    assert _partners(["a", "a"], 1) == (None, None)
+
+
+# --- processes that are killed, and a node whose memory is gone ---
+
+STEPS, EVERY = 24, 4
+
+
+def _worker(rank: int, folder: str, store: str, node_of: dict[int, int], speed: float) -> None:
+    torch.set_num_threads(1)
+    place = Path(folder, f"node{node_of[rank]}")
+    place.mkdir(exist_ok=True)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
+    found = keeper.load()
+    first = 0 if found is None else int(found.extra)
+    losses = Path(folder, f"first.{Path(store).name}.{rank}")
+    losses.write_text(str(first))
+    for step in range(first, STEPS):
+        train(model, optimizer, range(step, step + 1))
+        Path(folder, f"step.{rank}").write_text(str(step + 1))
+        time.sleep(speed)
+        if (step + 1) % EVERY == 0:
+            keeper.snapshot(step + 1)
+    keeper.wait()
+    state = {name: value.tolist() for name, value in everything(model, optimizer).items()}
+    Path(folder, f"end.{rank}").write_text(json.dumps(state))
+    dist.barrier()
+    keeper.close()
+    os._exit(0)
+
+
+def _start(folder: Path, attempt: int, node_of: dict[int, int], speed: float):
+    store = str(folder / f"store{attempt}")
+    ranks = [forks.Process(target=_worker, args=(r, str(folder), store, node_of, speed)) for r in range(4)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _kill(ranks) -> None:
+    for process in ranks:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_node_that_is_killed_is_replaced_by_a_spare_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir(), killed.mkdir()
+    for process in _start(calm, 0, {0: 0, 1: 0, 2: 1, 3: 1}, 0.0):
+        process.join()
+        assert process.exitcode == 0
+    ranks = _start(killed, 0, {0: 0, 1: 0, 2: 1, 3: 1}, 0.02)
+    at, node = draw.randrange(2 * EVERY, STEPS - EVERY), draw.randrange(2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        told = killed / "step.0"
+        if told.exists() and told.read_text() and int(told.read_text()) >= at:
+            break
+        time.sleep(0.005)
+    time.sleep(draw.uniform(0, 0.1))
+    _kill(ranks[2 * node : 2 * node + 2])
+    died_at = int((killed / f"step.{2 * node}").read_text())
+    _kill(ranks)  # as a launcher ends those that are left
+    _lose(killed / f"node{node}")
+    other = 1 - node  # the spare takes the first ranks: who has what moves, too
+    ranks = _start(killed, 1, {0: 2, 1: 2, 2: other, 3: other}, 0.0)
+    for process in ranks:
+        process.join(120)
+        assert process.exitcode == 0
+    first = {int(file.read_text()) for file in killed.glob("first.store1.*")}
+    assert len(first) == 1, "all ranks go on from the same step"
+    assert died_at - 2 * EVERY <= first.pop() <= died_at + EVERY
+    for rank in range(4):
+        assert (killed / f"end.{rank}").read_text() == (calm / f"end.{rank}").read_text()
+    assert not [place for place in killed.glob("node*") if list(place.iterdir())], "nothing is left at the end"
