@@ -94,20 +94,20 @@ def _compared(runtime: Runtime, ledger: Ledger) -> dict[str, float]:
     waited = {rank: waits for rank, (waits, _) in zip(everyone.ranks, told, strict=True)}
     found = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:
-        seconds = {tuple(of[axis]): min(waited[rank][axis] for rank in of[axis]) for _, of in told if len(of[axis]) > 1}
-        if seconds:
-            slowest = max(seconds, key=lambda ranks: (seconds[ranks], ranks))
+        least = {tuple(of[axis]): min(waited[rank][axis] for rank in of[axis]) for _, of in told if len(of[axis]) > 1}
+        if least:
+            slowest = max(least, key=lambda ranks: (least[ranks], ranks))
             name = "_".join(map(str, slowest))
-            found[f"layerzero/transfer_seconds/{axis}/ranks_{name}"] = seconds[slowest]
+            found[f"layerzero/transfer_seconds/{axis}/ranks_{name}"] = least[slowest]
     return found
 
 
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
     """The ranks that others wait for, by what each has waited itself."""
     late: dict[int, float] = {}
-    for rank, seconds in waited.items():
+    for rank, own in waited.items():
         others = [waits for other, waits in waited.items() if other != rank]
-        if others and (more := median(others) - seconds) > 0:
+        if others and (more := median(others) - own) > 0:
             late[rank] = more
     most: Sequence[int] = sorted(late, key=lambda rank: (-late[rank], rank))[:_SHOWN]
     return {f"layerzero/waited_for/rank_{rank}": late[rank] for rank in most}
