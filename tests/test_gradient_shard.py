@@ -27,8 +27,8 @@ from tests.support.models import (
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 # Backwards outside (r) and inside (u) no_sync, and steps (s); gradients are forgotten by z (to None), k (to zeros) and
-# d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e evaluates; x is a backward
-# that fails, and z.
+# d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e is a forward without a
+# backward; x is a backward that fails, and z.
 ODD_ORDERS = (
     *("rr", "rrr", "rur", "ruur", "urur", "ruru", "rsr", "rsur", "rurs"),
     *("rzr", "rkr", "ruzr", "rukr", "ukur", "rkur", "rkk"),
@@ -65,8 +65,7 @@ def _run_odd_order(rank: int, script: str, model: nn.Module, optimizer: Optimize
             for parameter in (*model.parameters(), *net.parameters()):
                 parameter.grad = torch.ones_like(parameter.detach())
         elif action == "e":
-            with torch.no_grad():
-                model(integer_batch()[0])
+            model(integer_batch()[0])
         elif action == "s":
             theirs.step()
             optimizer.step()
