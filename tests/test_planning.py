@@ -229,6 +229,13 @@ def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None
         assert grown == pytest.approx([grown[0]] * 4, rel=1e-9), (shared, mode, between)
 
 
+def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
+    found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
+    for row in (*found.rows, *found.peers):
+        machine, program = found.workshop.program(row.choice)
+        assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
+
+
 # --- what people give and get ---
 
 SMALL = Sizes(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
@@ -247,6 +254,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "node_memory"):
             assert getattr(config, name) == getattr(chosen, name), name
         assert list(config.units) == ["Block"]
+        assert 'units={"Block"}' in text if model is SMALL else "units={Block}" in text
         call = text[text.index("model = layerzero.shard_model(") : text.index("# layerzero.yaml")]
         compile(call, "call", "exec")
         assert f"zero3_size={found.best.choice.zero3_size}" in call
@@ -324,6 +332,7 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     for change, message in (
         ({"model_type": "walrus"}, "model_type 'walrus' is not known here .*module:function"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ):
         wrong = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))

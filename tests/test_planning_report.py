@@ -136,6 +136,7 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run(tmp_path, "plan", "config.json", "--nodes", "2", "--batch-tokens", "300000")
     assert done.returncode == 0 and "5 micro-batches" in done.stdout, done.stderr
+    assert "units: auto" in done.stdout and 'units="auto"' in done.stdout, "as models of transformers say themselves"
 
 
 def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
