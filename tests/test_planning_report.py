@@ -62,6 +62,9 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     assert found.why.split(":")[0] in page
     for said in ("gather", "hop 1", "hop 2", "refresh", "compute", "FSDP2", "HSDP", "ZeRO-1", "accumulator"):
         assert said in page, said
+    charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
+        assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
 
 
 def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
