@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.paper import Paper, foreseen, optimizer_bytes, where_of
 from layerzero.planning.program import Compute, Launch, Operation, Reduce, Wait, from_events
 from layerzero.planning.schedule import Sharding, Work, layerzero_program
+from layerzero.planning.text import yaml_text
 from layerzero.storage.buffers import StoragePool
 from layerzero.views.tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks
@@ -258,6 +260,17 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         call = text[text.index("model = layerzero.shard_model(") : text.index("# layerzero.yaml")]
         compile(call, "call", "exec")
         assert f"zero3_size={found.best.choice.zero3_size}" in call
+
+
+def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
+    found = plan(SMALL, Cluster(nodes=2, accelerators=2), zero3_sizes=[2], micro_batches=[2], offload=True)
+    path = tmp_path / "layerzero.yaml"
+    for row in found.rows:
+        path.write_text(yaml_text(replace(found, best=row)))
+        config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer"):
+            assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
+    assert {row.choice.accumulation for row in found.rows} == {"sharded", "full"}
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
