@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.paper import Paper, foreseen, optimizer_bytes, where_of
 from layerzero.planning.program import Compute, Launch, Operation, Reduce, Wait, from_events
 from layerzero.planning.schedule import Sharding, Work, layerzero_program
+from layerzero.planning.text import yaml_text
 from layerzero.storage.buffers import StoragePool
 from layerzero.views.tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks
@@ -229,6 +231,13 @@ def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None
         assert grown == pytest.approx([grown[0]] * 4, rel=1e-9), (shared, mode, between)
 
 
+def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
+    found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
+    for row in (*found.rows, *found.peers):
+        machine, program = found.workshop.program(row.choice)
+        assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
+
+
 # --- what people give and get ---
 
 SMALL = Sizes(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
@@ -247,9 +256,21 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "node_memory"):
             assert getattr(config, name) == getattr(chosen, name), name
         assert list(config.units) == ["Block"]
+        assert 'units={"Block"}' in text if model is SMALL else "units={Block}" in text
         call = text[text.index("model = layerzero.shard_model(") : text.index("# layerzero.yaml")]
         compile(call, "call", "exec")
         assert f"zero3_size={found.best.choice.zero3_size}" in call
+
+
+def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
+    found = plan(SMALL, Cluster(nodes=2, accelerators=2), zero3_sizes=[2], micro_batches=[2], offload=True)
+    path = tmp_path / "layerzero.yaml"
+    for row in found.rows:
+        path.write_text(yaml_text(replace(found, best=row)))
+        config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer"):
+            assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
+    assert {row.choice.accumulation for row in found.rows} == {"sharded", "full"}
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
@@ -324,6 +345,7 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     for change, message in (
         ({"model_type": "walrus"}, "model_type 'walrus' is not known here .*module:function"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ):
         wrong = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))

@@ -62,6 +62,9 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     assert found.why.split(":")[0] in page
     for said in ("gather", "hop 1", "hop 2", "refresh", "compute", "FSDP2", "HSDP", "ZeRO-1", "accumulator"):
         assert said in page, said
+    charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
+        assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
 
 
 def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
@@ -136,6 +139,7 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run(tmp_path, "plan", "config.json", "--nodes", "2", "--batch-tokens", "300000")
     assert done.returncode == 0 and "5 micro-batches" in done.stdout, done.stderr
+    assert "units: auto" in done.stdout and 'units="auto"' in done.stdout, "as models of transformers say themselves"
 
 
 def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:

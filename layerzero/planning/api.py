@@ -120,13 +120,14 @@ def plan(
     built = _built(model if sizes is None else sizes)
     if units is None:
         units = {TransformerBlock} if sizes is not None else "auto" if block_classes(built) else None
+    called = "" if sizes is None else "Block" if isinstance(model, Sizes) else "auto"
     paper = Paper(built, LayerZeroConfig(units=units))
     if sizes is not None:
         load = Load.of_sizes(sizes, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize)
         load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
     else:
         load = Load.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    shop = Workshop(paper, load, cluster, dtype, units, of_sizes=sizes is not None)
+    shop = Workshop(paper, load, cluster, dtype, units, called)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts}; give numbers of at least 1")

@@ -13,7 +13,7 @@ from layerzero.planning.api import Plan
 from layerzero.planning.machine import simulate
 from layerzero.planning.rows import Row
 from layerzero.planning.text import HEADER, call_text, cells, yaml_text
-from layerzero.views.tables import seconds, size
+from layerzero.views.tables import rate, seconds, size
 
 __all__ = ["report_html", "write_report"]
 
@@ -53,11 +53,11 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     row = plan.best or shown[0]
     parts = [
         "<h1>Plan</h1>",
-        f"<p>{plan.numel / 1e9:.3g} billion parameters in {plan.units} units; {cluster.nodes} nodes &times; "
+        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
         f"{cluster.accelerators} accelerators of {cluster.memory:g} GB, {cluster.between:g} Gbit/s a node.</p>",
         f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
         "<h2>Memory of an accelerator at its peak</h2>",
-        _memory([*shown, *plan.peers[: len({peer.choice.scheme for peer in plan.peers})]], plan),
+        _memory([*shown, *_peers(plan, row)], plan),
         f"<h2>A step of {escape(_name(row))}</h2>",
         _step(plan, row),
         "<h2>Time for a micro-batch over nodes</h2>",
@@ -78,6 +78,11 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
     )
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _peers(plan: Plan, row: Row) -> list[Row]:
+    """With as many micro-batches."""
+    return [peer for peer in plan.peers if peer.choice.micro_batches == row.choice.micro_batches]
 
 
 def _name(row: Row) -> str:
@@ -129,10 +134,7 @@ def _step(plan: Plan, row: Row) -> str:
 
 
 def _over_nodes(plan: Plan, row: Row, nodes: Sequence[int]) -> str:
-    choices = {"layerzero": row.choice}
-    for peer in plan.peers:
-        if peer.choice.micro_batches == row.choice.micro_batches:
-            choices[peer.choice.scheme] = peer.choice
+    choices = {each.choice.scheme: each.choice for each in (row, *_peers(plan, row))}
     series = {}
     for name, choice in choices.items():
         curve = [

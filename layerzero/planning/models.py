@@ -202,6 +202,9 @@ def read_config(path: str | os.PathLike[str]) -> Sizes:
 
 
 def _of_llama(content: Mapping[str, Any], kind: str) -> Sizes:
+    biases = {bool(content.get(name)) for name in ("attention_bias", "mlp_bias")}
+    if len(biases) > 1:
+        raise ValueError("attention_bias and mlp_bias differ, which is not known here: plan from module:function")
     return Sizes(
         layers=content["num_hidden_layers"],
         hidden=content["hidden_size"],
@@ -210,7 +213,7 @@ def _of_llama(content: Mapping[str, Any], kind: str) -> Sizes:
         heads=content["num_attention_heads"],
         kv_heads=content.get("num_key_value_heads") or content["num_attention_heads"],
         head_dim=content.get("head_dim") or 0,
-        biases=bool(content.get("attention_bias")) and bool(content.get("mlp_bias")),
+        biases=biases.pop(),
         qkv_biases=kind == "qwen2",
         head_norms=kind == "qwen3",
         experts=content["num_local_experts"] if kind == "mixtral" else 0,

@@ -113,7 +113,7 @@ class Workshop:
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    of_sizes: bool = False
+    called: str = ""  # the units of a model whose modules are not here, by the name to paste
     _timed: dict[tuple[Choice, int], _Timed] = field(default_factory=dict)
 
     def config(self, choice: Choice) -> LayerZeroConfig:

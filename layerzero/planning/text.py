@@ -179,16 +179,18 @@ def yaml_text(plan: Plan) -> str:
 
 def _units(plan: Plan, *, yaml: bool) -> str:
     """Classes by their names; of a model by sizes, nobody knows what its blocks are called."""
-    units = plan.workshop.units
+    units, called = plan.workshop.units, plan.workshop.called
     if units is None:
         return "null" if yaml else "None"
-    if isinstance(units, str):
-        return units if yaml else f'"{units}"'
+    if called == "auto" or isinstance(units, str):
+        name = called or str(units)
+        return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
         return "null  # what your callable names" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(units)  # type: ignore[call-overload]
-    names = ["Block" if plan.workshop.of_sizes else each if isinstance(each, str) else each.__name__ for each in named]
+    names = [called or (each if isinstance(each, str) else each.__name__) for each in named]
     if yaml:
-        comment = "  # the class of your model's blocks" if plan.workshop.of_sizes else ""
+        comment = "  # the class of your model's blocks" if called else ""
         return f"[{', '.join(names)}]{comment}"
-    return "{" + ", ".join(f'"{each}"' if isinstance(each, str) else each.__name__ for each in names) + "}"
+    quoted = [f'"{name}"' if called or isinstance(each, str) else name for name, each in zip(names, named, strict=True)]
+    return f"{{{', '.join(quoted)}}}"
