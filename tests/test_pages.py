@@ -54,7 +54,7 @@ def _commands() -> list[tuple[str, str]]:
     found = []
     for path in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         page = read_page(path)
-        lines = [line for piece in page.snippets(*LANGUAGES) for line in piece.text.splitlines()]
+        lines = [line for piece in page.snippets(*LANGUAGES) for line in piece.text.replace("\\\n", " ").splitlines()]
         told = [match[1] for line in lines if (match := COMMAND.match(line))]
         told += [" ".join(text.split()) for text in INLINE.findall(path.read_text(encoding="utf-8"))]
         found += [(page.name, command) for command in told]
