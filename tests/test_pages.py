@@ -45,7 +45,7 @@ def test_what_is_not_run_has_a_reason_and_is_counted() -> None:
 
 
 # In a block without a language or of a shell's, and between backticks: what readers are told to type.
-COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero|make|torchrun) .+)$")
+COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero(?= +(?:--)?[a-z])|make|torchrun) .+)$")
 INLINE = re.compile(r"`((?:python -m|layerzero|make|torchrun) [^`]+)`")
 LANGUAGES = ("text", "bash", "sh", "console")
 
