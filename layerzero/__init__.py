@@ -8,9 +8,11 @@
 import warnings
 
 with warnings.catch_warnings():
-    # torch's word on a numpy that is not there: nothing here needs one.
+    # torch's word on a numpy that is not there: training needs none.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    from layerzero import checkpoint, optimizers, planning
+    import torch  # noqa: F401
+
+from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_

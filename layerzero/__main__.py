@@ -28,11 +28,19 @@ def main() -> None:
 
 def _commands() -> Iterator[tuple[str, str]]:
     """Names and first lines of the commands, from the source of what cannot be imported."""
-    tree = ast.parse(Path(__file__).with_name("cli.py").read_text(encoding="utf-8"))
-    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        for call in function.decorator_list:
+    package = Path(__file__).parent
+    for path in (package / "cli.py", *sorted(package.glob("*/commands.py"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        # @app.command("name") above a function, or app.command("name")(function)
+        named: list[tuple[ast.expr, str]] = [(call, f.name) for f in functions.values() for call in f.decorator_list]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Call)]
+        named += [
+            (call.func, argument.id) for call in calls for argument in call.args if isinstance(argument, ast.Name)
+        ]
+        for call, function in named:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "app.command" and call.args:
-                yield ast.literal_eval(call.args[0]), (ast.get_docstring(function) or "").partition("\n")[0]
+                yield ast.literal_eval(call.args[0]), (ast.get_docstring(functions[function]) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

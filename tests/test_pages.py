@@ -45,7 +45,7 @@ def test_what_is_not_run_has_a_reason_and_is_counted() -> None:
 
 
 # In a block without a language or of a shell's, and between backticks: what readers are told to type.
-COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero|make|torchrun) .+)$")
+COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero(?= +(?:--)?[a-z])|make|torchrun) .+)$")
 INLINE = re.compile(r"`((?:python -m|layerzero|make|torchrun) [^`]+)`")
 LANGUAGES = ("text", "bash", "sh", "console")
 
@@ -54,7 +54,7 @@ def _commands() -> list[tuple[str, str]]:
     found = []
     for path in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         page = read_page(path)
-        lines = [line for piece in page.snippets(*LANGUAGES) for line in piece.text.splitlines()]
+        lines = [line for piece in page.snippets(*LANGUAGES) for line in piece.text.replace("\\\n", " ").splitlines()]
         told = [match[1] for line in lines if (match := COMMAND.match(line))]
         told += [" ".join(text.split()) for text in INLINE.findall(path.read_text(encoding="utf-8"))]
         found += [(page.name, command) for command in told]
