@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-megatron test soak integrations quick check format coverage docs messages dist bench bench-gpu clean
+.PHONY: demo demo-megatron test soak chaos integrations quick check format coverage docs messages dist bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -22,6 +22,9 @@ test: $(VENV)/ready  ## the whole test suite
 
 soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; ARGS="--seconds 3600 --seed 1000" for more and others
 	$(BIN)/python -m tests.soak $(ARGS)
+
+chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tries 50 --seed 7 --only SIGKILL"
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
 	$(PYTEST) tests/integrations $(ARGS)

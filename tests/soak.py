@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 from itertools import count
+from pathlib import Path
 
-from tests.support.monkey import Operation, Program, failure_of, program_of, shrunk
+from tests.support.lasting import growth, held_over
+from tests.support.monkey import Operation, Program, Setting, failure_of, program_of, shrunk
 
 
 def soak(seconds: float, first: int) -> tuple[int, str | None]:
@@ -41,7 +43,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--operations", type=int, default=2000, help="on one model, over which nothing may grow")
     args = parser.parse_args()
     done, failure = soak(args.seconds, args.seed)
     print(failure or f"{done} programs of 40 operations, all equal to the plain model")
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(2, "bf16", "sharded", "auto", muon=False)
+        held = held_over(Path(folder), setting, seed=args.seed, operations=args.operations, timeout=3600.0)
+    failure = failure or growth(held)
+    print(growth(held) or f"{args.operations} operations on one model, and nothing has grown: {held[0][-1]}")
     sys.exit(failure is not None)

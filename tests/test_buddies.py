@@ -88,6 +88,8 @@ def _taken(rank: int, folder: Path) -> None:
     found = keeper.load()
     assert found is not None and not different(everything(again, its_optimizer), states[5])
     dist.barrier()
+    (keeper.folder / "view.7").mkdir(exist_ok=True)  # of a process that has died while it loaded
+    dist.barrier()
     keeper.close()
     dist.barrier()
     assert not home.exists() or rank > 1
@@ -174,6 +176,35 @@ def _half_new(rank: int, folder: Path) -> None:
 
 def test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before(tmp_path: Path) -> None:
     run_ranks(_half_new, tmp_path)
+
+
+def _no_room(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    train(model, optimizer, range(1))
+    keeper.snapshot(1)
+    real = module.write_items
+    if rank == 2:
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        module.write_items = full
+    try:
+        with pytest.raises((checkpoint.CheckpointError, RuntimeError), match=r"No space left .* has room for"):
+            keeper.snapshot(2)
+    finally:
+        module.write_items = real
+    found = keeper.load()
+    assert found is not None and found.extra == 1
+    for step in (3, 4):
+        keeper.snapshot(step)
+        found = keeper.load()
+        assert found is not None and found.extra == step
+
+
+def test_where_there_is_no_room_what_was_taken_stays(tmp_path: Path) -> None:
+    run_ranks(_no_room, tmp_path)
 
 
 def _refused(rank: int, folder: Path) -> None:

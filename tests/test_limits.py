@@ -325,6 +325,11 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_bits.py::test_a_flipped_bit_is_noticed_before_the_next_step_and_located",
         "test_watchdog.py::test_who_is_in_time_is_not_told_of",
     ),
+    "`checkpoint.Buddies` needs memory": (
+        "test_buddies.py::test_a_snapshot_is_loaded_without_the_memory_of_a_node",
+        "test_buddies.py::test_a_snapshot_that_is_not_whole_or_is_damaged_leaves_the_one_before",
+        "test_buddies.py::test_where_there_is_no_room_what_was_taken_stays",
+    ),
 }
 
 # What this suite cannot show, and why.

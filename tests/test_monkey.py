@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.soak import soak
+from tests.support.lasting import Held, growth, held_over
 from tests.support.monkey import OPERATIONS, Operation, Program, Setting, _Monkey, failure_of, program_of, shrunk
 from tests.support.ranks import run_ranks
 
@@ -70,3 +71,16 @@ def _lied_to(rank: int, folder: str) -> None:
 
 def test_a_model_that_is_not_the_same_is_noticed(tmp_path: Path) -> None:
     run_ranks(_lied_to, str(tmp_path))
+
+
+def test_nothing_grows_over_many_operations(tmp_path: Path) -> None:
+    held = held_over(tmp_path, Setting(2, "bf16", "sharded", "auto", muon=False), seed=0, operations=160, marks=2)
+    assert growth(held) is None, growth(held)
+
+
+def test_what_grows_is_noticed() -> None:
+    before = Held(1 << 30, 1 << 20, 10, 20, 6, 40)
+    assert growth([[before, before]]) is None
+    for name in Held._fields:
+        more = before._replace(**{name: getattr(before, name) + (100 << 20 if name in ("resident", "tensors") else 9)})
+        assert f"['{name}']" in (growth([[before, before], [before, more]]) or "")

@@ -19,7 +19,6 @@ import os
 import shutil
 import time
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -184,9 +183,7 @@ class Buddies:
         """Wait, and remove all snapshots of the run from the memory of all nodes. All ranks must call this."""
         self._finish()
         share_texts(self._lane, "")  # nobody needs them any more
-        self._remove_all_but(set())
-        with suppress(OSError):  # others of the node are at it
-            self.folder.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)  # others of the node are at it, too
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
