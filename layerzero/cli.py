@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, convert
+from layerzero.checkpoint.checks import ranks_that_saved
 from layerzero.checkpoint.untrusted import printable
 from layerzero.config.named import load_named
 from layerzero.megatron.export import export_model as export_parts
@@ -118,7 +119,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     for name, shape, dtype, nbytes, files in rows:
         texts = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
         typer.echo("  ".join((*texts, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
-    ranks, zero3_size = found.topology["data_parallel"], found.topology["zero3_size"]
+    ranks, zero3_size = ranks_that_saved(found.topology) or 0, found.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
         f"number {found.sequence} in its folder; {found.nbytes:,} bytes in all; every file is intact"

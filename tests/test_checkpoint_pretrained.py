@@ -123,6 +123,8 @@ def _misfits(rank: int, folder: str) -> None:
         assert said in message, message
     message = _refused(f"{folder}/{'a' if rank == 0 else 'b'}.safetensors", model)
     assert re.search(r"ranks disagree.*files", message), message
+    message = _refused(f"{folder}/{'a' if rank == 0 else 'c'}.safetensors", model)
+    assert re.search(r"ranks disagree.*files", message), "two trainings of one model"
     assert "no model.safetensors" in _refused(f"{folder}/nothing", model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,6 +137,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     save_file(_state(), tmp_path / "a.safetensors")
     save_file(_state(torch.bfloat16), tmp_path / "b.safetensors")
+    tuned = _state()
+    tuned["norm.weight"] = tuned["norm.weight"] + 2**-10
+    save_file(tuned, tmp_path / "c.safetensors")
     state = {**_state(), "stranger": torch.ones(3)}
     del state["norm.bias"]
     state["norm.weight"] = torch.ones(3)
@@ -153,6 +158,8 @@ def test_folders_and_indexes_that_are_not_right_are_named(tmp_path: Path) -> Non
     for text, said in (
         ('{"weight_map": {"a": "model-0.safetensors"}}', "model-0.safetensors lacks a"),
         ('{"weight_map": {"a": "../model-0.safetensors"}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": ".."}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": ""}}', "is not the name of a file beside it"),
         ('{"weight_map": {"a": 3}}', "is not an index"),
         ("[]", "is not an index"),
     ):

@@ -188,3 +188,37 @@ def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
                     tensor[place] = number
                     assert not_finite({"a": fine, "b": tensor}) == ([] if math.isfinite(number) else ["b"])
         assert not_finite({"all": torch.full((3,), largest, dtype=dtype)}) == [], "though their sum overflows"
+
+
+def _one_half_is_bad(rank: int) -> None:
+    """Only the first optimizer's gradients, which are gone when the other one asks."""
+    model, optimizers = _net(2)
+    guard = layerzero.guard_steps(model, *optimizers, skips=9)
+    for turn, order in enumerate(((0, 1), (1, 0), (0, 1))):
+        _pass(model, rank, turn, spoil={1: math.inf}, where="first")
+        before = full_parameters(model)
+        for number in order:
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+        assert not different(full_parameters(model), before), f"where one skips, all do: {order}"
+        assert guard.skipped == guard.in_a_row == turn + 1, "of a batch, it counts once"
+    for order in ((1, 0), (0, 1)):
+        _pass(model, rank, 3, spoil={})
+        for number in order:
+            before = full_parameters(model)
+            optimizers[number].step()
+            assert different(full_parameters(model), before), "a verdict is of one batch"
+            optimizers[number].zero_grad()
+    assert guard.in_a_row == 0
+    _pass(model, rank, 4, spoil={1: math.inf}, where="first")
+    optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    _pass(model, rank, 5, spoil={})  # optimizers that take turns, a batch each
+    before = full_parameters(model)
+    optimizers[1].step()
+    assert different(full_parameters(model), before)
+
+
+def test_where_one_optimizer_skips_all_do_for_that_batch() -> None:
+    run_ranks(_one_half_is_bad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import exit_codes, forks
 from tests.support.models import different
 from tests.support.ranks import run_ranks
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def _asked(rank: int, folder: str, victim: int, when: int) -> int:
@@ -63,6 +66,60 @@ def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
     run_ranks(_nobody, world_size=2)
 
 
+def _left(rank: int) -> None:
+    model, _ = sharded_net(2)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError), checkpoint.on_signal(signal.SIGTERM, model) as request:
+        if rank == 0:  # and the others never ask
+            assert not request.asked()
+        raise KeyError
+    dist.barrier()
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+    request = checkpoint.on_signal(signal.SIGTERM, model)
+
+    def lost() -> None:
+        raise RuntimeError("a rank is gone")
+
+    request._settle = lost
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        request.close()
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1, "that came first"
+    request = checkpoint.on_signal(signal.SIGUSR2, model)
+    request._before = None  # as of a handler that is not Python's
+    request.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_request_that_is_left_by_an_exception_puts_everything_back() -> None:
+    run_ranks(_left, world_size=2)
+
+
+def _several(rank: int) -> None:
+    model, _ = sharded_net(1)
+    one, two = (checkpoint.on_signal(each, model, deadline=100) for each in (signal.SIGTERM, signal.SIGUSR1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert two.asked() and not one.asked()
+    one.close()
+    ours = signal.set_wakeup_fd(-1)
+    assert ours != -1, "the other one still needs it"
+    signal.set_wakeup_fd(ours)
+    two.close()
+    assert signal.set_wakeup_fd(-1) == -1
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.setblocking(False)
+        with checkpoint.on_signal(signal.SIGTERM, model):
+            signal.set_wakeup_fd(theirs.fileno())
+        assert signal.set_wakeup_fd(-1) == theirs.fileno(), "somebody else's stays"
+    with pytest.raises(OSError, match="Invalid argument"):
+        checkpoint.on_signal(signal.SIGKILL, model)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_several_requests_share_what_wakes_them_until_the_last_is_closed() -> None:
+    run_ranks(_several, world_size=1)
+
+
 def _stuck(rank: int, folder: Path) -> None:
     """Rank 0 waits, inside gloo, for rank 1, which never comes."""
     torch.set_num_threads(1)
@@ -70,14 +127,16 @@ def _stuck(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model, optimizer = sharded_net(2, node_memory="off")
     train(model, optimizer, range(1))
-    checkpoint.on_signal(signal.SIGTERM, model, deadline=1.0, exit_code=75)
+    requests = [checkpoint.on_signal(each, model, deadline=1.0, exit_code=75) for each in ASKING]
+    assert len(requests) == 2
     (folder / f"ready.{rank}").touch()
     if rank == 1:
         time.sleep(60)
     train(model, optimizer, range(1, 2))
 
 
-def test_the_deadline_is_kept_by_a_rank_that_waits_for_a_dead_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", ASKING)
+def test_the_deadline_is_kept_by_a_rank_that_waits_for_a_dead_one(tmp_path: Path, signum: signal.Signals) -> None:
     ranks = [forks.Process(target=_stuck, args=(rank, tmp_path), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
@@ -87,6 +146,6 @@ def test_the_deadline_is_kept_by_a_rank_that_waits_for_a_dead_one(tmp_path: Path
     time.sleep(0.5)  # rank 0 waits by now
     began = time.monotonic()
     for process in ranks:
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signum)
     assert exit_codes(ranks) == [75, 75]
     assert time.monotonic() - began < 10

@@ -24,9 +24,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from typer.testing import CliRunner
 
 import layerzero
 from layerzero.checkpoint.convert import export_model
+from layerzero.cli import app
 from tests.support.models import (
     different,
     exact_sgd,
@@ -293,6 +295,9 @@ def _saves(rank: int, folder: Path) -> None:
     extra = {"ema": ema.state_dict(), "rank": layerzero.checkpoint.per_rank(rank)}
     layerzero.checkpoint.save(folder / "ours", model, optimizer, extra)
     layerzero.checkpoint.save_async(folder / "later", model, optimizer).wait()
+    if rank == 0:
+        said = CliRunner().invoke(app, ["inspect", str(folder / "ours")])
+        assert "saved by 4 ranks with zero3_size=" in said.stdout, said.output
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "torch")
     if rank == 0:
         export_model(folder / "ours", folder / "whole.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -145,3 +146,56 @@ def _in_time(rank: int) -> None:
 @pytest.mark.parametrize("memory", ["off", None])
 def test_who_is_in_time_is_not_told_of(memory: str | None) -> None:
     run_ranks(_in_time, world_size=2, node_memory=memory)
+
+
+def _two_models(rank: int) -> tuple[list[str], list[str]]:
+    """Two models on the same ranks, of which one is waited for."""
+    models = [sharded_net(2, seed=seed) for seed in (0, 1)]
+    for each in models:
+        train(*each, range(2))
+    dogs = [layerzero.watchdog(model, LIMIT) for model, _ in models]
+    for each, steps in zip(models, (range(2, 4), range(2, 3)), strict=True):
+        train(*each, steps)
+    if rank == 3:
+        _reported(dogs[0])
+    train(*models[0], range(4, 5))
+    dist.barrier()
+    reports = [list(dog.reports) for dog in dogs]
+    for dog in dogs:
+        dog.close()
+    return reports[0], reports[1]
+
+
+def test_two_watched_models_do_not_answer_for_each_other() -> None:
+    for rank, (late, in_time) in enumerate(run_ranks(_two_models)):
+        assert not in_time, (rank, in_time)
+        assert "rank 3 has not come: it waits for nothing; at step 2, " in "; ".join(late), late
+        assert "launched nothing" not in "; ".join(late), late
+
+
+def _fails(rank: int) -> list[str]:
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log, listener = logging.getLogger("layerzero"), Listener()
+    log.addHandler(listener)
+    model, optimizer, dog = _watched()
+
+    def broken() -> bool:
+        raise RuntimeError("this exchange was aborted")
+
+    dog._late = broken
+    dog._thread.join(10)
+    assert not dog._thread.is_alive()
+    train(model, optimizer, range(2, 3))
+    dog.close()
+    log.removeHandler(listener)
+    return lines
+
+
+def test_a_watchdog_that_fails_says_so() -> None:
+    for rank, lines in enumerate(run_ranks(_fails, world_size=2)):
+        assert f"layerzero: the watchdog of rank {rank} has failed: it watches no more" in lines

@@ -7,7 +7,9 @@ ranks get the same answer at the same place of the program.
 
 [Note: A deadline that is kept]
 Python runs a signal's handler between two of its own instructions. A rank that waits for a dead one is inside one for
-minutes. The operating system's handler, though, writes a byte at once, and a thread waits for that.
+minutes. The operating system's handler, though, writes a byte at once, and a thread waits for that. A process has one
+place where such bytes go. Requests for several signals share it: a later one finds it with an earlier one, whose
+handler is set.
 """
 
 from __future__ import annotations
@@ -74,16 +76,16 @@ class LeaveRequest:
         self._heard: Heard | None = None  # what was told at the last question
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
-        self._bytes, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self._written = theirs
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._wakes = before == -1
-        if not self._wakes:  # somebody else's, such as asyncio's: the deadline then begins with Python's handler
-            signal.set_wakeup_fd(before)
-        self._before: Any = signal.signal(signum, self._on_signal)
-        if self._wakes:
-            threading.Thread(target=self._watch, name="layerzero signals", daemon=True).start()
+        self._handles = True  # its handler is set
+        self._wakeups = _Wakeups.shared()
+        if self._wakeups is not None:
+            self._wakeups.requests.append(self)
+        try:
+            self._before: Any = signal.signal(signum, self._on_signal)
+        except (OSError, ValueError):  # one that nobody can handle
+            if self._wakeups is not None:
+                self._wakeups.release(self)
+            raise
 
     def asked(self) -> bool:
         """Some rank has got the signal: the same answer on all ranks, which must all ask.
@@ -112,22 +114,33 @@ class LeaveRequest:
         sys.exit(self._exit_code)
 
     def close(self) -> None:
-        """Let the signal do what it did before. All ranks must call this."""
-        self._settle()
+        """Let the signal do what it did before, and forget the deadline. All ranks must call this."""
+        self._release()
         self._in_time.set()
-        if self._before is not None:
-            signal.signal(self._signum, self._before)
-            self._before = None
-            if self._wakes:
-                signal.set_wakeup_fd(-1)
-            self._written.close()
+        self._settle()
 
     def __enter__(self) -> LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._release()  # whatever other ranks do; after an exception, a deadline that has begun is kept
         if kind is None:
             self.close()
+
+    def _release(self) -> None:
+        """Let the signal do what it did before; what was not Python's handler cannot come back, and is the default."""
+        if not self._handles:
+            return
+        self._handles = False
+        if signal.getsignal(self._signum) == self._on_signal:  # else somebody's who came later
+            signal.signal(self._signum, signal.SIG_DFL if self._before is None else self._before)
+        if self._wakeups is not None:
+            self._wakeups.release(self)
+
+    @property
+    def wakeups(self) -> _Wakeups | None:
+        """Where signals wake a thread, as long as this request is open."""
+        return self._wakeups if self._handles else None
 
     def _settle(self) -> None:
         heard, self._heard = self._heard, None
@@ -138,12 +151,10 @@ class LeaveRequest:
         self._signalled = True
         self._start_deadline()
 
-    def _watch(self) -> None:
-        """See [Note: A deadline that is kept]."""
-        with self._bytes, suppress(OSError):
-            while got := self._bytes.recv(1):
-                if got[0] == self._signum:
-                    self._start_deadline()
+    def has_come(self, signum: int) -> None:
+        """The operating system says so; called from another thread."""
+        if signum == self._signum:
+            self._start_deadline()
 
     def _start_deadline(self) -> None:
         if self._timer is None and self._deadline is not None:
@@ -157,3 +168,47 @@ class LeaveRequest:
             )
             os.write(2, said.encode())
             os._exit(self._exit_code)
+
+
+class _Wakeups:
+    """The one place where signals of the process wake a thread, for all requests; see [Note: A deadline that is kept].
+
+    Attributes:
+        requests: that are open.
+    """
+
+    def __init__(self, heard: socket.socket, written: socket.socket) -> None:
+        self.requests: list[LeaveRequest] = []
+        self._heard, self._written = heard, written
+        threading.Thread(target=self._listen, name="layerzero signals", daemon=True).start()
+
+    @classmethod
+    def shared(cls) -> _Wakeups | None:
+        """That of open requests, or a new one. None: the place is somebody else's, such as asyncio's."""
+        for signum in signal.valid_signals():
+            request = getattr(signal.getsignal(signum), "__self__", None)
+            if isinstance(request, LeaveRequest) and request.wakeups is not None:
+                return request.wakeups
+        heard, written = socket.socketpair()
+        written.setblocking(False)
+        before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        if before == -1:
+            return cls(heard, written)
+        signal.set_wakeup_fd(before)
+        heard.close()
+        written.close()
+        return None
+
+    def release(self, request: LeaveRequest) -> None:
+        self.requests.remove(request)
+        if not self.requests:
+            found = signal.set_wakeup_fd(-1)
+            if found != self._written.fileno():  # somebody else's by now
+                signal.set_wakeup_fd(found)
+            self._written.close()  # by which the thread ends
+
+    def _listen(self) -> None:
+        with self._heard, suppress(OSError):
+            while got := self._heard.recv(1):
+                for request in tuple(self.requests):
+                    request.has_come(got[0])

@@ -115,10 +115,9 @@ def prepare_from(
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
-        same = ranks_that_saved(source.contents.topology) == control.size
-        rank = control.rank if same else None
+        ranks = ranks_that_saved(source.contents.topology)
+        rank = control.rank if ranks == control.size else None
         if rank is None and control.rank == 0 and has_own_values(source.contents.document["extra"]):
-            ranks = source.contents.topology.get("data_parallel")
             _LOG.warning(
                 "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
                 *(path, ranks, control.size),
@@ -163,13 +162,18 @@ class PreparedLoad:
 
 def _commit(runtime: Runtime, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str) -> Any:
     """The point of no return."""
-    extra = restore.prepare()
+    extra: Any = None
+    failure: Exception | None = None
+    try:
+        extra = restore.prepare()
+    except Exception as error:  # of a module's set_extra_state, perhaps on this rank alone
+        failure = error
+    agree_or_raise("checkpoint.load", runtime, {}, failure)
     torn = runtime.torn, optimizer.torn if optimizer is not None else None
     said = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
         "checkpoint before you go on"
     )
-    failure: Exception | None = None
     _mark(runtime, optimizer, said, said)
     try:
         source.read_again()

@@ -26,6 +26,7 @@ from layerzero.tensors.sharded import LocalRows, plain
 __all__ = ["find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
+_SAMPLES, _SAMPLE = 16, 4096  # places of a file, and bytes at each
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -93,7 +94,7 @@ def _of_index(path: Path) -> list[Path]:
         by_file: dict[str, set[str]] = defaultdict(set)
         for name, file in named.items():
             by_file[file].add(name)
-        if odd := [file for file in by_file if Path(file).name != file]:
+        if odd := [file for file in by_file if Path(file).name != file or file in ("", "..")]:
             raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
@@ -127,7 +128,8 @@ class _Whole:
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
         self.contents = Contents({}, document, stored)
         held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
-        self.fingerprint: object = hashlib.sha256(repr(held).encode()).hexdigest()
+        samples = [_sample(path) for path in files]
+        self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
         self._again: dict[str, Tensor] = {}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
@@ -147,6 +149,16 @@ class _Whole:
                     files[path] = stack.enter_context(opened(path))
                 for rows, values in _rows(files[path], name, tensor, self.contents.tensors[key]):
                     rows.copy_(values)
+
+
+def _sample(path: Path) -> tuple[int, str]:
+    """The size of a file and a digest of a few places in it, which tells two trainings of one model apart."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for place in range(_SAMPLES):
+            file.seek(size * place // _SAMPLES)
+            digest.update(file.read(_SAMPLE))
+    return size, digest.hexdigest()
 
 
 def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -95,7 +95,8 @@ class StepGuard:
         self._optimizers = optimizers
         self._patience = patience  # this many in a row are an error
         self._everyone = runtime.everyone
-        self._refusing = False  # the first optimizer has been told to skip
+        self._asked: list[ShardedOptimizer] = []  # in this round: since a forward, each of them once
+        self._refusing = False  # in this round, one has been told to skip
         self._extra_groups = extra_groups
         self._own = OwnGradients(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
@@ -113,6 +114,8 @@ class StepGuard:
 
     def _begin_anew(self, *_: object) -> None:
         """Before a forward: a step that was skipped by somebody else, such as a loss scaler, leaves no blame."""
+        if torch.is_grad_enabled():
+            self._asked.clear()
         if self._own is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 if all(member.parameter.grad is None for member in self._members):
@@ -120,23 +123,28 @@ class StepGuard:
 
     @torch.no_grad()
     def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
-        """The optimizer may step: all gradients are finite on all ranks. Every rank must call this."""
+        """The optimizer may step: all gradients are finite on all ranks. Every rank must call this.
+
+        What one of a round was refused, the others are, too, whatever has become of its gradients since.
+        """
+        if not self._asked or any(optimizer is other for other in self._asked):
+            self._asked, self._refusing = [], False
+        self._asked.append(optimizer)
+        if self._refusing:
+            return False
         gradients = self._gradients()
         bad = any_not_finite(gradients, self._everyone.topology.device).to(torch.int32)
         self._everyone.reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
         is_first = optimizer is self._optimizers[0]
-        if is_first:
-            self._refusing = False
         if not bad.item():
             self.in_a_row = 0 if is_first else self.in_a_row
             if self._own is not None and optimizer is self._optimizers[-1]:
                 self._own.forget()
             return True
-        if not self._refusing:
-            self._refusing = True
-            self._note(gradients)
+        self._refusing = True
+        self._note(gradients)
         return False
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -9,13 +9,13 @@ not answer is stopped, dead, or cut off.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,8 +55,11 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     runtime = runtime_of(model)
     ledger = runtime.topology.ledger
     failure = RuntimeError("the model is watched already; close() the first watchdog") if ledger.watching else None
-    agree("watchdog", {"limit": limit}, ranks=runtime.everyone.ranks, failure=failure)
-    return Watchdog(runtime, limit)
+    ranks = runtime.everyone.ranks
+    scope = f"{_SCOPE}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    turn = _get_default_store().add(f"{scope}/turn/{dist.get_rank()}", 1)  # models on the same ranks are apart
+    agree("watchdog", {"limit": limit, "watchdogs so far": turn}, ranks=ranks, failure=failure)
+    return Watchdog(runtime, limit, f"{scope}/{turn}")
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,14 @@ class Watchdog:
         reports: the lines that this rank has logged.
     """
 
-    def __init__(self, runtime: Runtime, limit: float) -> None:
+    def __init__(self, runtime: Runtime, limit: float, scope: str) -> None:
         self.reports: list[str] = []
         self._limit = limit
         self._period = min(1.0, limit / 4)
         self._ledger, self._ranks = runtime.topology.ledger, runtime.everyone.ranks
         self._rank = dist.get_rank()
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # waiting in the other one keeps it from other threads
-        self._scope = f"{_SCOPE}/{'-'.join(map(str, (runtime.everyone.ranks[0], runtime.everyone.size)))}"
+        self._scope = scope  # of the store
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
         self._who = ""  # was told last
         self._told: set[tuple[str, int]] = set()  # lanes and numbers of what has been reported
@@ -140,9 +143,13 @@ class Watchdog:
         self._last, self._when = doing, now
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, with the process that served it: others say so
+        try:
             while not self._ended.wait(self._period):
                 self._look()
+        except (dist.DistNetworkError, dist.DistStoreError):  # gone, with the process that served it: others say so
+            pass
+        except Exception:
+            _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
 
     def _look(self) -> None:
         late = self._late()
