@@ -76,7 +76,9 @@ class Runtime:
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
-        self.members = {member.name: member for handle in self.handles for member in handle.members}
+        member_of = {id(m.parameter): m for handle in self.handles for m in handle.members}
+        # By name, in the order of the model: handles may have others on other ranks.
+        self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = Parameters(self.members, ignored)
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
