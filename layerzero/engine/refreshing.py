@@ -96,13 +96,15 @@ class Refreshes:
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
-        changed = [handle.name for handle in edited]
-        told: dict[tuple[int, ...], dict[str, object]] = {self._everyone.ranks: {"changed": changed}}
+        groups: dict[str, dict[str, object]] = {}
         for handle in edited:
-            fields = told.setdefault(handle.sharers(self._everyone), {})
+            with_same, with_same_handle = f"{handle.sharers(self._everyone)}", f"handles of {handle.topology.ranks}"
+            fields = groups.setdefault(with_same, {})
             fields |= {f"digest of the whole tensor for {name!r}": said for name, said in handle.watch.loaded.items()}
-        for ranks, fields in told.items():
-            agree(subject, fields, ranks=ranks)
+            groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
+        # Ranks with other parts of a unit may have it in another number of handles.
+        changed = list(dict.fromkeys(handle.name for handle in edited))
+        agree(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups)
 
 
 class Round:
