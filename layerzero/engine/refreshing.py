@@ -57,19 +57,19 @@ class Refreshes:
         if self._hand_over is not None:
             self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.outdated]
-        if self.deferred or self._steps < self._expected_steps:
-            yield None
-            for handle in updated:
-                handle.outdate()
-            return
-        refresh = Round(updated, self._hand_over, waits=not self._comes_first)
+        later, done = self.deferred or self._steps < self._expected_steps, False
+        refresh = None if later else Round(updated, self._hand_over, waits=not self._comes_first)
         try:
             yield refresh
-        except BaseException:
-            if refresh.left is not None:  # begun; the other ranks take part in all of it
+            done = True
+        finally:
+            # Once it is begun, the other ranks take part in all of it. What an optimizer that raised has updated before
+            # is refreshed before the next forward.
+            if refresh is not None and (done or refresh.left is not None):
                 refresh.end()
-            raise
-        refresh.end()
+            else:
+                for handle in updated:
+                    handle.outdate()
 
     def launch_due(self) -> None:
         """The refresh that a step has left."""
