@@ -176,7 +176,8 @@ class Runtime:
         self._structure.heed()
         self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
-        self._forward = ForwardPass(entry, self.units, expected=self._last_calls.get(entry, []))
+        units, expected = self.units if len(self._orders) > 1 else (), self._last_calls.get(entry, [])
+        self._forward = ForwardPass(entry, units, expected=expected)
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
@@ -262,9 +263,8 @@ class Runtime:
             gradients = handle.gradients
             if gradients is not None and not gradients.round.complete and handle.trainable:
                 gradients.round.expect([member.is_coming() for member in handle.members])
-                if (
-                    gradients.round.complete and call.follower is not None
-                ):  # what was not called has no place of its own
+                # What was not called has no place of its own.
+                if gradients.round.complete and call.follower is not None:
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, call: Call) -> None:
