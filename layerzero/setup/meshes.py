@@ -97,11 +97,22 @@ def further_axes(plans: Sequence[UnitPlan]) -> Further:
     """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
 
     Raises:
-        ValueError: some are on other axes than others.
+        ValueError: some are on other axes than others, or on none where those of their unit are.
     """
     found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # and the name of the first such parameter
     for plan in plans:
         for each in plan.parameters:
+            plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
+            if (
+                plain
+                and plan.mesh is not plans[0].mesh
+                and any(isinstance(p.parameter, DTensor) for p in plan.parameters)
+            ):
+                raise ValueError(
+                    f"parameter {each.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
+                    "and whose other parameters are DTensors: ranks with other parts of these would train it apart. "
+                    "Leave it (a router, a norm) to a unit on the root's mesh"
+                )
             if isinstance(each.parameter, DTensor):
                 axes = each.parameter.device_mesh
                 name, others = found.setdefault(plan.mesh, (each.name, axes))
