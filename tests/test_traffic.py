@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
@@ -322,3 +323,32 @@ def _frozen_and_low(rank: int) -> None:
 
 def test_frozen_weights_are_neither_reduced_nor_refreshed() -> None:
     run_ranks(_frozen_and_low, node_memory="off")
+
+
+def _reentrant(rank: int) -> None:
+    """Units that nested backwards come to, outside of any forward of the root."""
+    model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
+    alone = integer_net()
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        hidden = checkpoint(net.first, x.clone().requires_grad_(), use_reentrant=True)
+        return net.head(hidden.relu())
+
+    for step in range(2):
+        layerzero.traffic(model, reset=True)
+        x, y = integer_batch(step=step, rank=rank)
+        ((forward(model, x) - y) ** 2).sum().backward()
+        calls = layerzero.traffic(model).calls
+        assert calls["hop2"] == len(runtime_of(model).handles), calls
+        for r in range(4):
+            x, y = integer_batch(step=step, rank=r)
+            (((forward(alone, x) - y) ** 2).sum() / 4).backward()
+        for name in ("first.weight", "head.weight", "head.bias"):
+            ours = model.get_parameter(name).grad.full_tensor()
+            assert torch.equal(ours, alone.get_parameter(name).grad), name
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_units_in_reentrant_checkpoints_without_a_root_are_reduced_once() -> None:
+    run_ranks(_reentrant)

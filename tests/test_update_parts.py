@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
-from tests.support.graphs import WORLD, Block, blocks, one_pass
+from tests.support.graphs import WORLD, Block, batch, blocks, one_pass
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -198,3 +198,35 @@ def _fails_halfway(rank: int, node_memory: str) -> None:
 @pytest.mark.parametrize("node_memory", ["auto", "off"])
 def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(node_memory: str) -> None:
     run_ranks(_fails_halfway, node_memory, world_size=WORLD)
+
+
+class Halfway(torch.optim.SGD):
+    """Updates all parameters but the last one of its first group, and raises."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"][:-1]:
+            parameter.sub_(parameter.grad)
+        raise ArithmeticError("halfway")
+
+
+def _halfway(rank: int, size: int) -> None:
+    model = _sharded(size)
+    optimizer = layerzero.shard_optimizer(Halfway(model.parameters(), lr=1.0), model, elementwise=True)
+    x = batch(rank, 0)
+    for steps in (1, 2, 1):  # the last of them expects another one, and leaves the refresh to it
+        one_pass(model, rank, steps)
+        for _ in range(steps):
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            y = model(x)
+            alone = blocks(UNITS)
+            alone.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
+            assert torch.equal(y, alone(x))
+
+
+def test_what_an_optimizer_that_raised_has_updated_is_what_all_replicas_compute_with() -> None:
+    run_ranks(_halfway, 1, world_size=2)
+    run_ranks(_halfway, 2, world_size=WORLD)

@@ -26,6 +26,7 @@ __all__ = ["agree", "has_peers"]
 
 _AGREED = "agreed"
 _COMPARE = "compare"
+_ALL = ""  # the group of all ranks
 
 
 def has_peers(ranks: Sequence[int]) -> bool:
@@ -41,6 +42,7 @@ def agree(
     fields: Mapping[str, object],
     *,
     ranks: Sequence[int],
+    groups: Mapping[str, Mapping[str, object]] | None = None,
     failure: Exception | None = None,
     timeout: timedelta | None = None,
 ) -> None:
@@ -51,6 +53,7 @@ def agree(
         fields: name -> JSON-serialisable value.
         ranks: global ranks that call this together, in the same order everywhere; a rank's calls with the same
             `ranks` must come in the same order on all of them.
+        groups: by the name of a group: further fields, equal on the ranks that publish something of this group.
         failure: what this rank would have raised; re-raised here, and reported on the other ranks.
         timeout: how long to wait for the others; the store's own timeout by default.
 
@@ -63,7 +66,7 @@ def agree(
             raise failure
         return
     try:
-        verdict = _exchange(subject, fields, ranks, failure, timeout)
+        verdict = _exchange(subject, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
     except RuntimeError as error:
         if failure is None:
             raise
@@ -77,7 +80,7 @@ def agree(
 
 def _exchange(
     subject: str,
-    fields: Mapping[str, object],
+    groups: Mapping[str, Mapping[str, object]],
     ranks: Sequence[int],
     failure: Exception | None,
     timeout: timedelta | None,
@@ -94,9 +97,10 @@ def _exchange(
         leave_word(Word(subject, answer=f"{here}/first"))
 
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
-        mine = json.dumps({"error": error, "subject": subject, "fields": fields}, sort_keys=True)
-        # A digest first: the full text travels only when the digests differ.
-        store.set(f"{here}/digest/{rank}", "failed" if failure else hashlib.sha256(mine.encode()).hexdigest())
+        mine = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
+        # Digests first: the full text travels only when these differ.
+        told = {name: _digest([subject, fields]) for name, fields in groups.items()}
+        store.set(f"{here}/digest/{rank}", "failed" if failure else json.dumps(told))
         if rank == ranks[0]:
             digests = _collect(store, f"{here}/digest", ranks, timeout, subject)
             store.set(f"{here}/first", _first_verdict(digests))
@@ -152,8 +156,14 @@ def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
 def _first_verdict(digests: dict[int, str] | str) -> str:
     if isinstance(digests, str):
         return digests
-    values = set(digests.values())
-    return _AGREED if len(values) == 1 and "failed" not in values else _COMPARE
+    if "failed" in digests.values():
+        return _COMPARE
+    said = {pair for text in digests.values() for pair in json.loads(text).items()}
+    return _AGREED if len(said) == len({name for name, _ in said}) else _COMPARE
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
@@ -178,10 +188,12 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
     if len(subjects) > 1:
         return "ranks disagree on what they are doing: " + _spell(subjects)
     lines = []
-    for name in sorted({name for entry in entries.values() for name in entry["fields"]}):
-        values = _by_value({rank: entry["fields"].get(name) for rank, entry in entries.items()})
-        if len(values) > 1:
-            lines.append(f"{name} is {_spell(values)}")
+    for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
+        fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
+        for name in sorted({name for each in fields.values() for name in each}):
+            values = _by_value({rank: each.get(name) for rank, each in fields.items()})
+            if len(values) > 1:
+                lines.append(f"{name} is {_spell(values)}")
     shown = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(shown)
 

@@ -98,10 +98,13 @@ class HandOver:
             self.memory.signals.advance(word)
 
     def wait(self, word: int, target: int, name: str) -> None:
+        began = time.perf_counter()
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
             raise lost(self._lane, Exchange.HAND_OVER, name, error) from error
+        finally:
+            self._lane.ledger.waited[Exchange.HAND_OVER.value] += time.perf_counter() - began
 
 
 class SharedWeights:

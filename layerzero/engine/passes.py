@@ -55,29 +55,36 @@ class Call:
     def ended_handles(self) -> Iterator[Handle]:
         """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
 
-        The last call has no follower: of units that the forward did not call.
+        Of the last call: of units that the forward did not call, where that matters.
         """
         follower = self.follower
         if follower is not None:
             for ended in (follower, *follower.around):
                 if ended is not self and ended not in self.around:
                     yield from ended.unit.handles
-        elif self._forward is not None:
+        elif self._forward is not None and self._order[-1]() is self:
             for unit in self._forward.skipped:
                 yield from unit.handles
 
     def before(self, count: int) -> Sequence[Call]:
         """The `count` calls, of units on this one's mesh, that returned before this one, nearest first."""
+        return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
+
+    @property
+    def previous(self) -> Call | None:
+        """The call, of a unit on whatever mesh, that returned before this one."""
+        return next(self._earlier(), None)
+
+    def _earlier(self) -> Iterator[Call]:
         earlier = (self._order[place]() for place in range(self._position - 1, -1, -1))
-        alike = (call for call in earlier if call is not None and call.unit.topology is self.unit.topology)
-        return list(islice(alike, count))
+        return (call for call in earlier if call is not None)
 
 
 class ForwardPass:
     """A forward of the root, or of a unit called by itself.
 
     Args:
-        units: of the model.
+        units: of the model, where others may call some that this rank does not: where units are on several meshes.
         expected: the calls of the last forward through the same entry.
     """
 
@@ -92,7 +99,7 @@ class ForwardPass:
 
     @property
     def skipped(self) -> list[Unit]:
-        """Units of the model that it did not call."""
+        """Of the units that others may call, those that it did not call."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 

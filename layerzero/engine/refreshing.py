@@ -57,19 +57,19 @@ class Refreshes:
         if self._hand_over is not None:
             self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.outdated]
-        if self.deferred or self._steps < self._expected_steps:
-            yield None
-            for handle in updated:
-                handle.outdate()
-            return
-        refresh = Round(updated, self._hand_over, waits=not self._comes_first)
+        later, done = self.deferred or self._steps < self._expected_steps, False
+        refresh = None if later else Round(updated, self._hand_over, waits=not self._comes_first)
         try:
             yield refresh
-        except BaseException:
-            if refresh.left is not None:  # begun; the other ranks take part in all of it
+            done = True
+        finally:
+            # Once it is begun, the other ranks take part in all of it. What an optimizer that raised has updated before
+            # is refreshed before the next forward.
+            if refresh is not None and (done or refresh.left is not None):
                 refresh.end()
-            raise
-        refresh.end()
+            else:
+                for handle in updated:
+                    handle.outdate()
 
     def launch_due(self) -> None:
         """The refresh that a step has left."""
@@ -96,13 +96,15 @@ class Refreshes:
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
-        changed = [handle.name for handle in edited]
-        told: dict[tuple[int, ...], dict[str, object]] = {self._everyone.ranks: {"changed": changed}}
+        groups: dict[str, dict[str, object]] = {}
         for handle in edited:
-            fields = told.setdefault(handle.sharers(self._everyone), {})
+            with_same, with_same_handle = f"{handle.sharers(self._everyone)}", f"handles of {handle.topology.ranks}"
+            fields = groups.setdefault(with_same, {})
             fields |= {f"digest of the whole tensor for {name!r}": said for name, said in handle.watch.loaded.items()}
-        for ranks, fields in told.items():
-            agree(subject, fields, ranks=ranks)
+            groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
+        # Ranks with other parts of a unit may have it in another number of handles.
+        changed = list(dict.fromkeys(handle.name for handle in edited))
+        agree(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups)
 
 
 class Round:

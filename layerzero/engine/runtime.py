@@ -77,7 +77,9 @@ class Runtime:
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
-        self.members = {member.name: member for handle in self.handles for member in handle.members}
+        member_of = {id(m.parameter): m for handle in self.handles for m in handle.members}
+        # By name, in the order of the model: handles may have others on other ranks.
+        self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = Parameters(self.members, ignored)
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
@@ -178,7 +180,8 @@ class Runtime:
         ):  # adapters are off in a forward for reference, and on again in the backward after it
             self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
-        self._forward = ForwardPass(entry, self.units, expected=self._last_calls.get(entry, []))
+        units, expected = self.units if len(self._orders) > 1 else (), self._last_calls.get(entry, [])
+        self._forward = ForwardPass(entry, units, expected=expected)
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
@@ -264,9 +267,8 @@ class Runtime:
             gradients = handle.gradients
             if gradients is not None and not gradients.round.complete and handle.trainable:
                 gradients.round.expect([member.is_coming() for member in handle.members])
-                if (
-                    gradients.round.complete and call.follower is not None
-                ):  # what was not called has no place of its own
+                # What was not called has no place of its own.
+                if gradients.round.complete and call.follower is not None:
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, call: Call) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, Heard, broadcast, tell_all
+from layerzero.comm.census import Census
+from layerzero.comm.collectives import Heard
 from layerzero.comm.everyone import Everyone
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
@@ -45,8 +46,8 @@ class GradientSync:
         self._debt = Debt.NONE
         self._handles = tuple(handles)
         self._everyone = everyone
-        # Whose use of a handle's parameters counts: those who have the same ones.
-        self._sharers = {each: everyone.places_of(each.sharers(everyone)) for each in handles}
+        self._census = Census(everyone, {m.name: h.sharers(everyone) for h in handles for m in h.members})
+        self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
         self._order_agreed = False
         self._streams = streams_of(everyone.topology)
         self.queue = ReductionQueue([], self._streams)
@@ -70,6 +71,7 @@ class GradientSync:
 
     def _follow(self, order: list[Handle]) -> None:
         self._order = order
+        self._census.follow([member.name for handle in order for member in handle.members])
         self.queue = ReductionQueue([each for handle in order if (each := handle.gradients) is not None], self._streams)
 
     @property
@@ -188,6 +190,7 @@ class GradientSync:
             shown.heed_user()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
             handle.heed_requires_grad()
+        self._census.include(m.name for m in changed)
         self._requeue()
         self._order_agreed = False
 
@@ -214,12 +217,11 @@ class GradientSync:
         and waits for nobody.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        control = self._everyone.control
-        if control.size == 1 or not local:
+        if self._everyone.control.size == 1 or not local:
             return bytes(local)
         if self._telling is not None:
             self._telling.wait()
-        self._telling = tell_all(control, Exchange.AGREE, torch.frombuffer(local, dtype=torch.uint8))
+        self._telling = self._census.tell(local)
         return bytes(local) if min(local) == Usage.NEW else self._telling
 
     def _publish(self, agreement: bytes | Heard | None) -> None:
@@ -231,13 +233,14 @@ class GradientSync:
             handle.shown.publish(agreed=agreed)
 
     def _take_agreed(self, agreement: bytes | Heard) -> None:
-        said = agreement if isinstance(agreement, bytes) else agreement.wait()
-        if said is not agreement:
-            self._telling = None
+        if isinstance(agreement, bytes):
+            said = agreement
+        else:
+            said, self._telling = self._census.most(agreement), None
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
-            here = said[start:stop] if isinstance(said, bytes) else _most(said[self._sharers[handle], start:stop])
+            here = said[start:stop]
             if Usage.NEW in here:
                 self._updated += [member for member, use in zip(handle.members, here, strict=True) if use == Usage.NEW]
             gradients.learn(here)
@@ -245,17 +248,10 @@ class GradientSync:
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
         """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
-        order = self._order
-        seen = [*arrived, *(handle for handle in order if handle not in arrived)]
-        places = torch.tensor([order.index(handle) for handle in seen], dtype=torch.int64)
-        if self._everyone.control.size > 1 and order:
-            broadcast(self._everyone.control, Exchange.AGREE, places)
-        self._follow([order[place] for place in places.tolist()])
+        seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
+        places = self._census.of_first({m.name: place for place, each in enumerate(seen) for m in each.members})
+        self._follow(sorted(self._order, key=lambda each: max(places.get(m.name, -1) for m in each.members)))
         self._order_agreed = True
-
-
-def _most(said: Tensor) -> bytes:
-    return bytes(said.amax(dim=0).tolist())
 
 
 def _plain_access() -> AbstractContextManager[None]:

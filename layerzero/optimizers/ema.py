@@ -151,7 +151,8 @@ class EMA:
             them, and loads them in place into any sharding.
         """
         self._follow()
-        averages = {name: sharded(rows, member.span, Watch()) for name, (member, rows) in self._rows.items()}
+        held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # all ranks' order
+        averages = {name: sharded(rows, member.span, Watch()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
     @torch.no_grad()

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
@@ -26,13 +25,13 @@ from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.moves import carry_over
 from layerzero.tensors.strided import keeps_order
 
-__all__ = ["build_unit", "check_buffers", "check_meta", "describe", "plan_handles"]
+__all__ = ["build_unit", "check_buffers", "check_meta", "describe", "parts_of", "plan_handles"]
 
 InitFn = Callable[[nn.Module], None]
 
 
 def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfig) -> dict[str, object]:
-    """Everything about a model and its settings that must be equal on all ranks."""
+    """Everything about a model and its settings that must be equal on all ranks of it."""
     fields = config.fingerprint()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -42,7 +41,11 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
             parameter = found.parameter
             frozen = "" if parameter.requires_grad else " frozen"
             place = " on meta" if parameter.is_meta else ""
-            placed = _placed(parameter, on_root=plan.mesh is plans[0].mesh)
+            placed = (
+                f" {parameter.placements} on {list(parameter.device_mesh.shape)}"
+                if isinstance(parameter, DTensor)
+                else ""
+            )
             text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place}{placed} in unit {plan.name!r}"
             fields[f"parameter {found.name!r}"] = text
         if plan.mesh is not plans[0].mesh:
@@ -52,12 +55,14 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
     return fields
 
 
-def _placed(parameter: nn.Parameter, *, on_root: bool) -> str:
-    """How a parameter lies on axes beside its mesh; also where, if all ranks that compare this have the same part."""
-    if not isinstance(parameter, DTensor):
-        return ""
-    mesh = parameter.device_mesh
-    return f" {parameter.placements} on {list(mesh.shape)}" + (f" at {mesh.get_coordinate()}" if on_root else "")
+def parts_of(plans: Sequence[UnitPlan]) -> dict[str, object]:
+    """Which parts of the parameters on axes beside the root's mesh this rank has: equal on the ranks of that mesh."""
+    return {
+        f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
+        for plan in plans
+        for found in plan.parameters
+        if isinstance(found.parameter, DTensor) and plan.mesh is plans[0].mesh
+    }
 
 
 def check_buffers(plans: Sequence[UnitPlan]) -> None:
@@ -149,7 +154,7 @@ def build_unit(
     """
     topology = site.topology
     was_on_meta = _tensors_on_meta(plan)
-    _materialise_together(plan, topology, param_init_fn)
+    _materialise_together(plan, site, param_init_fn)
     if config.sync_module_states:
         _take_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
@@ -217,17 +222,18 @@ def _still_marked(plan: UnitPlan, was_on_meta: Sequence[Unwritten]) -> list[Unwr
     return left
 
 
-def _materialise_together(plan: UnitPlan, topology: Topology, param_init_fn: InitFn | None) -> None:
-    """Materialise on every rank, or raise on every rank."""
+def _materialise_together(plan: UnitPlan, site: Site, param_init_fn: InitFn | None) -> None:
+    """Materialise on every rank of the model, or raise on every one."""
+    device = site.topology.device
     if not any(_has_meta(module) for module in plan.modules):
-        _materialise(plan, topology.device, param_init_fn)
+        _materialise(plan, device, param_init_fn)
         return
     failure: Exception | None = None
     try:
-        _materialise(plan, topology.device, param_init_fn)
+        _materialise(plan, device, param_init_fn)
     except Exception as error:
         failure = error
-    agree(f"initialisation of unit {plan.name!r}", {}, ranks=topology.ranks, failure=failure)
+    agree(f"initialisation of unit {plan.name!r}", {}, ranks=site.everyone.ranks, failure=failure)
 
 
 def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | None) -> None:

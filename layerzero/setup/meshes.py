@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Lane
 from layerzero.comm.everyone import Beside, Everyone, broadcast_over
 from layerzero.comm.texts import share_texts
-from layerzero.comm.topology import Topology, check_mesh, groups_so_far, init_mesh, mesh_of_ranks
+from layerzero.comm.topology import Topology, check_mesh, init_mesh, mesh_of_ranks
 from layerzero.setup.partition import UnitPlan, ranks_in
 from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.sharded import RowShardedTensor
@@ -97,11 +97,22 @@ def further_axes(plans: Sequence[UnitPlan]) -> Further:
     """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
 
     Raises:
-        ValueError: some are on other axes than others.
+        ValueError: some are on other axes than others, or on none where those of their unit are.
     """
     found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # and the name of the first such parameter
     for plan in plans:
         for each in plan.parameters:
+            plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
+            if (
+                plain
+                and plan.mesh is not plans[0].mesh
+                and any(isinstance(p.parameter, DTensor) for p in plan.parameters)
+            ):
+                raise ValueError(
+                    f"parameter {each.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
+                    "and whose other parameters are DTensors: ranks with other parts of these would train it apart. "
+                    "Leave it (a router, a norm) to a unit on the root's mesh"
+                )
             if isinstance(each.parameter, DTensor):
                 axes = each.parameter.device_mesh
                 name, others = found.setdefault(plan.mesh, (each.name, axes))
@@ -114,21 +125,14 @@ def further_axes(plans: Sequence[UnitPlan]) -> Further:
 
 
 def agree_beside(
-    model: nn.Module, root: DeviceMesh, plans: Sequence[UnitPlan], failure: Exception | None
+    model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare what the ranks beside the root's have; what is wrong, on any of them, is returned."""
+    """Compare what must be equal with the ranks beside the root's; what is wrong, on any of them, is returned."""
     axes = _first_beside(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
-    fields = {
-        f"parameter {found.name!r}": f"{list(found.parameter.shape)} {found.parameter.dtype}"
-        + (f" {found.parameter.placements}" if isinstance(found.parameter, DTensor) else "")
-        for plan in plans
-        for found in plan.parameters
-    }
     try:
-        ranks = sorted(ranks_in(axes))
-        agree("shard_model", {**fields, **groups_so_far()}, ranks=ranks, failure=failure)
+        agree("shard_model", fields, ranks=sorted(ranks_in(axes)), failure=failure)
     except Exception as error:
         return error
     return failure
@@ -138,6 +142,7 @@ def agree_beside(
 class Site:
     """Where some units are sharded."""
 
+    everyone: Everyone
     topology: Topology
     beside: Beside | None  # the axes on which their parameters are DTensors, if there are any
     holds_copies: bool  # plain parameters are copies on each of those axes; else they may differ there
@@ -182,7 +187,7 @@ def sites_of(further: Further) -> tuple[Everyone, dict[DeviceMesh, Site]]:
             _compare(everyone, mesh, axes)
         own = topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger))
         beside = None if axes is None else Beside.of(own, axes, everyone)
-        sites[mesh] = Site(own, beside, holds_copies=mesh == root)
+        sites[mesh] = Site(everyone, own, beside, holds_copies=mesh == root)
     return everyone, sites
 
 

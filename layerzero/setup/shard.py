@@ -18,7 +18,7 @@ from layerzero.comm.topology import as_data_parallel, groups_so_far
 from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
-from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, plan_handles
+from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, parts_of, plan_handles
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.foreseen import held_bytes
 from layerzero.setup.guard import guard_optimizers
@@ -115,7 +115,9 @@ def shard_model(
             frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
             their own. All ranks must have loaded the same.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
-        sync_module_states: start from rank 0's parameters and buffers on all ranks.
+        sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
+            parallelism: each part, and each plain buffer, from the first rank that has it; copies of parameters from
+            the first of all.
         param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
             the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
             one unit after the other, so that no more than one is ever whole. What it leaves unwritten must be loaded or
@@ -174,8 +176,8 @@ def shard_model(
         fields = describe(model, plans, config) | groups_so_far()
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
-    failure = agree_beside(model, root, plans, failure)
-    agree("shard_model", fields, ranks=ranks, failure=failure)
+    failure = agree_beside(model, root, fields, failure)
+    agree("shard_model", fields | parts_of(plans), ranks=ranks, failure=failure)
 
     everyone, sites = sites_of(further)
     topology = everyone.topology
@@ -219,7 +221,7 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     bind_methods(runtime.model)
     quieten()
     topology = runtime.topology
-    if topology.control.rank == 0:
+    if runtime.everyone.is_first:
         size = held_bytes(planned_again(runtime.units), runtime.config) / 2**20
         _log.info(
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",

@@ -83,11 +83,20 @@ class Face:
     @property
     def counts(self) -> bool:
         """Of the copies of this rank's part, this is the one that is saved and counted."""
+        places = zip(self._coordinate, self.placements, strict=True)
+        return not any(place for place, each in places if isinstance(each, Replicate))
+
+    @property
+    def place(self) -> tuple[int | None, ...]:
+        """Which part this rank has: its place on each further axis that cuts; None on one of copies."""
+        places = zip(self._coordinate, self.placements, strict=True)
+        return tuple(None if isinstance(each, Replicate) else place for place, each in places)
+
+    @property
+    def _coordinate(self) -> Sequence[int]:
         places = self.mesh.get_coordinate()
         assert places is not None
-        return not any(
-            place for place, each in zip(places, self.placements, strict=True) if isinstance(each, Replicate)
-        )
+        return places
 
     @property
     def is_cut(self) -> bool:

@@ -132,7 +132,7 @@ class Sharded(DTensor):
                 f"parameter {local.span.name!r} requires grad and is changed in place; do it under torch.no_grad()"
             )
         rows = rows_of(other.detach(), local.span)
-        if local.watch is not None and local.span.topology.data_parallel > 1 and not isinstance(other, DTensor):
+        if local.watch is not None and local.span.holders > 1 and not isinstance(other, DTensor):
             local.watch.loaded[local.span.name] = digest(other)
         with torch.no_grad():
             local.copy_(rows, non_blocking)

@@ -58,10 +58,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             yield
             if writeback:
                 shown = {name: _edited(member) for name, member in runtime.members.items()}
-                for topology in dict.fromkeys(member.span.topology for member in runtime.members.values()):
-                    own = [name for name, member in runtime.members.items() if member.span.topology is topology]
-                    digests = {name: digest(part_held(shown[name])) for name in own}
-                    agree("unsharded(writeback=True)", digests, ranks=topology.ranks)
+                _agree_on_edits(runtime, shown)
     finally:
         _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
     if writeback:
@@ -215,6 +212,17 @@ def _of_first_rank(left_out: IncompatibleKeys, control: Lane) -> list[list[str]]
 def _whole(member: Member) -> Tensor:
     with torch.no_grad():
         return member.span.gather_whole(member.master.detach())
+
+
+def _agree_on_edits(runtime: Runtime, shown: Mapping[str, nn.Parameter]) -> None:
+    """Raise on all ranks where some that have the same part of a parameter have made different changes."""
+    meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
+    groups: dict[str, dict[str, str]] = {}  # by which part it is, of what the ranks of a mesh share
+    for name, member in runtime.members.items():
+        topology, face = member.span.topology, member.span.face
+        part = topology.ranks if face is None else (face.place, face.placements)
+        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[name] = digest(part_held(shown[name]))
+    agree("unsharded(writeback=True)", {}, ranks=runtime.everyone.ranks, groups=groups)
 
 
 def _unsharded(member: Member) -> nn.Parameter:

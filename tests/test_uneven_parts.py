@@ -1,0 +1,79 @@
+"""Parameters that tensor parallel ranks cannot cut into equal parts: they lie in different orders on those ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import different, exact_sgd, full_gradients, full_parameters
+from tests.support.ranks import run_ranks
+
+# By case: the shapes of parameters, each cut along a dim, or a plain one.
+CASES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
+    "other order": {"a": ((5,), 0), "n": ((3,), None)},
+    "more handles": {"a": ((4, 4), 0), "b": ((23, 11), 0), "c": ((24, 7), 0)},
+    "longer rows": {"a": ((6, 5), 1), "b": ((6, 3), None), "c": ((5, 7), 1), "n": ((3,), None)},
+}
+
+
+class Parts(nn.Module):
+    """The sum of some parameters, times an input; a parameter may be left out."""
+
+    def __init__(self, case: str, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, (shape, dim) in CASES[case].items():
+            value = torch.randint(-2, 3, shape, generator=generator).float()
+            cut = tp is not None and dim is not None
+            self.register_parameter(name, nn.Parameter(distribute_tensor(value, tp, [Shard(dim)]) if cut else value))
+
+    def forward(self, x: Tensor, without: str = "") -> Tensor:
+        used = [parameter for name, parameter in self.named_parameters() if name != without]
+        return sum((p.full_tensor() if isinstance(p, DTensor) else p).square().sum() for p in used) * x.sum()
+
+
+def _orders(model: nn.Module) -> list[list[str]]:
+    return [[slot.name for slot in handle.layout.slots] for handle in runtime_of(model).handles]
+
+
+def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = layerzero.shard_model(Parts(case, mesh["tp"]), zero3_size=size, accumulation=accumulation)
+    alone = Parts(case, None)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    exact = exact_sgd(alone.parameters())
+    x, names = torch.tensor(0.25), list(CASES[case])
+    for step, without in enumerate(("", *names)):
+        if step == 1:
+            with layerzero.no_sync(model):
+                model(x, names[-1]).backward()
+            alone(x, names[-1]).backward()
+        model(x * (1 + rank // 2), without).backward()
+        alone(x * 1.5, without).backward()
+        expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        assert [p.grad is None for p in model.parameters()] == [grad is None for grad in expected.values()], without
+        expected = {name: grad for name, grad in expected.items() if grad is not None}
+        assert not different(full_gradients(model), expected), (step, without)
+        for each in (optimizer, exact):
+            each.step()
+            each.zero_grad()
+        assert not different(full_parameters(model), dict(alone.named_parameters())), (step, without)
+    ema = layerzero.EMA(model)
+    assert list(ema.state_dict()["averages"]) == names
+    with torch.no_grad():
+        model.get_parameter(names[0]).mul_(2)
+        alone.get_parameter(names[0]).mul_(2)
+        assert torch.equal(model(x), alone(x))
+    return _orders(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_that_lie_in_different_orders_train_as_one_process(case: str) -> None:
+    for size, accumulation in ((1, "full"), (2, "sharded")):
+        orders = run_ranks(_trains, case, size, accumulation)
+        assert orders[0] == orders[2] and orders[0] != orders[1], "what the test is about"
