@@ -4,7 +4,7 @@ Each try is a run of its own: real processes, a fault at a moment and a place th
 survived a restart as a launcher would make it. A try has *survived* if the run ends with the bits of one that met no
 fault; the fault is *noticed* if an error or the log names what it was and where; else it is *lost*.
 
-    python -m tests.chaos --tries 5 --only node --json benchmarks/results/chaos.json
+    python -m tests.chaos --tries 5 --only node --json benchmarks/results/chaos/faults.json
 """
 
 from __future__ import annotations
