@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.files import CheckpointError
+from layerzero.checkpoint.names import Names
 from layerzero.checkpoint.randomness import random_states
 from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.reliability.bits import place_sum
 from layerzero.reliability.numbers import few_names
+from layerzero.tensors.rows import RowSpan
 
 __all__ = ["Chain"]
 
@@ -34,7 +38,8 @@ class Chain:
     """Digests of a run: at each link, of weights, optimizer state, the data since the last link, and random numbers.
 
     Each link holds the one before. Two runs whose links are equal had the same weights, state, random numbers, and data
-    in the same order, at every link so far.
+    in the same order, at every link so far. Of what is not sharded, such as buffers, it is what a checkpoint keeps: the
+    first rank's.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -44,12 +49,14 @@ class Chain:
 
         chain = checkpoint.Chain(model, optimizer)
         if found := checkpoint.load_latest("runs/1", model, optimizer):
+            checkpoint.set_random_states(found.extra["random"])
             chain.resume(found.extra["chain"])
-        for step, indices in enumerate(batches):
+        for step in range(first_step, steps):
             chain.saw(indices)
             train_on(indices)
             if step % 1000 == 999:
-                checkpoint.save(f"runs/1/step-{step + 1}", model, optimizer, {"chain": chain.link(step + 1)})
+                extra = {"chain": chain.link(step + 1), "random": checkpoint.random_states(seed, step + 1)}
+                checkpoint.save(f"runs/1/step-{step + 1}", model, optimizer, extra)
     """
 
     def __init__(self, model: nn.Module, *optimizers: ShardedOptimizer) -> None:
@@ -61,7 +68,11 @@ class Chain:
         self._data = hashlib.sha256()
 
     def saw(self, *data: object) -> None:
-        """This rank has trained on these: indices of samples, as numbers, tensors, and lists of them."""
+        """This rank has trained on these: indices of samples, as numbers, texts, tensors, arrays, lists or dicts.
+
+        Raises:
+            TypeError: something else, which need not look the same in another process.
+        """
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
@@ -105,43 +116,92 @@ class Chain:
         """A sum for each parameter, and for all of its optimizer state."""
         runtime = self._runtime
         topology, members = runtime.topology, runtime.members
-        sums = torch.zeros(2, len(members), dtype=torch.int64, device=topology.device)
-        firsts, index_of = {}, {name: index for index, name in enumerate(members)}
+        whole = _not_sharded(runtime)
+        names = [*members, *whole]
+        sums = torch.zeros(2, len(names), dtype=torch.int64, device=topology.device)
+        index_of = {name: index for index, name in enumerate(names)}
+        places = {name: _Places.of(member.span) for name, member in members.items()}
         for name, member in members.items():
-            row = member.master[:1].numel()
-            firsts[name] = member.span.rows.start * row
-            sums[0, index_of[name]] = place_sum(member.master, firsts[name]).to(topology.device)
+            sums[0, index_of[name]] = places[name].sum_of(member.master).to(topology.device)
+        for name, tensor in whole.items() if runtime.everyone.is_first else ():
+            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(topology.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
-                    owned = optimizer.is_owned(name)
-                    member = members[name]
-                    leads = owned or (bool(member.span.rows) and member.span.rows.start == 0)
+                    at = None if optimizer.is_owned(name) else places[name]
                     for key, value in sorted(values.items()):
-                        part = _sum_of(value, 0 if owned else firsts[name], is_rows=not owned, leads=leads)
+                        part = _sum_of(value, at)
                         sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
         runtime.everyone.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
-        found = dict(zip(members, weights, strict=True))
-        return found | {
-            f"optimizer state of {name}": value for name, value in zip(members, state, strict=True) if value
-        }
+        found = dict(zip(names, weights, strict=True))
+        return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
 
     def _of_ranks(self, text: str) -> list[str]:
         return share_texts(self._runtime.everyone.control, text)
 
 
-def _sum_of(value: Any, first: int, *, is_rows: bool, leads: bool) -> Tensor:
-    """What this rank adds for an entry of the state: its rows, or a number that one rank adds for all."""
-    if isinstance(value, Tensor) and value.ndim and is_rows:
-        return place_sum(value, first)
-    if not leads:
-        return torch.zeros((), dtype=torch.int64)
+def _not_sharded(runtime: Runtime) -> dict[str, Tensor]:
+    """What checkpoints have from the first rank: persistent buffers, ignored parameters."""
+    sharded = {id(member.parameter) for member in runtime.members.values()}
+    return {
+        name: target
+        for name, target in Names(runtime).targets.items()
+        if isinstance(target, Tensor) and not isinstance(target, DTensor) and id(target) not in sharded
+    }
+
+
+class _Places(NamedTuple):
+    """Where this rank's rows of a parameter lie in the whole.
+
+    Attributes:
+        first: the place of their first element.
+        run, pitch: see :func:`place_sum`.
+        counts: of all copies of these rows, this rank's are added.
+        leads: this rank adds what is one number for the whole parameter.
+    """
+
+    first: int
+    run: int
+    pitch: int
+    counts: bool
+    leads: bool
+
+    @classmethod
+    def of(cls, span: RowSpan) -> _Places:
+        shape, box = span.true_shape or (1,), span.box
+        cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # beside dim 0
+        below = math.prod(shape[cut + 1 :])
+        first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
+        counts = span.face is None or span.face.counts
+        leads = counts and bool(span.rows) and not any(each.start for each in box)
+        if not cut:
+            return cls(first, 1, 1, counts, leads)
+        return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)
+
+    def sum_of(self, rows: Tensor) -> Tensor:
+        return place_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _sum_of(value: Any, places: _Places | None) -> Tensor:
+    """What this rank adds for an entry of the state: its rows, or a number that one rank adds for all.
+
+    Args:
+        places: of the rows; None: all of it is this rank's.
+    """
+    if isinstance(value, Tensor) and value.ndim and places is not None:
+        return places.sum_of(value)
+    if places is not None and not places.leads:
+        return _nothing()
     if isinstance(value, Tensor):
         return place_sum(value, 0)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of(item, 0, is_rows=False, leads=True) * _odd(str(place)) for place, item in enumerate(value)]
-        return torch.stack([item.cpu() for item in items] or [torch.zeros((), dtype=torch.int64)]).sum()
+        items = [_sum_of(item, None) * _odd(str(place)) for place, item in enumerate(value)]
+        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return torch.tensor(_odd(repr(value)), dtype=torch.int64)
 
 
@@ -157,12 +217,19 @@ def _random_digest() -> str:
     return digest.hexdigest()
 
 
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     """A text that only equal values have."""
     if isinstance(value, Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().view(-1).tolist()}"
+        return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's, which need not be there
+        return f"{value.dtype}{value.shape}{_text(value.tolist())}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key!r}:{_text(item)}" for key, item in sorted(value.items())) + "}"
-    if not isinstance(value, str | bytes) and isinstance(value, Iterable):
+        return "{" + ",".join(sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, list | tuple | range):
         return "[" + ",".join(map(_text, value)) + "]"
-    return repr(value)
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    raise TypeError(
+        f"checkpoint.Chain cannot tell whether another process has the same {type(value).__name__}: give it numbers, "
+        "texts, tensors, NumPy arrays, and lists, tuples and dicts of them"
+    )

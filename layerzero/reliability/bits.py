@@ -25,8 +25,12 @@ def sum64(tensor: Tensor) -> Tensor:
     return words.sum(dtype=torch.int64)
 
 
-def place_sum(tensor: Tensor, first: int) -> Tensor:
+def place_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
     """0-dim int64: a sum in which every element counts by its place, `first` for the first one.
+
+    Args:
+        run: elements of `tensor` that follow each other in the whole, of which it is a part.
+        pitch: from the place of one such run to that of the next.
 
     The sums of the parts of a tensor, with the places that they have in it, add up to that of the whole, however it is
     cut; what has changed places changes it.
@@ -35,7 +39,8 @@ def place_sum(tensor: Tensor, first: int) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)
-        places = torch.arange(first + start, first + start + len(piece), device=words.device)
+        index = torch.arange(start, start + len(piece), device=words.device)
+        places = first + index // run * pitch + index % run
         # An odd factor loses no bit of a word; zeros count, too, as they stand for something.
         total += ((piece + 1) * (2 * places + 1)).sum()
     return total
