@@ -148,8 +148,8 @@ def plan(
             Choice(name, 1 if name == "ZeRO-1" else cluster.accelerators, "full", reduce_dtype=wire, micro_batches=n)
         )
         for name in PEERS
-        for wire in reduce[:1]
         for n in counts
+        for wire in reduce
     ]
     numel = sum(parameter.numel() for parameter in built.parameters())
     return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), _best(rows), shop)

@@ -81,8 +81,12 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
 
 
 def _peers(plan: Plan, row: Row) -> list[Row]:
-    """With as many micro-batches."""
-    return [peer for peer in plan.peers if peer.choice.micro_batches == row.choice.micro_batches]
+    """With as many micro-batches, and gradients of the same dtype."""
+
+    def settings(each: Row) -> tuple[object, ...]:
+        return each.choice.micro_batches, each.choice.reduce_dtype
+
+    return [peer for peer in plan.peers if settings(peer) == settings(row)]
 
 
 def _name(row: Row) -> str:
