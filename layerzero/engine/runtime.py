@@ -267,8 +267,7 @@ class Runtime:
             gradients = handle.gradients
             if gradients is not None and not gradients.round.complete and handle.trainable:
                 gradients.round.expect([member.is_coming() for member in handle.members])
-                # What was not called has no place of its own.
-                if gradients.round.complete and call.follower is not None:
+                if gradients.round.complete and call.follower is not None:  # what was not called has no place
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, call: Call) -> None:
