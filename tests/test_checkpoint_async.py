@@ -114,6 +114,26 @@ def test_an_error_surfaces_in_wait_and_is_told_by_the_next_call_which_goes_on(tm
     run_ranks(_failing, str(tmp_path), world_size=2)
 
 
+def _lost_by_one(rank: int, folder: str) -> None:
+    model, optimizer = sharded_net(2)
+    checkpoint.save_async(f"{folder}/one", model, optimizer).wait()
+    group = runtime_of(model).staging.group
+    for name, loser in (("two", 1), ("three", 0)):
+        if rank == loser:
+            runtime_of(model).staging.group = None  # as a talk leaves it that failed for this rank only
+        checkpoint.save_async(f"{folder}/{name}", model, optimizer).wait()
+        assert runtime_of(model).staging.group is not group, "all have made another one"
+        group = runtime_of(model).staging.group
+    checkpoint.save_async(f"{folder}/four", model, optimizer).wait()
+    assert runtime_of(model).staging.group is group, "which is kept"
+    dist.barrier()
+    assert len(list(Path(folder).iterdir())) == 4
+
+
+def test_a_rank_that_alone_has_lost_the_others_does_not_end_all_later_saves(tmp_path: Path) -> None:
+    run_ranks(_lost_by_one, str(tmp_path), world_size=2)
+
+
 def _told_at_a_step(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))

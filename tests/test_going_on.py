@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import files, storage
+from layerzero.checkpoint import files, loading, storage
 from layerzero.checkpoint.folder import Survey, survey
-from layerzero.checkpoint.manifest import Manifest
+from layerzero.checkpoint.manifest import Manifest, Unknown
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -270,8 +271,13 @@ def _not_finite(rank: int, folder: str) -> None:
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-1"
     assert not different(everything(model, optimizer), states[1])
+    assert [text.split(": it has been set aside as .bad-")[0] for text in found.set_aside] == [
+        f"{folder}/{name} holds numbers that are not finite" for name in ("bad-2", "bad-1")
+    ]
+    assert _shown(folder) == ["step-1"] and checkpoint.latest(folder) == Path(folder, "step-1")
+    checkpoint.save(f"{folder}/bad-1", model, optimizer, keep_last=2)
     checkpoint.save(f"{folder}/good", model, optimizer, keep_last=2)
-    assert _shown(folder) == ["bad-2", "good"], "then it may go"
+    assert _shown(folder) == ["bad-1", "good"], "then it may go"
     state = optimizer.state_dict()["state"]["first.weight"]["momentum_buffer"].to_local()
     if rank == 1:
         state.view(-1)[0] = math.inf
@@ -348,3 +354,52 @@ def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> No
     assert survey(tmp_path) == Survey((), {})
     (tmp_path / "mixed" / "tokenizer.json").unlink()
     assert list(survey(tmp_path).broken) == [tmp_path / "mixed"]
+
+
+def _with_a_stranger(rank: int, folder: str) -> None:
+    model, optimizer, states = _states_saved(folder, 2)
+    if rank == 0:
+        Path(folder, "step-1", "notes.txt").write_text("mine")
+        _flip(Path(folder, "step-1", "manifest.json"), 30)
+    dist.barrier()
+    found = checkpoint.load_latest(folder, model, optimizer)
+    assert found is not None and found.path.name == "step-0"
+    assert len(found.set_aside) == 1 and re.search(r"step-1 is damaged .*, and cannot be set aside", found.set_aside[0])
+    assert _shown(folder) == ["step-0", "step-1"], "somebody's notes stay where they are"
+    if rank == 0:
+        _flip(Path(folder, "step-0", "manifest.json"), 30)
+        Path(folder, "step-0", "notes.txt").write_text("mine")
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint in .* can be loaded"):
+        checkpoint.load_latest(folder, model, optimizer)
+    assert not different(everything(model, optimizer), states[0])
+
+
+def test_a_broken_checkpoint_with_a_strange_file_in_it_is_not_taken_for_none(tmp_path: Path) -> None:
+    run_ranks(_with_a_stranger, str(tmp_path), world_size=2)
+
+
+def _of_two_minds(rank: int, folder: str) -> None:
+    """One rank cannot read what another finds damaged."""
+    model, optimizer, states = _states_saved(folder, 2)
+    opened = loading.Files
+
+    def meets(manifest: Manifest, **who: int) -> loading.Source:
+        if rank == 1:
+            raise Unknown("this needs xxhash")
+        if rank == 2:
+            raise checkpoint.CheckpointError("a disk has lost it")
+        return opened(manifest, **who)
+
+    loading.Files = meets
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="this needs xxhash"):
+            checkpoint.load_latest(folder, model, optimizer)
+    finally:
+        loading.Files = opened
+    assert _shown(folder) == ["step-0", "step-1"]
+    assert not different(everything(model, optimizer), states[1])
+
+
+def test_what_a_rank_cannot_read_is_told_to_all_whatever_others_have_met(tmp_path: Path) -> None:
+    run_ranks(_of_two_minds, str(tmp_path), pg_timeout=20)

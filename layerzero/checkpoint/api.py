@@ -26,6 +26,7 @@ from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
 from layerzero.comm.agreement import agree
+from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
@@ -72,7 +73,8 @@ def save(
             lists, tuples and dicts of them. The same on all ranks, but for what :func:`per_rank` marks.
         keep_last: after a success, only so many checkpoints stay in the folder that `path` is in, and the last one that
             was finite; the oldest go. What was written is read back before.
-        overwrite: a checkpoint that is at `path` is replaced, when the new one is on the disk.
+        overwrite: a checkpoint that is at `path` is replaced, when the new one is on the disk. What was written is read
+            back before.
         require_finite: save nothing where a trained parameter or its optimizer state holds a NaN or an infinity. False:
             save it, and note it, for people who look for the cause.
 
@@ -128,10 +130,8 @@ def save_async(
         tensors = staging.copy(job.tensors)
     except Exception as error:  # such as no memory to pin
         failure = error
-    fields = groups_so_far() if staging.group is None else {}
-    agree("checkpoint.save_async", fields, ranks=runtime.everyone.ranks, failure=failure)
-    if staging.group is None:
-        staging.group = runtime.everyone.new_control_group()
+    agree("checkpoint.save_async", {}, ranks=runtime.everyone.ranks, failure=failure)
+    _renew_group(runtime, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     staging.listeners += [each.register_step_pre_hook(pending.tell_if_done) for each in runtime.optimizers]
     return pending
@@ -232,9 +232,18 @@ def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, e
         sequence=partial(next_sequence, path.parent),
         finite=not state.bad,
         overwrite=how.overwrite,
-        reads_back=how.keep_last is not None,
+        reads_back=how.keep_last is not None or how.overwrite,
     )
     return _Job(path, writer, state.tensors, how.keep_last)
+
+
+def _renew_group(runtime: Runtime, staging: Staging) -> None:
+    """Make a group for the ranks' talk, if any of them has none: whether a talk has failed, each knows for itself."""
+    everyone = runtime.everyone
+    said = share_texts(everyone.control, "lacks one" if staging.group is None else "has one")
+    if staging.group is None or "lacks one" in said:
+        agree("checkpoint.save_async", groups_so_far(), ranks=everyone.ranks)
+        staging.group = everyone.new_control_group()
 
 
 def _write_staged(job: _Job, staging: Staging) -> None:

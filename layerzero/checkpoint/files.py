@@ -15,8 +15,9 @@ about to rename it fails, and does not make a checkpoint of what is being delete
 
 [Note: One for another]
 A checkpoint that is to be overwritten changes places with the new one in one step, where the system can do that. Where
-it cannot (NFS), the old one goes out of sight first: a process that dies between the two renames leaves nothing at the
-name, and the old checkpoint beside it, under a name with a dot.
+it cannot (NFS), the old one goes out of sight first, as ``.NAME.TOKEN.replaced``. If the new one does not get the name
+then, the old one gets it back. A process that dies between the two renames leaves nothing at the name: as long as that
+is so, the old one is a checkpoint under the name that it has, to be found and not to be removed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -47,9 +48,10 @@ __all__ = [
     "NameTaken",
     "discard",
     "flush_folder",
+    "has_lost_its_name",
     "hide",
     "host_values",
-    "is_partial",
+    "is_leftover",
     "make_folder",
     "new_token",
     "partial_of",
@@ -68,7 +70,7 @@ _PIECE = 1 << 20  # bytes of a tensor that are summed and written while they are
 _AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
-_PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
+_HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)", re.DOTALL)
 _OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # files of a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux has it
@@ -136,9 +138,15 @@ def partial_of(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.{token}.partial")
 
 
-def is_partial(path: Path) -> bool:
-    """It has the name of something that a save writes, or that is being removed."""
-    return _PARTIAL.fullmatch(path.name) is not None
+def is_leftover(path: Path) -> bool:
+    """It has the name of something that a save writes or replaces, or that is being removed."""
+    return _HIDDEN.fullmatch(path.name) is not None and not has_lost_its_name(path)
+
+
+def has_lost_its_name(path: Path) -> bool:
+    """A checkpoint that was to be replaced, by one that has not come; see [Note: One for another]."""
+    match = _HIDDEN.fullmatch(path.name)
+    return match is not None and match[2] == "replaced" and not os.path.lexists(path.with_name(match[1]))
 
 
 def publish(
@@ -187,27 +195,31 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
         CheckpointError: another job has removed the checkpoint at once.
     """
     flush_folder(partial)
-    replaced: Path | None = None
-    if os.path.lexists(path):
-        if not overwrite:
-            raise NameTaken.at(path)
-        refuse_to_replace(path)
-        replaced = _clear_way(partial, path)
-    try:
-        if replaced != partial:
-            os.rename(partial, path)
-    except OSError:
-        if not is_there():  # NFS may report a failure of a rename whose success it had no time to report
-            if os.path.lexists(path):
-                raise NameTaken.at(path) from None
-            raise
-    else:
-        if not is_there():
-            raise CheckpointError(
-                f"{path} does not hold what has just been renamed to it: another job has removed it (keep_last counts "
-                "the checkpoints of all jobs in a folder: give each run a folder of its own), or this file system does "
-                "not rename folders in one step, and cannot hold checkpoints"
-            )
+    replaced: Path | None = None  # where it is now: at `partial`, if the two have changed places
+    with _held(partial) as ours:
+        if os.path.lexists(path):
+            if not overwrite:
+                raise NameTaken.at(path)
+            refuse_to_replace(path)
+            replaced = partial if _exchange(partial, path) else hide(path, "replaced")
+        try:
+            if replaced != partial:
+                os.rename(partial, path)
+        except OSError:
+            if not is_there():  # NFS may report a failure of a rename whose success it had no time to report
+                taken = os.path.lexists(path)
+                _put_back(replaced, partial, path, ours)
+                if taken:
+                    raise NameTaken.at(path) from None
+                raise
+        else:
+            if not is_there():
+                _put_back(replaced, partial, path, ours)
+                raise CheckpointError(
+                    f"{path} does not hold what has just been renamed to it: another job has removed it (keep_last "
+                    "counts the checkpoints of all jobs in a folder: give each run a folder of its own), or this file "
+                    "system does not rename folders in one step, and cannot hold checkpoints"
+                )
     try:
         flush_folder(path.parent)
     except OSError as error:  # the checkpoint exists
@@ -222,12 +234,41 @@ def refuse_to_replace(path: Path) -> None:
         raise NameTaken(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
 
 
-def _clear_way(partial: Path, path: Path) -> Path:
-    """Where the checkpoint at `path` is now: `partial` if the two have changed places; see [Note: One for another]."""
+def _exchange(partial: Path, path: Path) -> bool:
+    """Let the two change places in one step; False if that cannot be done here."""
     names = os.fsencode(partial), os.fsencode(path)
-    if _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
-        return partial
-    return hide(path)
+    return _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+
+
+def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
+    """Undo what was done for a new checkpoint that is not at `path`, or cannot be read there.
+
+    Args:
+        ours: of the new one. What another job has put at `path` stays there.
+    """
+    with suppress(OSError):  # then the old one is found where it is
+        if replaced != partial:
+            if replaced is not None and not os.path.lexists(path):
+                os.rename(replaced, path)
+        elif not (_is_same(path, ours) and _exchange(partial, path)):
+            hide(partial, "replaced")  # whoever discards the new one must not meet it
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[os.stat_result]:
+    """What a folder is: as long as it is open, no other one gets its number."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_same(path: Path, known: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), known)
+    except OSError:
+        return False
 
 
 def _is_at(manifest: Manifest, path: Path) -> bool:
@@ -268,10 +309,10 @@ def discard(folder: Path) -> None:
     remove(hide(folder))
 
 
-def hide(folder: Path) -> Path:
+def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
     """Take a checkpoint, or what is left of one, out of everybody's hands; returns where it is now."""
-    match = _PARTIAL.fullmatch(folder.name)
-    hidden = partial_of(folder.with_name(match[1] if match else folder.name), new_token())
+    match = _HIDDEN.fullmatch(folder.name)
+    hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, hidden)
     with suppress(OSError):  # of another user's
         os.utime(hidden)  # whoever looks for what the dead have left sees that somebody is at work

@@ -11,10 +11,10 @@ from layerzero.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    NameTaken,
     discard,
+    has_lost_its_name,
     hide,
-    is_partial,
+    is_leftover,
     refuse_to_replace,
     remove,
     set_aside,
@@ -74,7 +74,7 @@ def clear_leftovers(written_last: Path) -> None:
     """Remove what saves that died a day ago have left beside a new checkpoint, whose last file is given."""
     now = written_last.stat().st_mtime  # by the clock of the file system, as all the others
     for leftover in written_last.parent.parent.iterdir():
-        if is_partial(leftover):
+        if is_leftover(leftover):
             with suppress(FileNotFoundError):  # it has become a checkpoint, or another job was faster
                 if now - _last_written(leftover) > _DEAD_AFTER:  # others may be writing: another job, an import
                     discard(leftover)
@@ -109,7 +109,7 @@ def survey(folder: Path) -> Survey:
     Raises:
         Unknown: one was written by a newer layerzero.
     """
-    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _is_checkpoint(path)}
+    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
     fine = [manifest for manifest in newest if manifest.finite is not False]
     return Survey((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
@@ -118,10 +118,15 @@ def survey(folder: Path) -> Survey:
 def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     """Give a damaged checkpoint another name, which is returned; None if there is another one by now.
 
+    Args:
+        damaged: its manifest; None: it has none that is intact, and what it holds must be of a checkpoint alone.
+
     Raises:
         OSError: it could not be renamed.
     """
-    if damaged is not None and _read(path) != damaged:
+    if damaged is None:
+        refuse_to_replace(path)
+    elif _read(path) != damaged:
         return None
     return set_aside(path)
 
@@ -137,13 +142,15 @@ def _why_broken(path: Path) -> str | None:
     return None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """It was one, and holds nothing else."""
+def _was_checkpoint(path: Path) -> bool:
+    """It has a manifest, whatever lies beside it; or files of a checkpoint, and nothing else."""
     try:
+        if os.path.lexists(path / MANIFEST):
+            return True
         refuse_to_replace(path)
-    except (NameTaken, OSError):
+        return any(path.iterdir())
+    except OSError:  # NameTaken is one
         return False
-    return any(path.iterdir())
 
 
 def _last_written(partial: Path) -> float:
@@ -158,8 +165,9 @@ def _complete(folder: Path) -> list[Manifest]:
 
 
 def _shown(folder: Path) -> list[Path]:
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return [path for path in paths if not path.name.startswith(".") and not path.is_symlink() and path.is_dir()]
+    found = folder.iterdir() if folder.is_dir() else ()
+    paths = [path for path in found if not path.name.startswith(".") or has_lost_its_name(path)]
+    return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 
 def _read(path: Path) -> Manifest | None:

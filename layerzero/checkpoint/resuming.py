@@ -3,7 +3,8 @@
 [Note: What is set aside, and when]
 A damaged checkpoint in the way of the next save of its name would end every attempt to go on in the same place. So it
 gets another name, which nothing here looks at or removes. That is done only when an earlier one has been loaded: where
-none can be, it is more likely that something else is wrong, such as a file system, and everything stays as it is.
+none can be, it is more likely that something else is wrong, such as a file system, and everything stays as it is. A
+newer one whose numbers are not finite, which was passed over, is as much in the way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Resumed(NamedTuple):
     Attributes:
         path: of the checkpoint that was loaded.
         extra: what was saved with it.
-        set_aside: of each damaged one, a sentence that names it, what is wrong with it, and where it is now.
+        set_aside: of each damaged one, and each newer one that is not finite, a sentence that names it, what is wrong
+            with it, and where it is now.
     """
 
     path: Path
@@ -52,7 +54,8 @@ def load_latest(
 
     All ranks try the same one. Where a rank finds it damaged, all turn to the one before. When that has been loaded,
     the damaged ones are renamed, so that later saves of their names work, and the log says so; nothing is removed.
-    Checkpoints whose numbers are not finite are tried after all others.
+    Checkpoints whose numbers are not finite are tried after all others; where an older one has been loaded instead,
+    they are renamed, too.
 
     Args:
         folder: of one run, as for :func:`latest`.
@@ -95,7 +98,7 @@ def load_latest(
             return None
         told = "; ".join([*damaged.values(), *broken])
         raise CheckpointError(f"no checkpoint in {folder} can be loaded, and nothing has been renamed: {told}")
-    moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged))
+    moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged, loaded=path))
     if seen is not None:
         for text in moved:
             _LOG.warning("%s. %s has been loaded instead", text, path)
@@ -114,31 +117,39 @@ def _tried(
     """Load it; or say why it is damaged, the same on all ranks; empty if it is gone. Others' errors are raised."""
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
-    except (LostEachOther, Unknown):
+    except LostEachOther:
         raise
-    except (CheckpointError, FileNotFoundError) as error:
-        caught: Exception = error
-        kind = "gone" if isinstance(error, FileNotFoundError) else "damaged"
     except Exception as error:
-        caught, kind = error, "failed"
+        caught = error
+    kinds = (Unknown, "unknown"), (CheckpointError, "damaged"), (FileNotFoundError, "gone"), (Exception, "failed")
+    mine = next(kind for each, kind in kinds if isinstance(caught, each))
     # Ranks may have met different errors in the same attempt, but each has met one.
-    said = [json.loads(text) for text in share_texts(runtime.everyone.control, json.dumps([kind, str(caught)]))]
-    if any(kind == "failed" for kind, _ in said):
+    said = [json.loads(text) for text in share_texts(runtime.everyone.control, json.dumps([mine, str(caught)]))]
+    if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
+    if unknown := next((why for kind, why in said if kind == "unknown"), ""):
+        raise Unknown(unknown)
     return None, next((why for kind, why in said if kind == "damaged"), "")
 
 
-def _put_aside(seen: Survey, damaged: dict[Path, str]) -> list[str]:
-    """Rename what is damaged; what became of each."""
+def _put_aside(seen: Survey, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
+    """Rename what is damaged, and what is newer than what was loaded and not finite; what became of each."""
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
+    since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
+    passed_over = {
+        manifest.folder: "holds numbers that are not finite"
+        for manifest in seen.complete
+        if manifest.finite is False and manifest.sequence > since
+    }
     known |= dict.fromkeys(seen.broken)
-    return [_one_aside(path, known[path], why) for path, why in (damaged | seen.broken).items()]
+    wrong = passed_over | {path: f"is damaged ({why})" for path, why in (damaged | seen.broken).items()}
+    return [_one_aside(path, known[path], why) for path, why in wrong.items()]
 
 
 def _one_aside(path: Path, manifest: Manifest | None, why: str) -> str:
     try:
         aside = put_aside(path, manifest)
     except OSError as error:
-        return f"{path} is damaged ({why}), and cannot be set aside: {error}"
+        return f"{path} {why}, and cannot be set aside: {error}"
     where = "another job has replaced it" if aside is None else f"it has been set aside as {aside.name}"
-    return f"{path} is damaged ({why}): {where}"
+    return f"{path} {why}: {where}"

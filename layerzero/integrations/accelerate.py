@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero import checkpoint
 from layerzero.config import Units
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import Settings, current_parameters, is_sharded, save_over
+from layerzero.integrations.common import Settings, current_parameters, is_sharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.views.full import full_state_dict
@@ -194,7 +195,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
         Of these each rank writes its own rows, and any number of ranks can load them.
         """
-        with self._all_but_sharded("_save_model_state_pre_hook", save_over):
+        save = partial(checkpoint.save, overwrite=True)
+        with self._all_but_sharded("_save_model_state_pre_hook", save):
             return super().save_state(output_dir, safe_serialization=safe_serialization, **kwargs)
 
     def load_state(

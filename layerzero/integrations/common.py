@@ -1,29 +1,24 @@
-"""What the loops of other packages share: settings, units, checkpoints that take the place of older ones."""
+"""What the loops of other packages share: settings, units, what is sharded."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero import checkpoint
 from layerzero.config import LayerZeroConfig, Policy
 from layerzero.config.file import read_settings, translate
 from layerzero.engine.hooks import runtime_of
-from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.setup.methods import register_forward_method
 from layerzero.setup.partition import block_classes
 from layerzero.setup.shard import shard_model
 
-__all__ = ["Settings", "current_parameters", "is_sharded", "let_generate", "lightning_dtype", "save_over"]
+__all__ = ["Settings", "current_parameters", "is_sharded", "let_generate", "lightning_dtype"]
 
 _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
@@ -141,24 +136,3 @@ def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tenso
     members = runtime_of(model).parameters
     found = ((parameter, members.member_of(parameter)) for parameter in parameters)
     return [parameter if member is None else member.parameter for parameter, member in found]
-
-
-def save_over(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
-    """:func:`layerzero.checkpoint.save`, in place of a checkpoint that may be there.
-
-    The old one goes when the new one is whole. A crash in between leaves the new one at ``PATH.new``.
-    """
-    target = Path(path)
-    fresh, old = target.with_name(f"{target.name}.new"), target.with_name(f"{target.name}.old")
-    first = dist.get_rank() == 0
-    if first:
-        for left in (fresh, old):
-            shutil.rmtree(left, ignore_errors=True)
-    dist.barrier()
-    checkpoint.save(fresh, model, optimizer)
-    if first:
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()

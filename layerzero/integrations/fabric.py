@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from layerzero import checkpoint
 from layerzero.config import Units
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import Settings, is_sharded, lightning_dtype, save_over
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
 from layerzero.views.full import full_state_dict
@@ -103,7 +103,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         rest = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
         super().save_checkpoint(folder / FILE, rest, storage_options=storage_options, filter=filter)
         for name, module, optimizer in _sharded_in(state):
-            save_over(folder / name, module, optimizer)
+            checkpoint.save(folder / name, module, optimizer, overwrite=True)
 
     def load_checkpoint(
         self,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
+from layerzero.checkpoint import save as save_sharded
 from layerzero.config import Units
-from layerzero.integrations.common import Settings, is_sharded, lightning_dtype, save_over
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.sharded import shard_optimizer
 from layerzero.views.full import full_state_dict
 from layerzero.views.loop import no_sync
@@ -164,7 +165,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
             f"layerzero_{i}": each for i, each in enumerate(self.optimizers if "optimizer_states" in checkpoint else [])
         }
         for name, optimizer in kept.items():
-            save_over(folder / name, self._module, optimizer)
+            save_sharded(folder / name, self._module, optimizer, overwrite=True)
         if self.is_global_zero:
             for left in folder.glob("layerzero_*"):  # of other optimizers
                 if left.name not in kept:

@@ -21,7 +21,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from layerzero import checkpoint
 from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
-from layerzero.integrations.common import is_sharded, save_over
+from layerzero.integrations.common import is_sharded
 from layerzero.integrations.pretrained import from_pretrained
 from layerzero.views.full import full_state_dict, load_full_state_dict
 
@@ -119,7 +119,7 @@ class LayerZeroMixin:
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        save_over(Path(output_dir) / FOLDER, self.model, self.optimizer.optimizer)
+        checkpoint.save(Path(output_dir) / FOLDER, self.model, self.optimizer.optimizer, overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,19 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, load_checkpoint_in_model
 
 import layerzero
+from layerzero import checkpoint
+from layerzero.checkpoint import files
 from layerzero.integrations.accelerate import CONFIG_VARIABLE, LayerZeroAccelerator, LayerZeroPlugin
 from tests.support.loops import Samples, assert_like, forget_accelerators, launched
-from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, full_parameters, integer_loss, integer_net
+from tests.support.models import (
+    IntegerNet,
+    TiedTransformer,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_loss,
+    integer_net,
+)
 from tests.support.ranks import run_ranks
 
 SAMPLES = 64  # on 4 ranks, in batches of 2: 8 micro-batches
@@ -173,6 +185,41 @@ def _resume(rank: int, folder: str) -> None:
 
 def test_a_resumed_run_is_the_uninterrupted_one_also_with_another_zero3_size(tmp_path: Path) -> None:
     run_ranks(_resume, str(tmp_path / "state"))
+
+
+def _fails_on_one_rank(rank: int, folder: str) -> None:
+    with launched():
+        acc = accelerator(LayerZeroPlugin(**PLUGIN))
+        model, *_ = acc.prepare(*objects())
+        acc.save_state(folder)
+        acc.wait_for_everyone()
+        saved, rename = full_parameters(model), os.rename
+        exchange, files._renameat2 = files._renameat2, None
+
+        failures = [OSError(5, "Input/output error")] if rank == 0 else []
+
+        def refuse(source: Any, target: Any) -> None:
+            if Path(target).name == "layerzero_0" and failures:
+                raise failures.pop()
+            rename(source, target)
+
+        with torch.no_grad():
+            model.shift.fill_(9.0)
+        os.rename = refuse
+        began = time.monotonic()
+        try:
+            with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+                acc.save_state(folder)
+        finally:
+            os.rename, files._renameat2 = rename, exchange
+        assert time.monotonic() - began < 15, "nobody waits for the rank that failed"
+        found = checkpoint.load_latest(folder, model)
+        assert found is not None, "the old one is still there"
+        assert not different(full_parameters(model), saved)
+
+
+def test_a_save_over_another_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_one(tmp_path: Path) -> None:
+    run_ranks(_fails_on_one_rank, str(tmp_path / "state"), pg_timeout=20)
 
 
 def _automatic_names(rank: int, folder: str) -> None:

@@ -1,0 +1,176 @@
+"""A checkpoint that is to take the place of another one, and does not: the other one is still to be found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from layerzero import checkpoint
+from layerzero.checkpoint import files, storage
+from layerzero.checkpoint.folder import clear_leftovers, survey
+from layerzero.checkpoint.manifest import Manifest
+from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.models import different
+from tests.support.ranks import run_ranks
+
+BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+
+
+@contextmanager
+def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> Iterator[None]:
+    """One that cannot exchange two names, or that renames in its own way."""
+    exchange, real = files._renameat2, os.rename
+    files._renameat2 = exchange if exchanges else None
+    os.rename = rename
+    try:
+        yield
+    finally:
+        files._renameat2, os.rename = exchange, real
+
+
+def _refuses(name: str, times: int) -> Callable[[Any, Any], None]:
+    """A rename to `name` fails so many times."""
+    real, left = os.rename, list(range(times))
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(target).name == name and left:
+            left.pop()
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    return rename
+
+
+def _left(folder: str) -> list[str]:
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _renamed_once_only(rank: int, folder: str) -> None:
+    path = f"{folder}/last"
+    model, optimizer = sharded_net(2)
+    checkpoint.save(path, model, optimizer, {"step": 1})
+    first = everything(model, optimizer)
+    train(model, optimizer, range(1))
+    dist.barrier()
+    with _disk(False, _refuses("last", 1)), pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+        checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
+    assert _left(folder) == ["last"], "the old one has its name back"
+    assert checkpoint.load(path, model, optimizer) == {"step": 1}
+    assert not different(everything(model, optimizer), first)
+    train(model, optimizer, range(1))
+    dist.barrier()
+    with _disk(False, _refuses("last", 2)), pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+        checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
+    (name,) = _left(folder)
+    assert name.startswith(".last.") and name.endswith(".replaced"), "as if the process had died between the two"
+    found = checkpoint.load_latest(folder, model, optimizer)
+    assert found == (Path(folder, name), {"step": 1}, ()) and checkpoint.latest(folder) == Path(folder, name)
+    assert not different(everything(model, optimizer), first)
+    dist.barrier()
+    if rank == 0:
+        for place in (Path(folder, name), *Path(folder, name).iterdir()):
+            os.utime(place, (0, 0))  # long ago
+    dist.barrier()
+    checkpoint.save(f"{folder}/other", model, optimizer)
+    assert _left(folder) == [name, "other"], "nobody removes the only one there is of that name"
+    checkpoint.save(path, model, optimizer, {"step": 3}, overwrite=True)
+    assert _left(folder) == ["last", "other"]
+    assert checkpoint.load(path, model, optimizer) == {"step": 3}
+
+
+def test_the_old_one_gets_its_name_back_or_is_found_without_it(tmp_path: Path) -> None:
+    run_ranks(_renamed_once_only, str(tmp_path), world_size=2)
+
+
+def _lying_disk(rank: int, folder: str) -> None:
+    path = f"{folder}/last"
+    model, optimizer = sharded_net(2)
+    checkpoint.save(path, model, optimizer, {"step": 1})
+    write = storage.write_file
+
+    def lie(file: Path, content: object) -> files.FileRecord:
+        record = write(file, content)
+        if file.name == "rank-00001.safetensors":
+            damaged = bytearray(file.read_bytes())
+            damaged[-1] ^= 1
+            file.write_bytes(damaged)
+        return record
+
+    storage.write_file = lie
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="reads back as something else"):
+            checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
+    finally:
+        storage.write_file = write
+    assert _left(folder) == ["last"]
+    assert checkpoint.load(path, model, optimizer) == {"step": 1}
+
+
+def test_what_was_written_is_read_back_before_it_replaces_anything(tmp_path: Path) -> None:
+    run_ranks(_lying_disk, str(tmp_path), world_size=2)
+
+
+def _cannot_be_read(rank: int, folder: str) -> None:
+    path, is_at = f"{folder}/last", files._is_at
+    model, optimizer = sharded_net(2)
+    checkpoint.save(path, model, optimizer, {"step": 1})
+    files._is_at = lambda *_: False  # the disk does not give the manifest
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match="does not hold what has just been renamed to it"):
+            checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
+    finally:
+        files._is_at = is_at
+    assert _left(folder) == ["last"]
+    assert checkpoint.load(path, model, optimizer) == {"step": 1}, "what is discarded is the new one"
+
+
+def test_the_old_one_is_not_discarded_for_a_new_one_that_cannot_be_read(tmp_path: Path) -> None:
+    run_ranks(_cannot_be_read, str(tmp_path), world_size=2)
+
+
+def _one(rank: int, path: str) -> None:
+    checkpoint.save(path, *sharded_net(1))
+
+
+@BOTH_WAYS
+def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
+    run_ranks(_one, str(tmp_path / "last"), world_size=1)
+    path, partial = tmp_path / "last", files.partial_of(tmp_path / "last", files.new_token())
+    shutil.copytree(path, partial)
+    (path / "rank-00001.safetensors").write_bytes(b"of the old one")
+
+    def intrudes() -> bool:
+        shutil.rmtree(path)
+        path.mkdir()
+        (path / "rank-00002.safetensors").write_bytes(b"of another job")
+        return False
+
+    with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not hold"):
+        files.take_name(partial, path, intrudes, overwrite=True)
+    assert (path / "rank-00002.safetensors").exists()
+    files.remove(partial)  # as a save does that has failed
+    (old,) = tmp_path.glob(".last.*.replaced")
+    assert (old / "rank-00001.safetensors").exists(), "the old one is not what a failed save discards"
+
+
+def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(tmp_path: Path) -> None:
+    run_ranks(_one, str(tmp_path / "last"), world_size=1)
+    shutil.copytree(tmp_path / "last", tmp_path / "new")
+    hidden = files.hide(tmp_path / "last", "replaced")
+    for place in (hidden, *hidden.iterdir()):
+        os.utime(place, (0, 0))
+    clear_leftovers(tmp_path / "new" / files.MANIFEST)
+    assert {manifest.folder for manifest in survey(tmp_path).complete} == {hidden, tmp_path / "new"}
+    shutil.copytree(tmp_path / "new", tmp_path / "last")
+    assert {manifest.folder.name for manifest in survey(tmp_path).complete} == {"last", "new"}
+    clear_leftovers(tmp_path / "new" / files.MANIFEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
+    Manifest.read(tmp_path / "last").verify()
