@@ -1,6 +1,8 @@
-"""Units on two meshes: whose parameters are on which."""
+"""Units on two meshes: what is gathered ahead, what that takes, and whose parameters are on which."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,61 @@ from torch.distributed.tensor import DTensor, Shard
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.passes import Call
+from layerzero.engine.runtime import Runtime
 from tests.support.ranks import run_ranks
+from tests.test_expert_parallel import integer_batch, integer_loss, shard
+from tests.test_memory import needs_parking
+
+COUNT = 6
+
+
+def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
+    """What a backward gathers ahead when it has come to each unit."""
+    ahead: dict[str, list[str]] = {}
+    prefetch = Runtime._prefetch_before
+
+    def prefetching(self: Runtime, call: Call) -> None:
+        ahead[call.unit.name] = [earlier.unit.name for earlier in call.before(self.config.prefetch)]
+        prefetch(self, call)
+
+    x = torch.ones(1, 4, requires_grad=True) * 1
+    with mock.patch.object(Runtime, "_prefetch_before", prefetching):
+        model(x).sum().backward()
+    ahead.pop("", None)
+    return ahead
+
+
+def _prefetch(rank: int) -> None:
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    rest = layerzero.init_mesh(2)
+    names = [str(index) for index in range(COUNT)]
+    for mesh, apart in ((rest, 1), (lambda name, _: whole["edp"] if name in ("1", "3", "5") else rest, 2)):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in names))
+        model = layerzero.shard_model(model, mesh=mesh, units=names)
+        for _ in range(2):
+            expected = {name: [names[at - apart]] if at >= apart else [] for at, name in enumerate(names)}
+            assert _gathered_ahead(model) == expected, apart
+
+
+def test_a_backward_gathers_ahead_where_units_of_two_meshes_follow_each_other() -> None:
+    run_ranks(_prefetch)
+
+
+def _memory(rank: int) -> None:
+    for expert_size, size in ((2, 4), (2, 2), (1, 2)):
+        model, optimizer = shard(2, size, expert_size=expert_size)
+        for step in range(3):
+            integer_loss(model, integer_batch(rank=rank, step=step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = layerzero.memory(model)
+        assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, (expert_size, size)
+
+
+@needs_parking
+def test_memory_is_as_predicted_with_several_meshes() -> None:
+    run_ranks(_memory)
 
 
 class Experts(nn.Module):

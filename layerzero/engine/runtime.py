@@ -287,9 +287,8 @@ class Runtime:
         )
         if self._is_idle(call.unit) and not comes_again:
             call.unit.release()
-        for previous in call.before(1):
-            if backward is not None and previous in backward.open:
-                self._prefetch_before(previous)
+        if backward is not None and (previous := call.previous) in backward.open:
+            self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: Call) -> None:
         """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed call's nodes."""

@@ -6,7 +6,7 @@ other as `prefetch` says; the memory of their storages is lent, parked and freed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,13 +74,14 @@ class _Stage:
             self._free(unit)
 
     def _prefetch_before(self, returned: Sequence[PlannedUnit], index: int) -> None:
-        for earlier in returned[max(0, index - self.prefetch) : index][::-1]:
-            self._gather(earlier)
+        earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
+        for unit in earlier[: self.prefetch]:
+            self._gather(unit)
 
     def _call(self, unit: PlannedUnit) -> None:
         self._gather(unit)
         here = self._place[unit] + 1
-        for upcoming in self._order[here : here + self.prefetch]:
+        for upcoming in _on_mesh_of(unit, self._order[here:])[: self.prefetch]:
             self._gather(upcoming)
         self._wait(unit)
         for inner in self._inner[unit]:
@@ -113,6 +114,11 @@ class _Stage:
             for storage, _ in (*strided, full):
                 if storage.nbytes():
                     self.pool.reclaim(storage)
+
+
+def _on_mesh_of(unit: PlannedUnit, others: Iterable[PlannedUnit]) -> list[PlannedUnit]:
+    """Of these units, those that may be gathered ahead when `unit` is called: over as many ranks."""
+    return [other for other in others if other.where == unit.where]
 
 
 def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
