@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from torch import Tensor
 
 import layerzero
 from layerzero import checkpoint
-from tests.support.checkpointing import sharded_net, train
+from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import different
-from tests.support.ranks import run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 
 EXTRA = {
     "step": 7,
@@ -143,3 +144,32 @@ def _refused_extra(rank: int, folder: str) -> None:
 def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_refused_extra, str(tmp_path))
     assert list(tmp_path.iterdir()) == [], "and leaves nothing"
+
+
+def _refused_by_one_module(rank: int, folder: str) -> None:
+    model = layerzero.shard_model(WithBuffers(seed=0), mesh=mesh_of(2))
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    other = layerzero.shard_model(WithBuffers(seed=1), mesh=mesh_of(2))
+    its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.5), other)
+    before = everything(other, its_optimizer)
+    takes = other.counting.set_extra_state
+
+    def refuse(state: dict[str, int]) -> None:
+        raise KeyError("a file of this machine")
+
+    if rank == 1:
+        other.counting.set_extra_state = refuse
+    began = time.monotonic()
+    with pytest.raises(KeyError if rank == 1 else RuntimeError, match="a file of this machine"):
+        checkpoint.load(f"{folder}/one", other, its_optimizer)
+    assert time.monotonic() - began < 20, "nobody waits for a rank that has failed"
+    assert not different(everything(other, its_optimizer), before), "and nothing has been changed"
+    other.counting.set_extra_state = takes
+    checkpoint.load(f"{folder}/one", other, its_optimizer)
+    loaded, saved = everything(other, its_optimizer), everything(model, optimizer)
+    assert different(loaded, saved) == ["buffer.scratch"], "it is in no checkpoint"
+
+
+def test_a_module_that_refuses_its_extra_state_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(_refused_by_one_module, str(tmp_path), world_size=2)
