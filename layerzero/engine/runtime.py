@@ -90,9 +90,8 @@ class Runtime:
         self.gradients = GradientSync(self.handles, everyone)
         self.refreshes = Refreshes(self.handles, everyone)
         self._structure = Structure(model, self.members.values())
-        self.micro_batches = MicroBatches(
-            would_save=any(handle.gradients is not None and handle.gradients.no_sync_saves for handle in self.handles)
-        )
+        saving = (handle.gradients for handle in self.handles if handle.gradients is not None)
+        self.micro_batches = MicroBatches(would_save=any(gradients.no_sync_saves for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._orders = orders_of(self.units)
 
@@ -102,7 +101,7 @@ class Runtime:
         model = self._model()
         if model is None:
             raise RuntimeError(
-                "the sharded model is gone: nothing refers to it any more; keep the model that was sharded"
+                "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
             )
         return model
 
@@ -175,13 +174,11 @@ class Runtime:
             self.before_first_forward()
             self.before_first_forward = None
         self._structure.heed()
-        if (
-            torch.is_grad_enabled()
-        ):  # adapters are off in a forward for reference, and on again in the backward after it
+        if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
             self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
-        units, expected = self.units if len(self._orders) > 1 else (), self._last_calls.get(entry, [])
-        self._forward = ForwardPass(entry, units, expected=expected)
+        units = self.units if len(self._orders) > 1 else ()
+        self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
