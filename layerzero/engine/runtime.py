@@ -98,8 +98,7 @@ class Runtime:
     @property
     def model(self) -> nn.Module:
         """Raises RuntimeError where it is gone."""
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             raise RuntimeError(
                 "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
             )
