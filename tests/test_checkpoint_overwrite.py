@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import files, storage
+from layerzero.checkpoint import files, writing
 from layerzero.checkpoint.folder import clear_leftovers, survey
 from layerzero.checkpoint.manifest import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
@@ -94,7 +94,7 @@ def _lying_disk(rank: int, folder: str) -> None:
     path = f"{folder}/last"
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    write = storage.write_file
+    write = writing.write_file
 
     def lie(file: Path, content: object) -> files.FileRecord:
         record = write(file, content)
@@ -104,12 +104,12 @@ def _lying_disk(rank: int, folder: str) -> None:
             file.write_bytes(damaged)
         return record
 
-    storage.write_file = lie
+    writing.write_file = lie
     try:
         with pytest.raises(checkpoint.CheckpointError, match="reads back as something else"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
-        storage.write_file = write
+        writing.write_file = write
     assert _left(folder) == ["last"]
     assert checkpoint.load(path, model, optimizer) == {"step": 1}
 

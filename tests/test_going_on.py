@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import files, loading, storage
+from layerzero.checkpoint import files, loading, writing
 from layerzero.checkpoint.folder import Survey, survey
 from layerzero.checkpoint.manifest import Manifest, Unknown
 from tests.support.checkpointing import everything, sharded_net, train
@@ -197,20 +197,20 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(tmp_path: Path, exchan
 
 def _full_disk(rank: int, folder: str) -> None:
     model, optimizer, states = _states_saved(folder, 1)
-    write = storage.write_file
+    write = writing.write_file
 
     def refuse(path: Path, content: object) -> files.FileRecord:
         if path.name == DATA:
             raise OSError(28, "No space left on device")
         return write(path, content)
 
-    storage.write_file = refuse
+    writing.write_file = refuse
     train(model, optimizer, range(1, 2))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="No space"):
             checkpoint.save(f"{folder}/step-0", model, optimizer, {"step": 1}, overwrite=True)
     finally:
-        storage.write_file = write
+        writing.write_file = write
     assert checkpoint.load(f"{folder}/step-0", model, optimizer) == {"step": 0}
     assert not different(everything(model, optimizer), states[0])
 
@@ -224,7 +224,7 @@ def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def _lying_disk(rank: int, folder: str) -> None:
     model, optimizer, _ = _states_saved(folder, 2)
-    write = storage.write_file
+    write = writing.write_file
 
     def lie(path: Path, content: object) -> files.FileRecord:
         record = write(path, content)
@@ -232,12 +232,12 @@ def _lying_disk(rank: int, folder: str) -> None:
             _flip(path, -1)
         return record
 
-    storage.write_file = lie
+    writing.write_file = lie
     try:
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*reads back as something else: .*rank-00001"):
             checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
     finally:
-        storage.write_file = write
+        writing.write_file = write
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-0", "step-1"]
     dist.barrier()

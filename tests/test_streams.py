@@ -128,7 +128,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]
             waited.append(works)
         wait(works)
 
-    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.engine.sync.tell_all", launch):
+    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.comm.census.tell_all", launch):
         for step in range(5):
             made.clear()
             if step == 2:
