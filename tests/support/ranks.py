@@ -237,6 +237,8 @@ def _call(
     store = dist.FileStore(store_at, world_size) if isinstance(store_at, str) else dist.TCPStore(_HOST, store_at)
     # Time enough for all ranks to come and to connect, whatever else the machine does; then that of the test.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TO_MEET)
+    if isinstance(store_at, str):
+        dist.barrier()  # who has met all others may leave at once, and the others are still connecting
     timeout = timedelta(seconds=setting.pg_timeout)
     store.set_timeout(timeout)
     dist.distributed_c10d._set_pg_timeout(timeout)
