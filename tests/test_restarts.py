@@ -18,6 +18,7 @@ import layerzero
 from layerzero.comm.agreement import agree
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
+from tests.support.ranks import serve
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_restarts.py"
@@ -80,7 +81,7 @@ def _keys(rank: int, port: int, attempt: int, dies: bool) -> None:
 
 
 def test_a_store_that_outlives_attempts_confuses_nobody() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     left: set[str] = set()
     for attempt in range(3):
         ranks = [forks.Process(target=_keys, args=(rank, server.port, attempt, attempt < 2)) for rank in range(2)]

@@ -15,6 +15,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -35,7 +36,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing"]
+__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve"]
 
 # What users have who choose nothing, shared memory where S > 1; and exchanges.
 BOTH = pytest.mark.parametrize("node_memory", [None, "off"], ids=["default", "off"])
@@ -162,8 +163,7 @@ class _Pool:
     ):
         while len(self._ranks) < world_size:
             self._ranks.append(_Rank())
-        # Served from here, where it outlives every rank. A file would be polled by each rank that waits.
-        server = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if store_file is None else None
+        server = serve() if store_file is None else None
         store = str(store_file) if server is None else server.port
         for rank, process in enumerate(self._ranks[:world_size]):
             process.start(fn.__module__)
@@ -281,6 +281,17 @@ def _destroy_groups() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def serve() -> dist.TCPStore:
+    """A store, served from here, where it outlives every rank. A file would be polled by each rank that waits.
+
+    It looks up the name of each rank that connects. On a socket of torch's own, which speaks IPv6 too, that is the name
+    of ::ffff:127.0.0.1, which a name server is asked for: where an answer is lost, for five seconds.
+    """
+    with socket.create_server((_HOST, 0)) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 _pool = _Pool()
