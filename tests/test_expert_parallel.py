@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,54 @@ def test_experts_on_a_mesh_of_their_own_train_as_one_process() -> None:
     run_ranks(_trains, world_size=4)
 
 
+class Late(torch.autograd.Function):
+    """Nothing, and a backward that comes late on some ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, delays: list[float]) -> Tensor:
+        ctx.delays = delays
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.delays.pop())
+        return gradient, None
+
+
+def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
+    """The model exchanges tokens in groups that are axes of the meshes of its units."""
+    draw = random.Random(10 * seed + rank)
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "expert_shard", "dp_shard"))
+    own, ep, rest = whole["dp_replicate"], whole["dp_shard"], whole["dp_replicate", "dp_shard"]
+    if skips:  # weights that are gathered must be called by all who share them
+        own = whole["dp_replicate", "expert_shard"]
+    model = layerzero.shard_model(
+        Net(ep, skips=skips),
+        mesh=lambda name, module: own if isinstance(module, Experts) else rest,
+        units=UNITS,
+    )
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, args, out: Late.apply(out, [draw.choice((0.0, 0.03))]))
+        layer.experts.register_forward_hook(lambda _, args, out: Late.apply(out, [draw.choice((0.0, 0.03))]))
+    alone = Net()
+    exact = exact_sgd(alone.parameters())
+    for step in range(2):
+        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
+        assert not different(full_gradients(model), {name: p.grad for name, p in alone.named_parameters()}), step
+        for each in (optimizer, exact):
+            each.step()
+            each.zero_grad()
+        assert not different(full_parameters(model), dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_groups_of_the_mesh_may_be_those_of_the_models_own_exchanges(skips: bool) -> None:
+    for seed in range(3):
+        run_ranks(_on_one_mesh, skips, seed, pg_timeout=20, timeout=60)
+
+
 def _skips(rank: int) -> None:
     for ep, size, settings in ((2, 2, {}), (4, 2, {"accumulation": "full"}), (4, 4, {})):
         train(ep, size, rank, skips=True, **settings)
@@ -377,14 +427,12 @@ def _three_axes(rank: int) -> None:
         net,
         mesh=lambda name, module: whole["dp_replicate"] if isinstance(module, Experts) else rest,
         units=UNITS,
-        accumulation="full",
     )
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     alone = Net()
     exact = exact_sgd(alone.parameters())
     for step in range(2):
-        with layerzero.no_sync(model):  # nothing is reduced between the exchanges of the model's own: see limits.md
-            integer_loss(model, integer_batch(step=step, rank=rank // 2)).backward()
+        integer_loss(model, integer_batch(step=step, rank=rank // 2)).backward()
         integer_loss(alone, union([integer_batch(step=step, rank=r) for r in range(4)])).backward()
         norm = layerzero.clip_grad_norm_(model, 1e9)
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e9))

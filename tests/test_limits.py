@@ -169,9 +169,6 @@ COVERED: dict[str, tuple[str, ...]] = {
     "A first forward on some ranks only": (
         "test_limits_loops.py::test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be",
     ),
-    "On gloo, expert and tensor parallel axes": (
-        "test_expert_parallel.py::test_expert_data_and_tensor_parallel_together_train_as_one_process",
-    ),
     "Using a graph from before": ("test_small_print.py::test_a_graph_that_outlived_a_step_is_refused",),
     "`optimizer.step()` after a backward that raised": (
         "test_failures.py::test_a_step_on_half_a_backward_is_refused",

@@ -8,6 +8,12 @@ Groups are made by their members only: a model may live on some of the ranks, an
 ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group instead of making
 one, which takes all ranks of the world, and hang where some are not asked. So while a group is made here, the world is
 not bound to a device; the group then connects at its first exchange, as it does without `device_id`.
+
+[Note: A group for each lane]
+A backend matches the exchanges of a group by their order. The model's own exchanges (tokens for experts, say) may use
+the groups of the mesh, several meshes may share one, and so may several models; and when an exchange of ours is
+launched among those, timing and what a rank has used may decide. So each lane has a group that nobody else knows. Where
+the mesh's own is used by nobody, no backend connects it but gloo.
 """
 
 from __future__ import annotations
@@ -89,10 +95,13 @@ class Topology:
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
         node = dist.get_process_group_ranks(zero3)
-        reduce = new_group_like(node, like=zero3, device_type=kind)
-        control_backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
-        control = new_group_like(ranks, like=zero3, device_type=kind, backend=control_backend)
-        node_control = new_group_like(node, like=zero3, device_type=kind, backend=control_backend)
+        backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
+        # See [Note: A group for each lane].
+        gather, reduce = (new_group_like(node, like=zero3, device_type=kind) for _ in range(2))
+        replicas = new_group_like(dist.get_process_group_ranks(replica), like=replica, device_type=kind)
+        control, node_control = (
+            new_group_like(r, like=zero3, device_type=kind, backend=backend) for r in (ranks, node)
+        )
         return cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
@@ -100,9 +109,9 @@ class Topology:
             grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
             ledger=ledger,
-            zero3_gather=Lane.over("zero3 gather", "zero3", zero3, ledger, kind),
+            zero3_gather=Lane.over("zero3 gather", "zero3", gather, ledger, kind),
             zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
-            replica=Lane.over("replica", "replica", replica, ledger, kind),
+            replica=Lane.over("replica", "replica", replicas, ledger, kind),
             control=Lane.over("control", "control", control, ledger, "cpu"),
             node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
         )
