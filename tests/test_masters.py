@@ -243,6 +243,14 @@ def _edit_differently(rank: int) -> None:
         assert re.search(r"head\.bias|\b2\b", message := _message_of(edit)), (size, message)
         _assert_same(model, alone, size)
 
+        def misshape(model: nn.Module = model) -> None:
+            with layerzero.unsharded(model, writeback=True), torch.no_grad():
+                if rank == 1:
+                    model.head.bias = nn.Parameter(torch.ones(1))
+
+        assert "'head.bias' must keep its shape" in (message := _message_of(misshape)), (size, message)
+        _assert_same(model, alone, size)
+
 
 def test_different_edits_on_different_ranks_are_refused_and_nothing_is_written() -> None:
     run_ranks(_edit_differently, world_size=WORLD, pg_timeout=15)

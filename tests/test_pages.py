@@ -86,7 +86,7 @@ def _wrong_launch(rest: list[str]) -> str | None:
     except SystemExit:
         return "torchrun has no such options"
     if given.module:
-        return wrong_with(f"python -m {given.training_script}")
+        return wrong_with(shlex.join(["python", "-m", given.training_script, *given.training_script_args]))
     mine = given.training_script == "train.py"  # the reader's own
     return None if mine or (ROOT / given.training_script).is_file() else "no such program"
 

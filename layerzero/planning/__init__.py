@@ -3,6 +3,7 @@
 from layerzero.planning.api import Plan, plan
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.models import Sizes, read_config
+from layerzero.planning.probe import Probed, probe
 from layerzero.planning.rows import Choice, Row
 
-__all__ = ["Choice", "Cluster", "Plan", "Row", "Sizes", "plan", "read_config"]
+__all__ = ["Choice", "Cluster", "Plan", "Probed", "Row", "Sizes", "plan", "probe", "read_config"]

@@ -7,10 +7,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 from torch import nn
 
@@ -19,8 +21,10 @@ from layerzero.planning.api import plan
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.models import Sizes
+from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.program import read_recording
 from layerzero.planning.text import plan_text
+from layerzero.storage.device import default_device_type
 from layerzero.views.tables import seconds, size, table
 
 __all__ = ["add_commands"]
@@ -50,6 +54,10 @@ def _plan(
     experts: Annotated[int, typer.Option(help="Of each layer.", rich_help_panel=_SIZES)] = 0,
     tied: Annotated[bool, typer.Option("--tied", help="The head is the embedding.", rich_help_panel=_SIZES)] = False,
     cluster: Annotated[Path | None, typer.Option(help="YAML file of these fields.", rich_help_panel=_CLUSTER)] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Under torchrun: measure the one that this runs on.", rich_help_panel=_CLUSTER),
+    ] = False,
     nodes: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_CLUSTER)] = None,
     accelerators: Annotated[int | None, _of_cluster("accelerators", "Of a node.")] = None,
     memory: Annotated[float | None, _of_cluster("memory", "GB of an accelerator.")] = None,
@@ -84,7 +92,7 @@ def _plan(
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
     with _readable_failures():
-        asked = _cluster(cluster, {name: value for name, value in given.items() if value is not None})
+        asked = _cluster(cluster, {name: value for name, value in given.items() if value is not None}, probe=probe)
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
             if micro_batches:
@@ -190,12 +198,38 @@ def add_commands(app: typer.Typer) -> None:
     app.command("simulate")(_simulate)
 
 
-def _cluster(path: Path | None, given: dict[str, Any]) -> Cluster:
+def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluster:
+    if probe:
+        if path is not None:
+            raise ValueError("give either --probe or --cluster")
+        return replace(_probed(), **given)
     if path is not None:
         return Cluster.from_yaml(path, **given)
     if "nodes" not in given:
         raise ValueError("how many --nodes are there? Or give --cluster, a YAML file")
     return Cluster(**given)
+
+
+def _probed() -> Cluster:
+    """What the ranks that torchrun has started measure; all but the first end here."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "--probe measures the cluster that it runs on: start it on all nodes by torchrun, "
+            "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe ..."
+        )
+    device = default_device_type()
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    is_first = dist.get_rank() == 0
+    try:
+        found = probe_cluster()
+    finally:
+        dist.destroy_process_group()
+    if not is_first:
+        raise typer.Exit(0)
+    typer.echo(f"{found}\n")
+    return found.cluster
 
 
 def _model(named: str | None, sizes: dict[str, Any], optional: dict[str, Any]) -> Callable[[], nn.Module] | Sizes | str:

@@ -54,7 +54,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     parts = [
         "<h1>Plan</h1>",
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:g} GB, {cluster.between:g} Gbit/s a node.</p>",
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s a node.</p>",
         f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
         "<h2>Memory of an accelerator at its peak</h2>",
         _memory([*shown, *_peers(plan, row)], plan),

@@ -57,8 +57,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
         with viewing(runtime.views, View.FULL):
             yield
             if writeback:
-                shown = {name: _edited(member) for name, member in runtime.members.items()}
-                _agree_on_edits(runtime, shown)
+                shown = _agreed_edits(runtime)
     finally:
         _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
     if writeback:
@@ -214,15 +213,27 @@ def _whole(member: Member) -> Tensor:
         return member.span.gather_whole(member.master.detach())
 
 
-def _agree_on_edits(runtime: Runtime, shown: Mapping[str, nn.Parameter]) -> None:
-    """Raise on all ranks where some that have the same part of a parameter have made different changes."""
+def _agreed_edits(runtime: Runtime) -> dict[str, nn.Parameter]:
+    """What the model holds now, by name of the member.
+
+    Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
+    there what does not fit.
+    """
+    shown: dict[str, nn.Parameter] = {}
+    failure: Exception | None = None
+    try:
+        shown = {name: _edited(member) for name, member in runtime.members.items()}
+    except ValueError as error:
+        failure = error
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
     groups: dict[str, dict[str, str]] = {}  # by which part it is, of what the ranks of a mesh share
-    for name, member in runtime.members.items():
+    for name, parameter in shown.items():
+        member = runtime.members[name]
         topology, face = member.span.topology, member.span.face
         part = topology.ranks if face is None else (face.place, face.placements)
-        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[name] = digest(part_held(shown[name]))
-    agree("unsharded(writeback=True)", {}, ranks=runtime.everyone.ranks, groups=groups)
+        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[name] = digest(part_held(parameter))
+    agree("unsharded(writeback=True)", {}, ranks=runtime.everyone.ranks, failure=failure, groups=groups)
+    return shown
 
 
 def _unsharded(member: Member) -> nn.Parameter:
