@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,26 +17,11 @@ from layerzero.checkpoint import files, loading, writing
 from layerzero.checkpoint.folder import Survey, survey
 from layerzero.checkpoint.manifest import Manifest, Unknown
 from tests.support.checkpointing import everything, sharded_net, train
+from tests.support.logs import logged
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
 DATA = "rank-00001.safetensors"
-
-
-@contextmanager
-def _logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    listener, log = Listener(), logging.getLogger("layerzero")
-    log.addHandler(listener)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(listener)
 
 
 def _flip(path: Path, at: int) -> None:
@@ -79,7 +61,7 @@ def _damaged_in_every_way(rank: int, folder: str) -> None:
         Path(folder, "logs", "events").write_text("...")
     dist.barrier()
     again, its_optimizer = sharded_net(4, seed=1)
-    with _logged() as lines:
+    with logged() as lines:
         found = checkpoint.load_latest(folder, again, its_optimizer)
     assert found is not None and found.path == Path(folder, "step-1") and found.extra == {"step": 1}
     assert not (wrong := different(everything(again, its_optimizer), states[1])), wrong
@@ -323,7 +305,7 @@ def _save_random(rank: int, folder: str) -> list[float]:
 
 def _load_random(rank: int, folder: str) -> tuple[bool, list[float], list[str]]:
     model, optimizer = sharded_net(2, seed=1)
-    with _logged() as lines:
+    with logged() as lines:
         extra = checkpoint.load(f"{folder}/one", model, optimizer)
         exact = checkpoint.set_random_states(extra["random"])
     return exact, _draws(), lines

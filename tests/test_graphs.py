@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import random
 import time
 import weakref
 from collections import namedtuple
@@ -42,7 +43,17 @@ from tests.support.graphs import (
     sgd,
     shard,
 )
-from tests.support.models import different, full_parameters
+from tests.support.models import (
+    IntegerNet,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 
@@ -397,3 +408,42 @@ def _train_and_forget(rank: int) -> None:
 def test_nothing_grows_over_steps_and_a_deleted_model_is_freed() -> None:
     # In shared memory, how many buffers wait for others to read them is a matter of timing.
     run_ranks(_train_and_forget, world_size=WORLD, node_memory="off")
+
+
+def _one_backward(rank: int) -> None:
+    """Two models on one mesh, whose reductions end in another order on each rank."""
+    draw = random.Random(rank)
+    mesh = layerzero.init_mesh(2)
+    seeds = (0, 1)
+    models = [layerzero.shard_model(integer_net(seed), mesh=mesh, units=IntegerNet.UNITS) for seed in seeds]
+    alone = [integer_net(seed) for seed in seeds]
+    optimizers = [
+        *(layerzero.shard_optimizer(exact_sgd(model.parameters()), model) for model in models),
+        *(exact_sgd(net.parameters()) for net in alone),
+    ]
+
+    def late(gradient: Tensor) -> None:
+        time.sleep(draw.choice((0.0, 0.02)))
+
+    def watch(unit: nn.Module, args: object, out: Tensor) -> None:
+        out.register_hook(late)
+
+    for model, name in itertools.product(models, IntegerNet.UNITS):
+        model.get_submodule(name).register_forward_hook(watch)
+    for step in range(3):
+        for each, given in (
+            (models, integer_batch(step=step, rank=rank)),
+            (alone, union([integer_batch(step=step, rank=r) for r in range(4)])),
+        ):
+            (integer_loss(each[0], given) + integer_loss(each[1], given)).backward()
+        for model, net in zip(models, alone, strict=True):
+            assert not different(full_gradients(model), {name: p.grad for name, p in net.named_parameters()}), step
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for model, net in zip(models, alone, strict=True):
+            assert not different(full_parameters(model), dict(net.named_parameters())), step
+
+
+def test_two_models_of_one_mesh_may_share_a_backward() -> None:
+    run_ranks(_one_backward)

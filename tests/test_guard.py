@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.reliability.numbers import not_finite
+from tests.support.logs import logged
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -58,14 +58,12 @@ def _bad(out: Tensor, bad: Tensor) -> Tensor:
 
 
 def _skipped(rank: int, size: int, settings: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
+    with logged() as lines:
+        _skips_and_goes_on(rank, size, settings)
+    return lines
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
 
-    log, listener = logging.getLogger("layerzero"), Listener()
-    log.addHandler(listener)
+def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
     model, optimizers = _net(size, **settings)
     guard = layerzero.guard_steps(model, *optimizers, skips=2)
     plain, theirs = _net(size, **settings)
@@ -102,8 +100,6 @@ def _skipped(rank: int, size: int, settings: dict[str, Any]) -> list[str]:
     for optimizer in optimizers:
         optimizer.step()
     assert any(p.isnan().any() for p in full_parameters(model).values()), "who closes it gets what he asks for"
-    log.removeHandler(listener)
-    return lines
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from tests.support.checkpointing import sharded_net, train
+from tests.support.logs import logged
 from tests.support.ranks import run_ranks
 
 LIMIT = 2.0
@@ -175,25 +175,17 @@ def test_two_watched_models_do_not_answer_for_each_other() -> None:
 
 
 def _fails(rank: int) -> list[str]:
-    lines: list[str] = []
+    with logged() as lines:
+        model, optimizer, dog = _watched()
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
+        def broken() -> bool:
+            raise RuntimeError("this exchange was aborted")
 
-    log, listener = logging.getLogger("layerzero"), Listener()
-    log.addHandler(listener)
-    model, optimizer, dog = _watched()
-
-    def broken() -> bool:
-        raise RuntimeError("this exchange was aborted")
-
-    dog._late = broken
-    dog._thread.join(10)
-    assert not dog._thread.is_alive()
-    train(model, optimizer, range(2, 3))
-    dog.close()
-    log.removeHandler(listener)
+        dog._late = broken
+        dog._thread.join(10)
+        assert not dog._thread.is_alive()
+        train(model, optimizer, range(2, 3))
+        dog.close()
     return lines
 
 

@@ -1,0 +1,26 @@
+"""What the package logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["logged"]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that are logged in this process meanwhile."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    listener, log = Listener(), logging.getLogger("layerzero")
+    log.addHandler(listener)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(listener)
