@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import layerzero
+from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, Sizes, plan
 from layerzero.planning.html import report_html
 from tests.support.models import TiedTransformer
@@ -142,8 +144,10 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     assert "units: auto" in done.stdout and 'units="auto"' in done.stdout, "as models of transformers say themselves"
 
 
-def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments, said in (
         (["plan", "--nodes", "2"], "a model by its sizes needs --layers"),
         (["plan", "missing:Net", "--nodes", "2"], "there is no module 'missing'"),
@@ -154,8 +158,8 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path) -> Non
         (["simulate", "nowhere.json"], "No such file"),
         (["simulate", "trace.json", "--gbit", "0"], "is not a file of layerzero.trace"),
     ):
-        done = run(tmp_path, *arguments)
-        assert done.returncode == 2 and said in done.stderr, (arguments, done)
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 2 and said in done.stderr, (arguments, done)
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
