@@ -349,6 +349,23 @@ def test_a_scaler_skips_on_all_ranks() -> None:
     run_ranks(_scaled, False, world_size=4)
 
 
+def _scaled_alone(rank: int) -> None:
+    """Ranks whose experts got no tokens would not be asked about the gradients of these experts."""
+    model, _ = shard(2, 2, dtensor=False)
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    optimizer = layerzero.shard_optimizer(exact_sgd(experts), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
+    with pytest.raises(
+        NotImplementedError, match=r"experts.weight.*Give the optimizer parameters that all ranks share"
+    ):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_of_plain_experts_alone_is_refused() -> None:
+    run_ranks(_scaled_alone, world_size=4)
+
+
 def _step(model: nn.Module, optimizer: Any, batches: Any) -> None:
     integer_loss(model, batches).backward()
     optimizer.step()

@@ -21,6 +21,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.planning import Cluster, Sizes, plan, read_config
 from layerzero.planning.machine import Machine, simulate
+from layerzero.planning.models import TransformerBlock
 from layerzero.planning.paper import Paper, foreseen, optimizer_bytes, where_of
 from layerzero.planning.program import Compute, Launch, Operation, Reduce, Wait, from_events
 from layerzero.planning.schedule import Sharding, Work, layerzero_program
@@ -388,6 +389,24 @@ def test_what_cannot_be_planned_is_refused() -> None:
             plan(*arguments, **settings)
     with pytest.raises(ValueError, match="heads=3 does not divide hidden=64"):
         Sizes(layers=1, hidden=64, vocab=8, heads=3)
+
+
+def _paired(name: str, module: nn.Module) -> str | bool:
+    return f"pair {int(name.split('.')[1]) // 2}" if isinstance(module, TransformerBlock) else False
+
+
+def test_blocks_compute_in_whatever_unit_they_are_and_only_they_compute_again() -> None:
+    cluster = Cluster(nodes=2, accelerators=2)
+    sizes = Sizes(layers=4, hidden=64, vocab=512, heads=2)
+    tokens = 128
+    blocks, head = 4 * tokens * sizes.block_flops(tokens), tokens * sizes.root_flops()
+    speed = cluster.tflops * 1e12
+    for units in ([TransformerBlock], _paired, lambda name, module: False):
+        for again in (True, False):
+            found = plan(sizes, cluster, units=units, tokens=tokens, micro_batches=[1], recompute=again)
+            for row in found.rows:
+                assert row.parts["forward"] == pytest.approx((blocks + head) / speed), units
+                assert row.parts["backward"] == pytest.approx(((2 + again) * blocks + 2 * head) / speed), units
 
 
 def test_a_plan_needs_no_memory_for_the_model_and_leaves_it_as_it_was() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -10,16 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from layerzero.planning import Cluster, Probed, Sizes, probe
-from layerzero.planning.probe import _slowest, speeds_of
+from layerzero.planning.probe import _host_bytes, _slowest, speeds_of
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPUTED = {"tflops", "memory", "memory_speed", "host_memory", "host_memory_speed", "processor_per_byte"}
+COMPUTED = {"tflops", "reserve", "memory", "memory_speed", "host_memory", "host_memory_speed", "processor_per_byte"}
 SHAPE = {"nodes", "accelerators", "device"}
 SMALL = 1 << 16
 
@@ -34,7 +36,10 @@ def test_a_small_and_a_large_exchange_tell_latency_and_speed() -> None:
 
 
 def _probed(rank: int, size: int) -> Probed:
-    return probe(zero3_size=size, nbytes=SMALL, dtype=torch.float32)
+    before = list(dist.distributed_c10d._world.pg_map)
+    found = probe(zero3_size=size, nbytes=SMALL, dtype=torch.float32)
+    assert list(dist.distributed_c10d._world.pg_map) == before, "nothing stays"
+    return found
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (2, 2), (2, 1), (1, 1)])
@@ -61,6 +66,14 @@ def _one_is_slow(rank: int) -> dict[str, float]:
     control = runtime_of(model).topology.control
     found = _slowest({"between": 1.0 + rank, "launch": 10.0 + rank, "nodes": 2, "device": "cpu"}, control)
     return found
+
+
+def test_a_container_may_take_less_than_there_is(tmp_path: Path) -> None:
+    limit, nowhere = tmp_path / "memory.max", tmp_path / "nowhere"
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for text, expected in (("max\n", there), (f"{2 * there}\n", there), ("1000000\n", 1_000_000)):
+        limit.write_text(text)
+        assert _host_bytes((nowhere, limit)) == expected
 
 
 def test_the_slowest_rank_counts() -> None:

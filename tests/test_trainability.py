@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from tests.support.graphs import (
@@ -287,3 +288,38 @@ def _compare_frozen_in_flight(rank: int) -> None:
 
 def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does() -> None:
     run_ranks(_compare_frozen_in_flight, world_size=WORLD)
+
+
+def _too_coarse(rank: int) -> None:
+    """All is frozen, and all unfrozen at once: what can be trained comes before what cannot, or after it."""
+    for first in (torch.float32, torch.bfloat16):
+        other = torch.bfloat16 if first is torch.float32 else torch.float32
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 3))
+        net[0].to(first).requires_grad_(False)
+        net[1].to(other).requires_grad_(False)
+        exact = {name: p.detach().clone() for name, p in net.named_parameters()}
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=True)
+        model = layerzero.shard_model(net, zero3_size=2, units=["0", "1"], mp_policy=policy)
+        optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        x = torch.full((2, 5), 1.0 + rank)
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        for _ in range(2):
+            with pytest.raises((ValueError, RuntimeError), match="too coarse to train"):
+                model(x)
+        coarse = "0" if first is torch.bfloat16 else "1"
+        model.get_submodule(coarse).requires_grad_(False)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == name.startswith(coarse), name
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            moved = not torch.equal(parameter.full_tensor().float(), exact[name].float())
+            assert moved != name.startswith(coarse), name
+
+
+def test_what_is_too_coarse_to_train_leaves_the_rest_as_it_was() -> None:
+    run_ranks(_too_coarse)

@@ -69,6 +69,12 @@ def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str
         model.get_parameter(names[0]).mul_(2)
         alone.get_parameter(names[0]).mul_(2)
         assert torch.equal(model(x), alone(x))
+    assert layerzero.fingerprint(model).ok
+    if size == 1:
+        if rank == 3:
+            runtime_of(model).handles[-1].zero3[0] += 1
+        found = layerzero.fingerprint(model).corruptions
+        assert found and all(3 in corruption.ranks for corruption in found), found
     return _orders(model)
 
 

@@ -12,9 +12,9 @@ not bound to a device; the group then connects at its first exchange, as it does
 [Note: A group for each lane]
 A backend matches the exchanges of a group by their order. The model's own exchanges (tokens for experts, say) may use
 the groups of the mesh, several meshes may share one, and so may several models; and when an exchange of ours is
-launched among those, timing and what a rank has used may decide. So each lane has a group that nobody else knows; but those
-along further axes, on which exchanges come between passes, where the program says. Where the mesh's own is used by
-nobody, no backend connects it but gloo.
+launched among those, timing and what a rank has used may decide. So each lane has a group that nobody else knows; but
+those along further axes, on which exchanges come between passes, where the program says. Where the mesh's own is used
+by nobody, no backend connects it but gloo.
 """
 
 from __future__ import annotations

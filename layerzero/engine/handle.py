@@ -57,6 +57,10 @@ _MOVED = (
     "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
     "them from the parameter now"
 )
+_TOO_COARSE = (
+    "parameter {!r} was frozen when it was sharded, and its master is {}, too coarse to train; unfreeze it before "
+    "shard_model, or convert it to float32 before"
+)
 _NEXT = {
     ShardState.SHARDED: ShardState.GATHERING,
     ShardState.GATHERING: ShardState.GATHERED,
@@ -374,17 +378,18 @@ class Handle:
         if self.gradients is not None:
             self.gradients.inspect = inspect
 
+    @property
+    def untrainable(self) -> ValueError | None:
+        """What to raise where the user has unfrozen what cannot be trained."""
+        if self.gradients is not None or self.precision.master.itemsize >= 4:
+            return None
+        wanted = (member.name for member in self.members if member.parameter.requires_grad)
+        return next((ValueError(_TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
+
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen."""
         for member in self.members:
-            wanted = member.parameter.requires_grad
-            if wanted and self.gradients is None and self.precision.master.itemsize < 4:
-                raise ValueError(
-                    f"parameter {member.name!r} was frozen when it was sharded, and its master is "
-                    f"{self.precision.master}, too coarse to train; unfreeze it before shard_model, or convert it to "
-                    "float32 before"
-                )
-            member.leaf.requires_grad_(wanted)
+            member.leaf.requires_grad_(member.parameter.requires_grad)
         if self.trainable and self.gradients is None:
             self._start_gradients()
         if self.gradients is not None:

@@ -49,8 +49,9 @@ class Call:
 
     @property
     def follower(self) -> Call | None:
-        """The call that returned next, whose backward comes before this one's."""
-        return self._order[self._position + 1]() if self._position + 1 < len(self._order) else None
+        """The call that returned next, of those that are in a graph: its backward comes before this one's."""
+        later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
+        return next((call for call in later if call is not None), None)
 
     def ended_handles(self) -> Iterator[Handle]:
         """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
@@ -62,7 +63,7 @@ class Call:
             for ended in (follower, *follower.around):
                 if ended is not self and ended not in self.around:
                     yield from ended.unit.handles
-        elif self._forward is not None and self._order[-1]() is self:
+        elif self._forward is not None:
             for unit in self._forward.skipped:
                 yield from unit.handles
 

@@ -185,7 +185,9 @@ class GradientSync:
         if not changed:
             return
         subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
-        agree(subject, {m.name: m.parameter.requires_grad for m in changed}, ranks=self._everyone.ranks)
+        failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
+        said = {m.name: m.parameter.requires_grad for m in changed}
+        agree(subject, said, ranks=self._everyone.ranks, failure=failure)
         for shown in self._shown:
             shown.heed_user()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:

@@ -123,7 +123,9 @@ def plan(
     called = "" if sizes is None else "Block" if isinstance(model, Sizes) else "auto"
     paper = Paper(built, LayerZeroConfig(units=units))
     if sizes is not None:
-        load = Load.of_sizes(sizes, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize)
+        load = Load.of_sizes(
+            sizes, paper.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
+        )
         load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
     else:
         load = Load.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)

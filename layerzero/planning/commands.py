@@ -61,6 +61,7 @@ def _plan(
     nodes: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_CLUSTER)] = None,
     accelerators: Annotated[int | None, _of_cluster("accelerators", "Of a node.")] = None,
     memory: Annotated[float | None, _of_cluster("memory", "GB of an accelerator.")] = None,
+    reserve: Annotated[float | None, _of_cluster("reserve", "GB of it that are not for the model.")] = None,
     between: Annotated[float | None, _of_cluster("between", "Gbit/s that a node sends to the others.")] = None,
     inside: Annotated[float | None, _of_cluster("inside", "GB/s of an accelerator inside its node.")] = None,
     tflops: Annotated[float | None, _of_cluster("tflops", "TFLOP/s that are reached, not the peak.")] = None,
@@ -88,7 +89,7 @@ def _plan(
     Exit status: 0 if some settings fit, 1 if none do, 2 for wrong usage.
     """
     given = {"nodes": nodes, "accelerators": accelerators, "memory": memory, "between": between, "inside": inside}
-    given |= {"tflops": tflops, "host_memory": host_memory, "price": price}
+    given |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
     with _readable_failures():

@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _ROUNDS = 7  # of each measurement; the median counts
 _SMALL = 1  # element that each rank sends, for latencies
 _WIDTHS = {"cpu": (512, 256)}  # of a unit, and tokens, to compute with
 _WIDTH = (4096, 4096)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,15 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     """
     if nbytes < 1 << 12:
         raise ValueError(f"nbytes={nbytes}; give 4096 or more, or latencies are all there is")
-    topology = Topology.from_mesh(init_mesh(zero3_size))
+    before = set(dist.distributed_c10d._world.pg_map)
+    try:
+        return _probed(Topology.from_mesh(init_mesh(zero3_size)), nbytes, dtype)
+    finally:
+        for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
+            dist.destroy_process_group(group)
+
+
+def _probed(topology: Topology, nbytes: int, dtype: torch.dtype) -> Probed:
     device = topology.device
     inside, between = topology.zero3_gather, topology.replica
     found: dict[str, float | int | str] = {
@@ -196,13 +206,13 @@ def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -
 
 def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], None]) -> dict[str, float]:
     """GB of memories, and GB/s of copies: reads and writes together, but to the host."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
     speed = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, meet) / 1e9
     if device.type == "cpu":
         speeds = {"memory_speed": speed, "host_memory_speed": speed * ranks}
-        return {"memory": pages / ranks, "host_memory": pages, **speeds}
+        return {"memory": host / ranks, "reserve": 0.0, "host_memory": host, **speeds}
     on_host: Tensor = host_memory(len(source), source.dtype, device=device)
     other = torch.empty_like(on_host)
     copied = _seconds(lambda: on_host.copy_(source, non_blocking=True), device, meet)
@@ -212,19 +222,28 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
         "memory": total / 1e9,
         "memory_speed": speed,
         "host": source.nbytes / copied / 1e9,
-        "host_memory": pages,
+        "host_memory": host,
         "host_memory_speed": in_host / 1e9,
     }
 
 
-_MORE_IS_SLOWER = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
+def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
+    """Of this machine, or of what a container may take of it."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in limits:
+        with suppress(OSError, ValueError):  # another kind of machine, or "max"
+            found.append(int(limit.read_text()))
+    return min(found)
+
+
+_MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
 def _slowest(found: dict[str, float | int | str], control: Lane) -> dict[str, float | int | str]:
     """Of each number the worst that a rank has seen."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]
-    signs = torch.tensor([1.0 if name in _MORE_IS_SLOWER else -1.0 for name in names], dtype=torch.float64)
+    signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
     if control.size > 1:
         all_reduce(control, Exchange.AGREE, worst, dist.ReduceOp.MAX).wait()

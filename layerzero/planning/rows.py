@@ -199,7 +199,7 @@ class Workshop:
                 name or "the root",
                 numel,
                 self.load.flops(name) / speed,
-                self.load.flops(name) * (3 if self.load.recompute else 2) / speed,
+                self.load.backward_flops(name) / speed,
             )
             for name, numel in numels.items()
         ]

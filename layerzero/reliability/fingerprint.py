@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, all_gather
+from layerzero.comm.everyone import reduce_over
 from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
@@ -104,17 +105,19 @@ def compare(runtime: Runtime, own: Sequence[Corruption]) -> Fingerprint:
         copies = own_sums.expand(topology.replicas, -1).contiguous()
         if topology.replica.size > 1:
             all_gather(topology.replica, Exchange.AGREE, copies.view(-1), own_sums).wait()
-        suspect[places] = (copies != own_sums).any(dim=0)
-    for index, handle in enumerate(handles):
-        if not handle.shares_master and not _is_due(handle):
-            suspect[index] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
-    flags = torch.cat([suspect.to(torch.int32), torch.full((1,), len(own), dtype=torch.int32, device=sums.device)])
-    runtime.everyone.reduce(flags, dist.ReduceOp.MAX)
-    found = flags.tolist()
+        flags = (copies != own_sums).any(dim=0)
+        for place, handle in enumerate(handles[index] for index in places):
+            if not handle.shares_master and not _is_due(handle):
+                flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
+        flags = flags.to(torch.int32)
+        reduce_over([topology.replica], flags, dist.ReduceOp.MAX)  # on a further axis others may have more handles
+        suspect[places] = flags.bool()
+    wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
+    runtime.everyone.reduce(wrong, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
-    if any(found):
+    if wrong.item():
         mine = list(own)
-        for handle, is_suspect in zip(handles, found, strict=False):
+        for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
                 mine += _locate(handle, handle.topology)
         told = share_texts(runtime.everyone.control, json.dumps([asdict(each) for each in mine]))

@@ -11,6 +11,7 @@ numbers of rows only, and is refused; ``p.mean()`` is a sum, divided.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -103,9 +104,18 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
     """
     rows = [part_held(gradient) for gradient in gradients]
+    spans = [each.span for each in rows if hasattr(each, "span")]
+    lanes, device = spans[0].topology.over_model, spans[0].topology.device
+    if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
+        raise NotImplementedError(
+            f"GradScaler on gradients that only some ranks share ({spans[0].name!r}, and no others): a rank whose "
+            "experts got no tokens has none of them, would not come here, and the others would wait for it. Give the "
+            "optimizer parameters that all ranks share, too, or make the experts one DTensor, Shard(0) on their axis"
+        )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
-    span = next(each.span for each in rows if hasattr(each, "span"))
-    reduce_over(span.topology.over_model, found, dist.ReduceOp.MAX)
+    told = found.to(device)  # gradients in host memory have theirs there
+    reduce_over(lanes, told, dist.ReduceOp.MAX)
+    found.copy_(told)
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
