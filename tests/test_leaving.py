@@ -120,6 +120,32 @@ def test_several_requests_share_what_wakes_them_until_the_last_is_closed() -> No
     run_ranks(_several, world_size=1)
 
 
+def _with_children(rank: int) -> None:
+    """As a pool of workers that is terminated at its end, in an evaluation."""
+    model, _ = sharded_net(1)
+    with checkpoint.on_signal(signal.SIGTERM, model, deadline=0.5) as request:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM, "it ends as it did before"
+        time.sleep(1.0)
+        assert not any(request.asked() for _ in range(3)), "nobody has asked this process"
+        assert signal.getsignal(signal.SIGTERM) == request._on_signal
+    first = checkpoint.on_signal(signal.SIGTERM, model)
+    second = checkpoint.on_signal(signal.SIGTERM, model)
+    first.close()
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "not that of a request that is closed"
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_for_a_child_is_none_for_the_run() -> None:
+    run_ranks(_with_children, world_size=2)
+
+
 def _stuck(rank: int, folder: Path) -> None:
     """Rank 0 waits, inside gloo, for rank 1, which never comes."""
     torch.set_num_threads(1)

@@ -10,6 +10,10 @@ Python runs a signal's handler between two of its own instructions. A rank that 
 minutes. The operating system's handler, though, writes a byte at once, and a thread waits for that. A process has one
 place where such bytes go. Requests for several signals share it: a later one finds it with an earlier one, whose
 handler is set.
+
+[Note: Children]
+A forked process inherits handlers, and the place of the bytes: a signal for a worker of a pool would be heard by the
+run. So in a child, requests are closed at its birth: the signal does there what it did before.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from contextlib import suppress
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -78,6 +84,7 @@ class LeaveRequest:
         self._timer: threading.Thread | None = None
         self._handles = True  # its handler is set
         self._wakeups = _Wakeups.shared()
+        self._process = os.getpid()
         if self._wakeups is not None:
             self._wakeups.requests.append(self)
         try:
@@ -86,6 +93,7 @@ class LeaveRequest:
             if self._wakeups is not None:
                 self._wakeups.release(self)
             raise
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
         """Some rank has got the signal: the same answer on all ranks, which must all ask.
@@ -133,9 +141,21 @@ class LeaveRequest:
             return
         self._handles = False
         if signal.getsignal(self._signum) == self._on_signal:  # else somebody's who came later
-            signal.signal(self._signum, signal.SIG_DFL if self._before is None else self._before)
+            signal.signal(self._signum, signal.SIG_DFL if self.before is None else self.before)
         if self._wakeups is not None:
             self._wakeups.release(self)
+
+    @property
+    def before(self) -> Any:
+        """What handled the signal before, and still would: no request that is closed."""
+        before = self._before
+        request = getattr(before, "__self__", None)
+        return request.before if isinstance(request, LeaveRequest) and not request._handles else before
+
+    def close_in_child(self) -> None:
+        """See [Note: Children]."""
+        if self._handles and os.getpid() != self._process:
+            self._release()
 
     @property
     def wakeups(self) -> _Wakeups | None:
@@ -168,6 +188,12 @@ class LeaveRequest:
             )
             os.write(2, said.encode())
             os._exit(self._exit_code)
+
+
+def _close_in_child(weak: weakref.ref[LeaveRequest]) -> None:
+    request = weak()
+    if request is not None:
+        request.close_in_child()
 
 
 class _Wakeups:

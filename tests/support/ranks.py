@@ -43,6 +43,7 @@ BOTH = pytest.mark.parametrize("node_memory", [None, "off"], ids=["default", "of
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
+_TO_BE_BORN = 300  # seconds
 
 
 def run_ranks(
@@ -94,6 +95,7 @@ class _Rank:
         self._parent.start()
         theirs.close()
         self._pipe: Connection | None = None  # to the child; it ends when the child does
+        self._is_new = False
 
     def start(self, module: str) -> None:
         """Have a process that runs functions; a new one is born with `module` imported."""
@@ -102,6 +104,13 @@ class _Rank:
             self._orders.send(("fork", module))
             reduction.send_handle(self._orders, theirs.fileno(), self._parent.pid)
             theirs.close()
+            self._is_new = True
+
+    def await_birth(self) -> None:
+        """It runs. Importing torch takes seconds, on a busy machine a minute, which are no test's."""
+        if self._is_new:
+            assert self.pipe.poll(_TO_BE_BORN) and self.pipe.recv() == "born", "a rank did not start"
+            self._is_new = False
 
     @property
     def pipe(self) -> Connection:
@@ -167,6 +176,8 @@ class _Pool:
         store = str(store_file) if server is None else server.port
         for rank, process in enumerate(self._ranks[:world_size]):
             process.start(fn.__module__)
+        for rank, process in enumerate(self._ranks[:world_size]):
+            process.await_birth()
             process.pipe.send((fn, args, rank, world_size, store, setting))
         results = self._collect(world_size, timeout)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(results.items()) if kind == "error"]
@@ -207,6 +218,7 @@ class _Pool:
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    pipe.send("born")
     gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
     while True:
         try:
