@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import buddies as module
+from layerzero.checkpoint import node_pieces
 from layerzero.checkpoint.buddies import _partners
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import forks
@@ -122,6 +123,71 @@ def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) 
     run_ranks(_on_fewer, tmp_path, states, world_size=2)
 
 
+def _returns(rank: int, folder: Path) -> None:
+    """A node that comes back after long, with more snapshots than were taken since."""
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    long_ago = time.time() - 1e6
+    module.time.time = lambda: long_ago
+    try:
+        for step in range(4):
+            keeper.snapshot(step)
+        keeper.wait()
+    finally:
+        module.time.time = _NOW
+    dist.barrier()
+    if rank == 0:
+        (folder / "node1").rename(folder / "away")
+        _lose(folder / "node0")
+    dist.barrier()
+    keeper = _buddies(folder, model, optimizer)
+    assert keeper.load() is None
+    keeper.snapshot("young")
+    keeper.wait()
+    dist.barrier()
+    if rank == 0:
+        _lose(folder / "node1")
+        (folder / "away").rename(folder / "node1")
+    dist.barrier()
+    keeper = _buddies(folder, model, optimizer)
+    (keeper.folder / "view.7").mkdir(exist_ok=True)  # of a rank that is no more
+    dist.barrier()
+    found = keeper.load()
+    assert found is not None and found.extra == "young"
+    assert not (keeper.folder / "view.7").exists()
+
+
+_NOW = time.time
+
+
+def test_an_old_snapshot_does_not_outdo_a_younger_one(tmp_path: Path) -> None:
+    run_ranks(_returns, tmp_path)
+
+
+def _beside_a_disk(rank: int, folder: Path) -> None:
+    model, optimizer = sharded_net(2, adam=True)
+    keeper = _buddies(folder, model, optimizer)
+    runs = folder / "runs"
+    keeper.snapshot("before")
+    keeper.wait()
+    assert keeper.load(newer_than=runs).extra == "before", "there is nothing on the disk"
+    time.sleep(1.1)
+    checkpoint.save(runs / "step-1", model, optimizer)
+    assert keeper.load(newer_than=runs) is None
+    assert keeper.load().extra == "before"
+    time.sleep(1.1)
+    keeper._period = 1e4  # a snapshot is spread over a quarter of it; who waits for it does not want that
+    keeper._began = time.monotonic() - 1e4
+    keeper.snapshot("after")
+    keeper.wait()
+    assert keeper.load(newer_than=runs if rank == 0 else None).extra == "after"
+    keeper.close()
+
+
+def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(tmp_path: Path) -> None:
+    run_ranks(_beside_a_disk, tmp_path, timeout=100)
+
+
 # --- never half new ---
 
 
@@ -164,7 +230,7 @@ def _half_new(rank: int, folder: Path) -> None:
     keeper.wait()
     dist.barrier()
     if rank == 2:
-        (newest,) = [p for p in _home(_node(folder, 2)).glob("*.2") if p.name.startswith("0000000003")]
+        newest = max(_home(_node(folder, 2)).glob("*.2"))
         file = newest / "rank-00002.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -183,20 +249,42 @@ def _no_room(rank: int, folder: Path) -> None:
     keeper = _buddies(folder, model, optimizer)
     train(model, optimizer, range(1))
     keeper.snapshot(1)
-    real = module.write_items
-    if rank == 2:
 
-        def full(*args: object) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
 
-        module.write_items = full
-    try:
-        with pytest.raises((checkpoint.CheckpointError, RuntimeError), match=r"No space left .* has room for"):
-            keeper.snapshot(2)
-    finally:
-        module.write_items = real
-    found = keeper.load()
-    assert found is not None and found.extra == 1
+    for what in ("write_items", "room_for"):  # for its own file, and for its partner's
+        real = getattr(module, what)
+        if rank == 2:
+            setattr(module, what, full)
+        try:
+            with pytest.raises((checkpoint.CheckpointError, RuntimeError), match=r"No space left .* has room for"):
+                keeper.snapshot(2)
+        finally:
+            setattr(module, what, real)
+        found = keeper.load()
+        assert found is not None and found.extra == 1
+    for what in ("_link", "room_for"):  # where a snapshot is looked at, and where a file comes from elsewhere
+        real = getattr(node_pieces, what)
+        dist.barrier()
+        lost = _node(folder, rank) / "away"
+        if what == "room_for" and rank == 0:  # all files of the first node are to come from the second
+            lost.mkdir()
+            for piece in list(keeper.folder.iterdir()):
+                piece.rename(lost / piece.name)
+        if rank == 1:
+            setattr(node_pieces, what, full)
+        dist.barrier()
+        try:
+            assert keeper.load() is None, "on all ranks"
+        finally:
+            setattr(node_pieces, what, real)
+        dist.barrier()
+        if what == "room_for" and rank == 0:
+            for piece in list(lost.iterdir()):
+                piece.rename(keeper.folder / piece.name)
+            lost.rmdir()
+        dist.barrier()
     for step in (3, 4):
         keeper.snapshot(step)
         found = keeper.load()

@@ -9,6 +9,10 @@ whichever node is lost, the others together have all files.
 The manifest is written last, when all ranks have said that their own file and their partner's are there and right: who
 finds one manifest knows that all files have been. The files of the snapshot before are removed when all ranks begin
 with the one after; so at each moment one snapshot is whole.
+
+[Note: Which one is newer]
+A snapshot is numbered by the time at which it was taken, in seconds, or one more than those before it. So a node that
+comes back after long with an old snapshot does not outdo a younger one, and checkpoints on a disk can be compared.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +40,7 @@ from layerzero.checkpoint.checksums import Scheme, read_pieces
 from layerzero.checkpoint.collecting import Collected, agree_on_state, collect, who_saves
 from layerzero.checkpoint.common import LostEachOther, agree_or_raise, check_usable
 from layerzero.checkpoint.files import CheckpointError, FileRecord, Manifest, new_token, write_file
+from layerzero.checkpoint.folder import latest
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.manifest import MANIFEST, Unknown
 from layerzero.checkpoint.node_pieces import (
@@ -44,8 +51,10 @@ from layerzero.checkpoint.node_pieces import (
     highest,
     mapped,
     opened_folder,
+    opened_to_write,
     pieces_in,
-    receiving,
+    remove_views,
+    room_for,
     whole_snapshots,
 )
 from layerzero.checkpoint.resuming import Resumed
@@ -87,7 +96,7 @@ class Buddies:
     Example::
 
         buddies = layerzero.checkpoint.Buddies(model, optimizer, name="run-1")
-        found = buddies.load() or layerzero.checkpoint.load_latest("runs/1", model, optimizer)
+        found = buddies.load(newer_than="runs/1") or layerzero.checkpoint.load_latest("runs/1", model, optimizer)
         for step in range(found.extra["step"] if found else 0, steps):
             train_one_step()
             if (step + 1) % 50 == 0:
@@ -127,6 +136,7 @@ class Buddies:
         self._hooks: list[Any] = []
         self._newest = ""  # the token of the last snapshot that was whole, as far as this rank knows
         self._began = self._period = 0.0
+        self._hurries = threading.Event()  # somebody waits for the exchange that is under way
 
     # Taking
 
@@ -151,30 +161,40 @@ class Buddies:
         except Exception as error:
             failure = error
         agree_on_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
-        self._number += 1
-        told = [
-            json.loads(text)
-            for text in share_texts(self._lane, json.dumps([f"{self._number:010d}-{new_token()}", self._newest]))
-        ]
+        number = max(self._number + 1, int(time.time()))  # see [Note: Which one is newer]
+        said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
+        told = [json.loads(text) for text in share_texts(self._lane, said)]
         token = told[0][0]
+        self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in told)})
         here = Piece(self.folder / f"{token}.{self._lane.rank}")
         job: _Job | None = None
         try:
             job = self._write(here, state)
         except OSError as error:
+            failure = error
+        sizes = share_texts(self._lane, "" if job is None else json.dumps([job.record.name, job.record.size]))
+        try:
+            if failure is None and self._from is not None and sizes[self._from]:
+                name, size = json.loads(sizes[self._from])
+                room_for(here.folder / name, size)
+        except OSError as error:
+            failure = error
+        if failure is not None:
             shutil.rmtree(here.folder, ignore_errors=True)
             room = shutil.disk_usage(self.folder).free
-            failure = CheckpointError(f"{error}; {self.folder.parent} has room for {room:,} bytes")
+            failure = CheckpointError(f"{failure}; {self.folder.parent} has room for {room:,} bytes")
         agree_or_raise(f"{_WHAT}.snapshot", runtime, {}, failure)
         assert job is not None
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
+        self._hurries.clear()
         self._pending = PendingSave(partial(self._exchange, job), f"{_WHAT}.snapshot")
         self._hooks = [each.register_step_pre_hook(self._pending.tell_if_done) for each in runtime.optimizers]
 
     def wait(self) -> None:
         """Return when the last snapshot is whole on all nodes; raises what has kept it from that."""
+        self._hurries.set()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -186,6 +206,7 @@ class Buddies:
         shutil.rmtree(self.folder, ignore_errors=True)  # others of the node are at it, too
 
     def _finish(self) -> None:
+        self._hurries.set()
         pending, self._pending = self._pending, None
         while self._hooks:
             self._hooks.pop().remove()
@@ -245,33 +266,42 @@ class Buddies:
         if theirs is None:
             return
         sent, count = mapped(folder / mine.name, mine.size), -(-max(mine.size, theirs.size) // CHUNK)
-        with receiving(folder / theirs.name, theirs.size) as received:
-            for index in range(count):
-                began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
-                pair = {"to": self._to, "source": self._from}
-                swap(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
-                time.sleep(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
+        received = opened_to_write(folder / theirs.name, theirs.size)
+        for index in range(count):
+            began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
+            pair = {"to": self._to, "source": self._from}
+            swap(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
+            self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         read_pieces(folder / theirs.name, theirs.size, theirs.sums, Scheme.best(), [Bytes(0, theirs.size, None)])
 
     # Loading
 
-    def load(self, *, strict: bool = True) -> Resumed | None:
+    def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
         """Put the last whole snapshot into model and optimizer; None if the nodes have none. All ranks must call this.
 
         Each rank reads its rows, compared with their checksums, from the memory of its node, and gets from others what
         that does not have. A damaged snapshot is told in the log, and the one before is tried.
+
+        Args:
+            strict: as for :func:`load`.
+            newer_than: a folder of checkpoints, as for :func:`load_latest`: snapshots that were taken before the last
+                complete one there was begun are left alone.
 
         Raises:
             ValueError: names, shapes or dtypes do not fit.
         """
         self._finish()
         view = self.folder / f"view.{self._lane.rank}"
+        remove_views(self.folder, self._lane.size)
+        saved = self._saved(newer_than)
 
         def opened(runtime: Runtime) -> Snapshot:
             control = runtime.everyone.control
             return Snapshot(self._lane, view, rank=control.rank, ranks=control.size)
 
         for token in whole_snapshots(self._lane, self.folder):
+            if int(token[:10]) <= saved:
+                break
             try:
                 gather_view(self._lane, self.folder, token, view)
                 said = f"the snapshot {token} in {self.folder}"
@@ -287,6 +317,15 @@ class Buddies:
             self._newest = token
             return Resumed(self.folder, extra, ())
         return None
+
+    def _saved(self, folder: str | os.PathLike[str] | None) -> int:
+        """When the last checkpoint of a folder was begun, in seconds; -1: there is none. As the first rank says."""
+        saved = -1
+        if folder is not None and self._lane.rank == 0:
+            with suppress(OSError):  # another job may remove what is looked at
+                newest = latest(folder)
+                saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
+        return int(share_texts(self._lane, str(saved))[0])
 
 
 @dataclass(frozen=True)

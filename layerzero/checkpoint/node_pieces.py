@@ -32,8 +32,10 @@ __all__ = [
     "highest",
     "mapped",
     "opened_folder",
+    "opened_to_write",
     "pieces_in",
-    "receiving",
+    "remove_views",
+    "room_for",
     "whole_snapshots",
 ]
 
@@ -72,6 +74,13 @@ def opened_folder(folder: Path) -> str:
     return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
 
+def remove_views(folder: Path, ranks: int) -> None:
+    """What loads have left that died, of ranks that are no more: links, which keep the memory of a snapshot."""
+    for view in folder.glob("view.*"):
+        if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
+            shutil.rmtree(view, ignore_errors=True)
+
+
 def highest(folder: Path) -> int:
     """The number of the newest snapshot of which there is anything; -1: there is none."""
     return max((int(piece.token[:10]) for piece in pieces_in(folder)), default=-1)
@@ -92,11 +101,14 @@ def room_for(path: Path, size: int) -> Tensor:
             os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-    return (
-        torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
-        if size
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return opened_to_write(path, size)
+
+
+def opened_to_write(path: Path, size: int) -> Tensor:
+    """1-D [size] of bytes: a whole file, from :func:`room_for`."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def whole_snapshots(lane: Lane, folder: Path) -> list[str]:
@@ -131,8 +143,13 @@ def gather_view(lane: Lane, folder: Path, token: str, view: Path) -> None:
     text = next((text for text in told if text), "")
     if not text:
         raise CheckpointError(f"the snapshot {token} has no manifest that is intact")
-    (view / MANIFEST).write_text(text)
-    fetch(lane, view, Manifest.read(view, parts=True).files, {CONTENTS}, failure)
+    if not failure:
+        try:
+            (view / MANIFEST).write_text(text)
+        except OSError as error:
+            failure = f"rank {lane.rank}: {error}"
+    _all_well(lane, failure)
+    fetch(lane, view, Manifest.read(view, parts=True).files, {CONTENTS})
 
 
 def _link(source: Path, view: Path) -> None:
@@ -150,22 +167,29 @@ def _intact(folder: Path) -> str:
         return ""
 
 
-def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set[str], failure: str = "") -> None:
+def _all_well(lane: Lane, failure: str) -> None:
+    """Raise CheckpointError on all ranks where one has failed."""
+    if failures := [text for text in share_texts(lane, failure) if text]:
+        raise CheckpointError("; ".join(failures))
+
+
+def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
     """Get what this rank wants of a snapshot and its node does not have. All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks: a file is nowhere, or a rank has a `failure`.
+        CheckpointError: on all ranks: a file is nowhere, or there is no room for one.
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
-    said = json.dumps([sorted(have), sorted(wanted - have), failure])
+    said = json.dumps([sorted(have), sorted(wanted - have)])
     told = [json.loads(text) for text in share_texts(lane, said)]
-    holders = {name: [rank for rank, (names, *_) in enumerate(told) if name in names] for name in records}
-    problems = [text for *_, text in told if text]
-    problems += sorted({f"no rank has {name}" for _, needs, _ in told for name in needs if not holders[name]})
-    if problems:
-        raise CheckpointError("; ".join(problems))
+    holders = {name: [rank for rank, (names, _) in enumerate(told) if name in names] for name in records}
+    if nowhere := sorted({f"no rank has {name}" for _, needs in told for name in needs if not holders[name]}):
+        raise CheckpointError("; ".join(nowhere))
+    if not any(needs for _, needs in told):
+        return
+    failure = ""
     asked: Counter[int] = Counter()
-    for rank, (_, needs, _) in enumerate(told):
+    for rank, (_, needs) in enumerate(told):
         for name in needs:
             holder = min(holders[name], key=lambda each: (asked[each], each))
             asked[holder] += 1
@@ -173,8 +197,12 @@ def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set
                 travel(lane, mapped(view / name, records[name].size), to=rank)
             elif lane.rank == rank:
                 (view / name).unlink(missing_ok=True)
-                with receiving(view / name, records[name].size) as received:
-                    travel(lane, received, source=holder)
+                try:
+                    with receiving(view / name, records[name].size) as received:
+                        travel(lane, received, source=holder)
+                except OSError as error:
+                    failure = f"rank {lane.rank}: {error}"
+    _all_well(lane, failure)
 
 
 def travel(lane: Lane, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:

@@ -23,6 +23,8 @@ __all__ = ["export_model", "holds_parts"]
 
 _MARKER = "complete"
 
+_MOST_CHUNKS = 1000  # of a rank's model, of which a checkpoint may speak
+
 
 def holds_parts(path: str | os.PathLike[str]) -> bool:
     """The folder is one of :func:`layerzero.megatron.save`."""
@@ -138,8 +140,10 @@ def _add(found: dict[str, _Whole], part: Path, dtype: torch.dtype | None, *, ave
     extra = contents.document["extra"]
     if not isinstance(extra, dict):
         raise ValueError(f"{part} was not saved by layerzero.megatron.save")
-    stem = part.name.rpartition("-")[0]
-    chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(extra.get("chunks", 0))]
+    stem, count = part.name.rpartition("-")[0], extra.get("chunks", 0)
+    if not isinstance(count, int) or not 0 <= count < _MOST_CHUNKS:
+        raise CheckpointError(f"{part} says that it has {count!r} chunks")
+    chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(count)]
     if missing := [chunk.name for chunk in chunks if not chunk.is_dir()]:
         raise CheckpointError(f"{part.parent} lacks {', '.join(missing)}")
     places = extra.get("places", {"because": "it was saved by an older version"})

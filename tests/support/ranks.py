@@ -174,7 +174,7 @@ class _Pool:
             self._ranks.append(_Rank())
         server = serve() if store_file is None else None
         store = str(store_file) if server is None else server.port
-        for rank, process in enumerate(self._ranks[:world_size]):
+        for process in self._ranks[:world_size]:
             process.start(fn.__module__)
         for rank, process in enumerate(self._ranks[:world_size]):
             process.await_birth()
