@@ -266,12 +266,13 @@ def _groups_of_a_model(rank: int) -> list[int]:
     for _ in range(2):
         layerzero.shard_model(nn.Linear(4, 4), zero3_size=2)
         counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
+    layerzero.shard_model(nn.Linear(4, 4), mesh=mesh_of(2))
+    return [*counts, len(dist.distributed_c10d._world.pg_map)]
 
 
 def test_each_model_makes_five_process_groups() -> None:
-    for first, second, third in run_ranks(_groups_of_a_model, world_size=WORLD):
-        assert (second - first, third - second) == (5, 5)
+    for first, second, third, fourth in run_ranks(_groups_of_a_model, world_size=WORLD):
+        assert (second - first, third - second, fourth - third) == (7, 7, 5)
 
 
 def _surprise(rank: int) -> None:
