@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,14 @@ def test_the_docs_say_what_is_there() -> None:
             assert str(field.default).removesuffix(".0") == told[field.name], field.name
     missing = {field.name for field in dataclasses.fields(Cluster)} - told.keys()
     assert missing == {"processor_per_byte"}, "which is measured"
+
+
+def test_the_walk_is_what_the_command_says() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (walk,) = re.findall(r"```\n\$ layerzero (plan .*?)```", text, flags=re.DOTALL)
+    command, _, told = walk.replace("\\\n", "").partition("\n")
+    said = CliRunner().invoke(app, shlex.split(command)).stdout
+    assert told.strip() == said[: said.index("\n\npeak: the most at any time")].strip()
 
 
 # --- commands ---
