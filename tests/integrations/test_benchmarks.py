@@ -137,7 +137,11 @@ def test_shared_memory_counts_once_for_those_who_share_it() -> None:
         assert measure.model_state_bytes(sharers=2) - before == (1 << 18) + private.nbytes
         shared = measure.shared_memory()
         assert (shared.held, shared.resident) == (1 << 19, weights.nbytes) and neighbours[0] == 1
-        assert measure.peak_bytes(sharers=2) - measure.peak_bytes(sharers=4) == 1 << 17
+        for _ in range(100):  # until looking at it does not raise it any more
+            two, four, again = (measure.peak_bytes(sharers=sharers) for sharers in (2, 4, 2))
+            if two == again:
+                break
+        assert two == again and two - four == 1 << 17
         assert measure.peak_bytes() >= peak
     finally:
         os.close(file)
