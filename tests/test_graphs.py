@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero.engine.handle import ShardState
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.passes import Call, ForwardPass
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -447,3 +448,23 @@ def _one_backward(rank: int) -> None:
 
 def test_two_models_of_one_mesh_may_share_a_backward() -> None:
     run_ranks(_one_backward)
+
+
+def _follow(rank: int) -> None:
+    """What a call whose output nobody uses leaves to the others."""
+    model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
+    root, first, second, head = runtime_of(model).units
+    for dead in range(4):
+        forward = ForwardPass(root, runtime_of(model).units, expected=[])
+        forward.called = [root, first, second]
+        calls = [Call(unit, around=()) for unit in (first, second, first, root)]
+        for call in calls:
+            call.join(forward)
+        del calls[dead], call
+        assert [call.follower for call in calls] == [*calls[1:], None], dead
+        assert list(calls[-1].ended_handles()) == list(head.handles), "the unit that was not called"
+        assert [list(c.ended_handles()) for c in calls[:-1]] == [list(c.unit.handles) for c in calls[1:]]
+
+
+def test_a_call_that_is_in_no_graph_is_passed_over() -> None:
+    run_ranks(_follow, world_size=1)

@@ -84,7 +84,6 @@ class LeaveRequest:
         self._timer: threading.Thread | None = None
         self._handles = True  # its handler is set
         self._wakeups = _Wakeups.shared()
-        self._process = os.getpid()
         if self._wakeups is not None:
             self._wakeups.requests.append(self)
         try:
@@ -154,8 +153,7 @@ class LeaveRequest:
 
     def close_in_child(self) -> None:
         """See [Note: Children]."""
-        if self._handles and os.getpid() != self._process:
-            self._release()
+        self._release()
 
     @property
     def wakeups(self) -> _Wakeups | None:

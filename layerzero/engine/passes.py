@@ -56,7 +56,7 @@ class Call:
     def ended_handles(self) -> Iterator[Handle]:
         """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
 
-        Of the last call: of units that the forward did not call, where that matters.
+        Of the last call in the graph: of units that the forward did not call, where that matters.
         """
         follower = self.follower
         if follower is not None:
