@@ -17,7 +17,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.layout.grid import Extent
 from layerzero.reliability.bits import place_sum, sum64
-from tests.support.bits import flip
+from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -41,18 +41,11 @@ def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _places(handle: Handle, extent: Extent) -> list[tuple[int, str]]:
-    """Elements of this rank's tensor of an extent that are no padding, and their parameters."""
-    flat = handle.topology.grid.range_of(handle.layout, extent)
-    slots = [(slot.offset, slot.end, slot.name) for slot in handle.layout.slots]
-    return [(at - flat.start, name) for at in flat for start, stop, name in slots if start <= at < stop]
-
-
 def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
     """Flips in turn in every kind of memory, on every rank; what was not found as it was."""
     model, optimizer, handles = _net(size, low=low)
     guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
-    replicas, missed = 4 // size, []
+    missed: list[str] = []
     step = 0
 
     def seen(what: str, victim: int, wanted: dict[str, Any] | None) -> None:
@@ -68,12 +61,12 @@ def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
             hits = [
                 each
                 for each in guard.found
-                if each.kind in expected["kinds"]
+                if each.kind == expected["kind"]
                 and each.handle == expected["handle"]
                 and each.parameter == expected["parameter"]
-                and victim in each.ranks
+                and each.ranks == (victim,)
             ]
-            if not hits or len(hits) != len(guard.found) or (expected["sure"] and any(len(h.ranks) > 1 for h in hits)):
+            if not hits or len(hits) != len(guard.found):
                 missed.append(f"{what} on rank {victim}: expected {expected}, found {said}")
 
     _step(model, optimizer, rank, step)
@@ -85,35 +78,26 @@ def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
             _backward(model, rank, step)
             wanted = None
             if rank == victim:
-                wanted = _hit(what, handles, optimizer, number, low=low, replicas=replicas)
+                wanted = _hit(what, handles, optimizer, number, low=low)
             seen(what, victim, wanted)
     assert guard.looked == step
     return missed
 
 
-def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool, replicas: int) -> dict[str, Any]:
+def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool) -> dict[str, Any]:
     chosen = random.Random(number)
-    able = [handle for handle in handles if _places(handle, Extent.RANK)]
+    able = [handle for handle in handles if places(handle, Extent.RANK)]
     handle = chosen.choice(able)
     if what == "compute weights":
-        element, parameter = chosen.choice(_places(handle, Extent.NODE))
+        element, parameter = chosen.choice(places(handle, Extent.NODE))
         tensor, bit = handle.zero3, chosen.randrange(8 * handle.zero3.element_size())
         own = handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)
-        if low:
-            kinds = {"compute weights"} if replicas > 1 else {"masters or compute weights"}
-        else:  # its own part is its masters
-            kinds = (
-                {"masters", "weights", "compute weights"} if own.start <= element < own.stop else {"compute weights"}
-            )
-            kinds |= {"weights"} if replicas == 2 else set()
-        sure = low or replicas != 2
+        is_master = not low and own.start <= element < own.stop
+        kind = "masters" if is_master else "compute weights"
     elif what in ("masters", "low bits of masters"):
-        element, parameter = chosen.choice(_places(handle, Extent.RANK))
+        element, parameter = chosen.choice(places(handle, Extent.RANK))
         tensor, bit = handle.master, chosen.randrange(16, 32) if what == "masters" else chosen.randrange(16)
-        kinds, sure = (
-            {"masters", "masters or compute weights"} | ({"weights"} if not low else set()),
-            low or replicas != 2,
-        )
+        kind = "masters"
     else:
         members = [m for m in handle.members if m.master.numel()]
         member = chosen.choice(members)
@@ -125,14 +109,9 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
 
             tensor = plain(member.parameter.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)
-        kinds, sure = {"gradient"} if what == "gradients" else {"optimizer state 'momentum_buffer'"}, True
+        kind = "gradient" if what == "gradients" else "optimizer state 'momentum_buffer'"
     flip(tensor, element, bit)
-    return {
-        "kinds": kinds,
-        "handle": handle.name,
-        "parameter": parameter,
-        "sure": sure,
-    }
+    return {"kind": kind, "handle": handle.name, "parameter": parameter}
 
 
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (4, True), (1, False), (2, False), (4, False)])
@@ -198,7 +177,7 @@ def _now_and_then(rank: int) -> None:
         _step(model, optimizer, rank, step)
     assert guard.looked == 1
     if rank == 2:
-        flip(handles[0].master, _places(handles[0], Extent.RANK)[0][0], 3)
+        flip(handles[0].master, places(handles[0], Extent.RANK)[0][0], 3)
     _backward(model, rank, 5)
     before = [handle.master.clone() for handle in handles]
     with pytest.raises(layerzero.SilentCorruption, match=r"masters of .* on rank 2: its sum has changed") as raised:

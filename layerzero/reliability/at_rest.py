@@ -4,12 +4,17 @@
 Between two steps nobody writes masters and moments; between a backward and the step nobody but the user writes the
 final gradients. Who writes by torch changes the version of the tensor, who edits a parameter is seen by its watch. So
 where the memory, the version and the edits are the same, and the sum is not, a bit has flipped by itself.
+
+[Note: A step that is repeated]
+Compute weights are made of masters, and gradients of both and the batches. While masters and state are what the step
+before has left, a step that was refused is repeated with the bits that it should have had. What is wrong again after it
+was made anew lies in memory that does not keep it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +32,7 @@ from layerzero.tensors.sharded import LocalRows, plain
 __all__ = ["BitGuard", "SilentCorruption", "guard_bits"]
 
 _LOG = logging.getLogger("layerzero")
+_MADE_ANEW = ("compute weights", "gradient")  # of masters, and of the batches of a step
 
 
 class SilentCorruption(RuntimeError):
@@ -34,14 +40,19 @@ class SilentCorruption(RuntimeError):
 
     Attributes:
         corruptions: what was found, the same on all ranks.
+        recoverable: masters and optimizer state are sound: :meth:`BitGuard.recover`, and repeat the step.
     """
 
-    def __init__(self, corruptions: tuple[Corruption, ...]) -> None:
-        super().__init__(
-            "layerzero: bits have changed by themselves: " + "; ".join(map(str, corruptions)) + ". Load the last "
-            "checkpoint, and look at the memory of that machine"
-        )
+    def __init__(self, corruptions: tuple[Corruption, ...], *, again: bool = False) -> None:
         self.corruptions = corruptions
+        self.recoverable = not again and all(each.kind in _MADE_ANEW for each in corruptions)
+        what = "were made anew from the masters, and are wrong again" if again else "have changed by themselves"
+        way_out = (
+            "Masters and optimizer state are sound: recover() of the guard, and repeat the step"
+            if self.recoverable
+            else "Load the last checkpoint, and look at the memory of that machine"
+        )
+        super().__init__(f"layerzero: bits {what}: {'; '.join(map(str, corruptions))}. {way_out}")
 
 
 def guard_bits(
@@ -61,7 +72,14 @@ def guard_bits(
 
     Example::
 
-        layerzero.guard_bits(model, optimizer, every=100)
+        guard = layerzero.guard_bits(model, optimizer, every=100)
+        ...
+        try:
+            optimizer.step()
+        except layerzero.SilentCorruption:
+            guard.recover()  # raises again where that cannot be
+            ...  # the same batches again, forward and backward
+            optimizer.step()
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a positive int, got {every!r}")
@@ -114,6 +132,7 @@ class BitGuard:
         self._raises = raises
         self._steps = 0
         self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
+        self._refused: SilentCorruption | None = None  # the last step, with this
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
         members = runtime.members.values()
         self._hooks: list[Any] = [
@@ -127,6 +146,33 @@ class BitGuard:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def recover(self) -> None:
+        """After :class:`SilentCorruption`: make compute weights anew from the masters, and forget the gradients.
+
+        Repeat the step then, with the same batches: it has the bits that it should have had, where the loop draws no
+        random numbers. All ranks must call this.
+
+        Raises:
+            SilentCorruption: masters or optimizer state are wrong; or compute weights are wrong again, since their
+                memory does not keep what is written: the fault is persistent. If this returns, it was transient.
+            RuntimeError: nothing was found.
+        """
+        refused = self._refused
+        if refused is None:
+            raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentCorruption")
+        if not refused.recoverable:
+            raise refused
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._runtime.refreshes.launch()
+        if (found := self._look()) is not None:
+            self._refused = SilentCorruption(found.corruptions, again=True)
+            raise self._refused
+        self._refused = None
+        if dist.get_rank() == self._runtime.everyone.ranks[0]:
+            names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
+            _LOG.warning("layerzero: bits that had flipped in %s were made anew, and are right: repeat the step", names)
 
     @property
     def _is_due(self) -> bool:
@@ -143,15 +189,22 @@ class BitGuard:
     def _before_step(self, *_: object) -> None:
         if self._is_due:
             self.looked += 1
-            result = compare(self._runtime, self._changed())
-            self.found += result.corruptions
-            if result.corruptions and self._raises:
-                self._resting.clear()
-                raise SilentCorruption(result.corruptions)
-            if result.corruptions and dist.get_rank() == self._runtime.everyone.ranks[0]:
-                _LOG.error("%s", SilentCorruption(result.corruptions))
+            found = self._look()
+            self._refused = found if self._raises else None
+            if self._refused is not None:
+                raise self._refused
+            if found is not None and dist.get_rank() == self._runtime.everyone.ranks[0]:
+                _LOG.error("%s", found)
         self._steps += 1
         self._resting.clear()
+
+    def _look(self) -> SilentCorruption | None:
+        same = self._at_rest_since()
+        changed = self._changed(same)
+        sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
+        result = compare(self._runtime, changed, sound)
+        self.found += result.corruptions
+        return SilentCorruption(result.corruptions) if result.corruptions else None
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
@@ -175,19 +228,28 @@ class BitGuard:
         edits = 0 if handle is None else handle.watch.edits
         return _Resting(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
-    def _changed(self) -> list[Corruption]:
-        """What is not as it was, though nobody has written it."""
-        before, found = self._resting, []
+    def _at_rest_since(self) -> dict[tuple[str, str], bool]:
+        """Of what nobody has written, whether it is as it was."""
+        before = self._resting
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
         for key in before:
             if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
                 now[key] = _graded(gradient)
         same = [key for key, is_now in now.items() if is_now[:3] == before[key][:3]]
         if not same:
-            return []
+            return {}
         wrong = torch.stack([(before[key].sum != now[key].sum).to("cpu", non_blocking=False) for key in same]).tolist()
-        for (kind, name), is_wrong in zip(same, wrong, strict=True):
-            if is_wrong and not (kind == "gradient" and now[kind, name].sum == 0):  # zero_grad(set_to_none=False)
+        # A gradient of zeros: zero_grad(set_to_none=False).
+        return {
+            key: not is_wrong or bool(key[0] == "gradient" and now[key].sum == 0)
+            for key, is_wrong in zip(same, wrong, strict=True)
+        }
+
+    def _changed(self, same: Mapping[tuple[str, str], bool]) -> list[Corruption]:
+        """What is not as it was, though nobody has written it."""
+        found = []
+        for (kind, name), is_same in same.items():
+            if not is_same:
                 handle = self._handle_of.get(name)
                 said = "its sum has changed, and nobody has written it"
                 found.append(Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, said))

@@ -4,7 +4,8 @@
 After a refresh all replicas hold bitwise the same ZeRO-3 shard, and each rank's part of it is its masters, cast. So a
 flipped bit in compute weights makes one replica differ from the others, and from the masters of whoever owns the place;
 one in a master (if it shows in the compute dtype) makes all replicas agree against that one master. Where master and
-compute weight are the same memory, the majority of the replicas tells; with two of them nobody can.
+compute weight are the same memory, the majority of the replicas tells; with two of them, the owner of the place, if it
+knows that its masters are what the step before has left.
 
 Compared are sums of 64 bits. Only where they differ is anything gathered, and looked at element by element.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -33,6 +34,8 @@ from layerzero.reliability.bits import as_integers, sum64
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
 _SHOWN = 8  # elements of a handle that are told
+_UNKNOWN, _CHANGED, _SOUND = range(3)  # masters since the step before
+_KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Corruption:
     detail: str
 
     def __str__(self) -> str:
-        where = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of the ranks {list(self.ranks)}"
+        of = "one of the ranks" if self.kind == "weights" else "the ranks"
+        where = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"{of} {list(self.ranks)}"
         return f"{self.kind} of {self.parameter!r} ({self.handle}) on {where}: {self.detail}"
 
 
@@ -87,11 +91,16 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         found = layerzero.fingerprint(model)
         assert found.ok, found.corruptions
     """
-    return compare(runtime_of(model), ())
+    return compare(runtime_of(model), (), {})
 
 
-def compare(runtime: Runtime, own: Sequence[Corruption]) -> Fingerprint:
-    """:func:`fingerprint`, with what this rank has found by itself: all ranks get everything."""
+def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
+    """:func:`fingerprint`, with what this rank knows by itself: all ranks get everything.
+
+    Args:
+        own: what it has found.
+        sound: by parameter, whether its masters here are what the step before has left, where that is known.
+    """
     handles = runtime.handles
     for handle in handles:
         handle.finish_refresh()
@@ -119,7 +128,7 @@ def compare(runtime: Runtime, own: Sequence[Corruption]) -> Fingerprint:
         mine = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
-                mine += _locate(handle, handle.topology)
+                mine += _locate(handle, handle.topology, sound)
         told = share_texts(runtime.everyone.control, json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
@@ -141,7 +150,7 @@ def _cast(handle: Handle) -> Tensor:
     return handle.master.to(device=handle.zero3.device, dtype=handle.precision.compute)
 
 
-def _locate(handle: Handle, topology: Topology) -> list[Corruption]:
+def _locate(handle: Handle, topology: Topology, sound: Mapping[str, bool]) -> list[Corruption]:
     """What differs in one handle between the replicas of this rank; the same on all of them, which all call this."""
     replicas, shard = topology.replicas, as_integers(handle.zero3).view(torch.uint8)  # backends know few integers
     everyone = shard.expand(replicas, -1).contiguous()
@@ -156,6 +165,12 @@ def _locate(handle: Handle, topology: Topology) -> list[Corruption]:
         if replicas > 1:
             all_gather(topology.replica, Exchange.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
         truth = as_integers(whole)
+    names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
+    known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
+    told = known.expand(replicas, -1).contiguous()  # by replica and slot
+    if replicas > 1:
+        all_gather(topology.replica, Exchange.AGREE, told.view(-1), known, name=handle.label).wait()
+    knows = told.tolist()
     differs = (copies != copies[0]).any(dim=0)
     if truth is not None:
         differs |= copies[0] != truth
@@ -164,45 +179,49 @@ def _locate(handle: Handle, topology: Topology) -> list[Corruption]:
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
     for place in places[: 64 * _SHOWN]:
         values = copies[:, place].tolist()
-        kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner_of.replica(place))
-        parameter, element = owner_of.parameter(place)
+        (parameter, element), owner = owner_of.parameter(place), owner_of.replica(place)
+        says = knows[owner][names[parameter]] if parameter in names else _SOUND
+        kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner, says)
         ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.s] for r in wrong)
         found.setdefault((kind, ranks, parameter), []).append(element)
     return [
-        Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, len(ranks), truth is not None)}")
+        Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, truth is not None)}")
         for (kind, ranks, parameter), at in found.items()
     ]
 
 
-def _verdict(values: Sequence[int], truth: int | None, owner: int) -> tuple[str, list[int]]:
+def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) -> tuple[str, list[int]]:
     """What is wrong with one element, and on which replicas.
 
     Args:
         values: of the compute weight on each replica.
         truth: the master, cast; None: the owner's compute weight is the master.
         owner: the replica that has the master.
+        says: what that knows of it.
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]
-        if len(wrong) < len(values):
+        if len(wrong) < len(values) or says == _SOUND:
             return "compute weights", wrong
         # One replica has nothing to be compared with; if there are several, they agree against the master.
-        return ("masters" if len(values) > 1 else "masters or compute weights"), [owner]
+        return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
     (most, times), *_ = Counter(values).most_common()
-    if 2 * times <= len(values):
-        return "weights", list(range(len(values)))
-    wrong = [r for r, value in enumerate(values) if value != most]
-    return ("masters" if owner in wrong else "compute weights"), wrong
+    if 2 * times > len(values):
+        wrong = [r for r, value in enumerate(values) if value != most]
+        return ("masters" if owner in wrong else "compute weights"), wrong
+    if says == _SOUND:
+        return "compute weights", [r for r, value in enumerate(values) if value != values[owner]]
+    return ("masters", [owner]) if says == _CHANGED else ("weights", list(range(len(values))))
 
 
-def _how(kind: str, ranks: int, has_truth: bool) -> str:
-    if ranks > 1:
+def _how(kind: str, has_truth: bool) -> str:
+    if kind == "weights":
         return "replicas differ, and which of them is wrong cannot be told"
     if kind == "masters or compute weights":
         return "they are not each other's cast"
     if has_truth:
         return "all replicas differ from the master" if kind == "masters" else "differ from the cast master"
-    return "differ from those of most replicas"
+    return "differ from those of other replicas"
 
 
 def _elements(at: Sequence[int]) -> str:

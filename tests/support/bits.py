@@ -6,8 +6,18 @@ import ctypes
 
 from torch import Tensor
 
+from layerzero.engine.handle import Handle
+from layerzero.layout.grid import Extent
+
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
     """Of a contiguous tensor on the CPU; torch does not know."""
     address = tensor.data_ptr() + element * tensor.element_size() + bit // 8
     ctypes.c_uint8.from_address(address).value ^= 1 << (bit % 8)
+
+
+def places(handle: Handle, extent: Extent) -> list[tuple[int, str]]:
+    """Elements of this rank's tensor of an extent that are no padding, and their parameters."""
+    flat = handle.topology.grid.range_of(handle.layout, extent)
+    slots = [(slot.offset, slot.end, slot.name) for slot in handle.layout.slots]
+    return [(at - flat.start, name) for at in flat for start, stop, name in slots if start <= at < stop]

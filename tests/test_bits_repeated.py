@@ -1,0 +1,165 @@
+"""A step that was refused for flipped bits is repeated, with the bits that it should have had; or cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero import checkpoint
+from layerzero.engine.hooks import runtime_of
+from layerzero.layout.grid import Extent
+from layerzero.tensors.sharded import plain
+from tests.support.bits import flip, places
+from tests.support.logs import logged
+from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+STEPS = 6
+
+
+class _Run:
+    """A model that is trained, with the final numbers of all ranks."""
+
+    def __init__(self, size: int, *, low: bool, guarded: bool = True) -> None:
+        policy = {"mp_policy": BF16} if low else {}
+        mesh = mesh_of(size)
+        self.model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **policy)
+        self.optimizer = layerzero.shard_optimizer(exact_sgd(self.model.parameters()), self.model)
+        self.guard = layerzero.guard_bits(self.model, self.optimizer, every=1) if guarded else None
+        self.handles = [handle for handle in runtime_of(self.model).handles if handle.members]
+
+    def backward(self, rank: int, step: int) -> None:
+        with layerzero.no_sync(self.model):
+            integer_loss(self.model, integer_batch(step=step, rank=rank + 10)).backward()
+        integer_loss(self.model, integer_batch(step=step, rank=rank)).backward()
+
+    def step(self, rank: int, step: int) -> None:
+        self.backward(rank, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def end(self) -> dict[str, torch.Tensor]:
+        moments = {f"{name}.m": each["momentum_buffer"] for name, each in self.optimizer.state_by_name().items()}
+        return full_parameters(self.model) | moments
+
+    def flip(self, what: str, at: int = 0) -> None:
+        both = ((handle, member) for handle in self.handles for member in handle.members)
+        handle, member = next(pair for pair in both if pair[1].master.numel())
+        if what == "compute weights":
+            own = handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)
+            all_of_it = [element for element, _ in places(handle, Extent.NODE)]
+            able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # others' first
+            flip(handle.zero3, able[at % len(able)], 12)
+        elif what == "masters":
+            flip(member.master, at, 20)
+        elif what == "moments":
+            flip(self.optimizer.state_by_name()[member.name]["momentum_buffer"], at, 20)
+        else:
+            flip(plain(member.parameter.grad), at, 20)
+
+
+def _repeated(rank: int, size: int, low: bool) -> int:
+    """Flips in each step but the first, on each rank; how many steps were repeated."""
+    calm, run, repeated = _Run(size, low=low, guarded=False), _Run(size, low=low), 0
+    for step in range(STEPS):
+        calm.step(rank, step)
+        if step and step % 2 == 0 and rank == step % 4:
+            run.flip("compute weights", at=step)
+        run.backward(rank, step)
+        if step % 2 and rank == step % 4:
+            run.flip("gradient")
+        try:
+            run.optimizer.step()
+        except layerzero.SilentCorruption as error:
+            repeated += 1
+            assert error.recoverable, error
+            assert "recover() of the guard, and repeat the step" in str(error)
+            with logged() as lines:
+                run.guard.recover()
+            assert ("repeat the step" in "".join(lines)) == (rank == 0)
+            assert all(parameter.grad is None for parameter in run.model.parameters())
+            with pytest.raises(RuntimeError, match="nothing is to be recovered from"):
+                run.guard.recover()
+            run.backward(rank, step)
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    end, wanted = run.end(), calm.end()
+    assert end.keys() == wanted.keys() and all(torch.equal(end[name], wanted[name]) for name in wanted)
+    return repeated
+
+
+@pytest.mark.parametrize("node_memory", [None, "off"])
+@pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (1, False), (2, False)])
+def test_a_repeated_step_has_the_bits_of_one_without_a_fault(size: int, low: bool, node_memory: str | None) -> None:
+    assert run_ranks(_repeated, size, low, node_memory=node_memory) == [STEPS - 1] * 4
+
+
+def _lost(rank: int, folder: str, what: str, low: bool) -> None:
+    """What cannot be made anew is on a checkpoint only; what is found after that is told as ever."""
+    calm, run = _Run(4, low=low, guarded=False), _Run(4, low=low)
+    for step in range(3):
+        calm.step(rank, step)
+        run.step(rank, step)
+    checkpoint.save(f"{folder}/one", run.model, run.optimizer)
+    run.backward(rank, 3)
+    if rank == 1:
+        run.flip(what)
+    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint") as raised:
+        run.optimizer.step()
+    assert not raised.value.recoverable and "repeat the step" not in str(raised.value)
+    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint"):
+        run.guard.recover()
+    run.optimizer.zero_grad()
+    checkpoint.load(f"{folder}/one", run.model, run.optimizer)
+    for step in range(3, STEPS):
+        calm.step(rank, step)
+        run.step(rank, step)
+    end, wanted = run.end(), calm.end()
+    assert all(torch.equal(end[name], wanted[name]) for name in wanted)
+    run.backward(rank, STEPS)
+    if rank == 2:
+        run.flip("moments")
+    with pytest.raises(layerzero.SilentCorruption, match=r"momentum_buffer.* on rank 2"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize(("what", "low"), [("masters", True), ("moments", True), ("compute weights", False)])
+def test_what_cannot_be_made_anew_needs_a_checkpoint(tmp_path: Path, what: str, low: bool) -> None:
+    """In fp32 with one replica compute weights are the masters."""
+    run_ranks(_lost, str(tmp_path), what, low)
+
+
+def _persistent(rank: int) -> None:
+    """A cell of memory that does not keep what is written to it."""
+    run = _Run(2, low=True)
+    run.step(rank, 0)
+    refreshes, victim = runtime_of(run.model).refreshes, 3
+    launch = refreshes.launch
+
+    def damaged(*given: object) -> None:
+        launch(*given)
+        for handle in run.handles:
+            handle.finish_refresh()
+        if rank == victim:
+            run.flip("compute weights")
+
+    run.backward(rank, 1)
+    if rank == victim:
+        run.flip("compute weights")
+    with pytest.raises(layerzero.SilentCorruption) as raised:
+        run.optimizer.step()
+    assert raised.value.recoverable
+    refreshes.launch = damaged
+    for _ in range(2):
+        with pytest.raises(layerzero.SilentCorruption, match=r"wrong again: compute weights of .* on rank 3") as raised:
+            run.guard.recover()
+        assert not raised.value.recoverable and "Load the last checkpoint, and look at the memory" in str(raised.value)
+
+
+def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault() -> None:
+    run_ranks(_persistent)
