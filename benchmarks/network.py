@@ -1,4 +1,4 @@
-"""Two nodes emulated on one machine: network namespaces joined by a cable of limited speed.
+"""Nodes emulated on one machine: network namespaces joined by a cable of limited speed, or more than two by a switch.
 
 Each end of a virtual Ethernet pair lies in a namespace of its own, and a token bucket filter limits what it sends.
 Processes in one namespace reach each other at memory speed through its loopback; whatever goes to the other namespace
@@ -18,10 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Carried", "Node", "bits_per_second", "carried", "one_machine", "two_nodes", "why_unavailable"]
+__all__ = [
+    "Carried",
+    "Node",
+    "Switch",
+    "bits_per_second",
+    "carried",
+    "one_machine",
+    "switched",
+    "two_nodes",
+    "why_unavailable",
+]
 
 # The process id in the name tells a namespace in use from one that a killed run has left behind.
-_NAME = re.compile(r"^layerzero-(\d+)-n[01]\b")
+_NAME = re.compile(r"^layerzero-(\d+)-(n\d+|switch)\b")
 
 
 @dataclass(frozen=True)
@@ -78,27 +88,94 @@ def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, ...]]:
     Args:
         rate: of the cable in each direction, as ``tc`` writes it.
     """
+    with _namespaces("n0", "n1") as names:
+        _run(*f"ip link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}".split())
+        nodes = [_node(name, index) for index, name in enumerate(names)]
+        for node in nodes:
+            _limit(node.prefix, node.interface, rate)
+        yield tuple(nodes)
+
+
+class Switch:
+    """What joins the nodes of :func:`switched`; their cables can be cut and slowed down while something runs."""
+
+    def __init__(self, nodes: tuple[Node, ...], prefix: tuple[str, ...], rate: str) -> None:
+        self.nodes = nodes
+        self.prefix = prefix  # put before a command to run it at the switch, which has an address, too
+        self.address = "10.77.0.254"
+        self._rate = rate
+
+    def cut(self, node: int) -> None:
+        """Pull the cable of a node: it has no carrier, and nobody is told."""
+        _run(*self.prefix, "ip", "link", "set", f"p{node}", "down")
+
+    def mend(self, node: int) -> None:
+        """As it was at first."""
+        _run(*self.prefix, "ip", "link", "set", f"p{node}", "up")
+        self.limit(node, self._rate)
+
+    def limit(self, node: int, rate: str) -> None:
+        """Both directions of a node's cable."""
+        _limit(self.nodes[node].prefix, self.nodes[node].interface, rate)
+        _limit(self.prefix, f"p{node}", rate)
+
+
+@contextmanager
+def switched(count: int, rate: str = "1gbit") -> Iterator[Switch]:
+    """So many namespaces, each with a cable to a switch; gone again afterwards.
+
+    Args:
+        rate: of each cable in each direction, as ``tc`` writes it.
+    """
+    with _namespaces("switch", *(f"n{index}" for index in range(count))) as (hub, *names):
+        at = _inside(hub)
+        _run(*at, *["ip", "link", "add", "br0", "type", "bridge"])
+        nodes = []
+        for index, name in enumerate(names):
+            _run(*f"ip link add v{index} netns {name} type veth peer name p{index} netns {hub}".split())
+            _run(*at, *f"ip link set p{index} master br0 up".split())
+            nodes.append(_node(name, index))
+        switch = Switch(tuple(nodes), at, rate)
+        for command in (f"ip addr add {switch.address}/24 dev br0", "ip link set br0 up", "ip link set lo up"):
+            _run(*at, *command.split())
+        for index in range(count):
+            switch.limit(index, rate)
+        yield switch
+
+
+@contextmanager
+def _namespaces(*kinds: str) -> Iterator[list[str]]:
     _remove_stale()
-    names = [f"layerzero-{os.getpid()}-n{index}" for index in range(2)]
+    names = [f"layerzero-{os.getpid()}-{kind}" for kind in kinds]
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run(*f"ip link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}".split())
-        nodes = []
-        for index, name in enumerate(names):
-            interface, address = f"v{index}", f"10.77.0.{index + 1}"
-            inside = ("ip", "netns", "exec", name)
-            _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", interface)
-            _run(*inside, "ip", "link", "set", "lo", "up")
-            _run(*inside, "ip", "link", "set", interface, "up")
-            shape = f"tc qdisc add dev {interface} root tbf rate {rate} burst 256kb latency 50ms"
-            _run(*inside, *shape.split())
-            nodes.append(Node(prefix=inside, interface=interface, address=address))
-        yield tuple(nodes)
+        yield names
     finally:
         for name in names:
             with suppress(RuntimeError):  # it was never made
                 _run("ip", "netns", "delete", name)
+
+
+def _inside(name: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", name)
+
+
+def _node(name: str, index: int) -> Node:
+    """A namespace with one end of a cable in it, which gets an address and is switched on."""
+    node = Node(prefix=_inside(name), interface=f"v{index}", address=f"10.77.0.{index + 1}")
+    for command in (
+        f"ip addr add {node.address}/24 dev {node.interface}",
+        "ip link set lo up",
+        f"ip link set {node.interface} up",
+    ):
+        _run(*node.prefix, *command.split())
+    return node
+
+
+def _limit(prefix: tuple[str, ...], interface: str, rate: str) -> None:
+    shape = f"tc qdisc replace dev {interface} root tbf rate {rate} burst 256kb latency 50ms"
+    _run(*prefix, *shape.split())
 
 
 def bits_per_second(rate: str) -> float:

@@ -6,6 +6,8 @@
 `--kill SEED` lets a rank be killed at a random moment of the first attempt. torchrun ends the others and starts all
 again; without the variable, torch's own process groups fail at that (docs/reliability.md). The digest that is printed
 at the end holds weights, optimizer state, data and random numbers of the whole run: the same with and without kills.
+`--snapshots` takes them in the memory of two nodes, instead of writing checkpoints: for the loss of a node, with
+`torchrun --nnodes 2` on each of two nodes and a spare one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import random
 import signal
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -26,11 +29,18 @@ from layerzero import checkpoint
 SEED, STEPS, SAMPLES = 0, 40, 1000
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoints", required=True, metavar="FOLDER")
+    kept = parser.add_mutually_exclusive_group(required=True)
+    kept.add_argument("--checkpoints", metavar="FOLDER")
+    kept.add_argument("--snapshots", metavar="FOLDER", help="where shared memory is mounted, such as /dev/shm")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="after each step")
     parser.add_argument("--kill", type=int, metavar="SEED", help="a rank at a random moment of the first attempt")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(SEED)
@@ -41,8 +51,10 @@ def main() -> None:
     checkpoint.seed_random_states(SEED)  # for the dropout, other numbers on each rank
     data = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(SEED))
 
-    first = 0
-    if found := checkpoint.load_latest(args.checkpoints, model, optimizer):
+    first, buddies = 0, None
+    if args.snapshots:
+        buddies = checkpoint.Buddies(model, optimizer, name="restarts", memory=args.snapshots)
+    if found := buddies.load() if buddies else checkpoint.load_latest(args.checkpoints, model, optimizer):
         first = found.extra["step"]
         checkpoint.set_random_states(found.extra["random"])
         chain.resume(found.extra["chain"])
@@ -60,9 +72,18 @@ def main() -> None:
         if (step + 1) % 5 == 0:
             extra = {"step": step + 1, "chain": chain.link(step + 1)}
             extra["random"] = checkpoint.random_states(SEED, step + 1)
-            pending = checkpoint.save_async(f"{args.checkpoints}/{step + 1:06d}", model, optimizer, extra, keep_last=2)
+            if buddies:
+                buddies.snapshot(extra)
+            else:
+                folder = f"{args.checkpoints}/{step + 1:06d}"
+                pending = checkpoint.save_async(folder, model, optimizer, extra, keep_last=2)
+        if step == first and dist.get_rank() == 0:
+            print(f"first step of the attempt, number {step}, done", flush=True)
+        time.sleep(args.pause)
     if pending is not None:
         pending.wait()
+    if buddies:
+        buddies.close()
     digest = chain.link(STEPS)["head"]
     if dist.get_rank() == 0:
         print(f"digest of the run: {digest}", flush=True)

@@ -182,8 +182,8 @@ def _fails(rank: int) -> list[str]:
             raise RuntimeError("this exchange was aborted")
 
         dog._late = broken
-        dog._thread.join(10)
-        assert not dog._thread.is_alive()
+        dog._threads[0].join(10)
+        assert not dog._threads[0].is_alive()
         train(model, optimizer, range(2, 3))
         dog.close()
     return lines

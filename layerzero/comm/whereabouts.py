@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -88,17 +89,13 @@ def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout:
     kind = _kind(str(error))
     word = replace(word, failed=kind or f"failed: {error}")
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    words, no_store = {}, ""
-    try:
-        leave_word(word)
-        words = _hear(others, seconds=min(5.0, max(1.0, timeout / 10)))
-    except RuntimeError:
-        no_store = "the store that the ranks meet in is gone, with the process that served it"
+    words, no_store = _asked(word, others, seconds=min(5.0, max(1.0, timeout / 10)))
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks came to it"
-    with suppress(RuntimeError):
-        leave_word(replace(word, failed=f"{word.failed} ({why})"))
+    if not no_store:
+        with suppress(RuntimeError):
+            leave_word(replace(word, failed=f"{word.failed} ({why})"))
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return LostExchange(message, word, elsewhere)
 
@@ -108,6 +105,28 @@ def _kind(text: str) -> str:
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):
         return _TIMED_OUT
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
+
+
+def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[int, Word], str]:
+    """The words of others, and what is wrong with the store, if something is.
+
+    A store on a machine that cannot be reached never answers, and nothing ends a question to it: so a thread asks.
+    """
+    words: dict[int, Word] = {}
+    told = ["the store that the ranks meet in does not answer: its machine is stopped, or this one is cut off from it"]
+
+    def ask() -> None:
+        try:
+            leave_word(word)
+            words.update(_hear(others, seconds=seconds))
+            told[0] = ""
+        except RuntimeError:
+            told[0] = "the store that the ranks meet in is gone, with the process that served it"
+
+    asking = threading.Thread(target=ask, name="layerzero whereabouts", daemon=True)
+    asking.start()
+    asking.join(2 * seconds)
+    return dict(words), told[0]
 
 
 def _hear(others: Sequence[int], *, seconds: float) -> dict[int, Word]:

@@ -4,7 +4,8 @@
 All ranks launch the same exchanges on a lane in the same order, so each counts its launches: who has counted less than
 the late exchange's number has not come to it. A rank that waits cannot be asked, so a thread of each rank answers. It
 looks at a number in the store once in a while, which a rank that is late raises; then each says where it is. Who does
-not answer is stopped, dead, or cut off.
+not answer is stopped, dead, or cut off. One that is cut off from the store itself gets no answer, and cannot be kept
+from waiting for it; so another thread minds the time, and says that.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = ["Watchdog", "watchdog"]
 
 _LOG = logging.getLogger("layerzero")
 _ANSWERS = 2.0  # seconds in which ranks answer
+_SILENT = _ANSWERS + 1.5  # a look at the store takes no longer
 _SCOPE = "layerzero/late"
 
 
@@ -40,7 +42,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     The line names the exchange, its unit, the step, and the ranks that have not come, with what each of them did last;
     it comes within 5 s. Nothing is ended: that is for the timeout of the process group. All ranks must call this; it
-    costs a thread, and a look at the store each second.
+    costs two threads, and a look at the store each second.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -108,7 +110,7 @@ class Watchdog:
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
         self._who = ""  # was told last
         self._told: set[tuple[str, int]] = set()  # lanes and numbers of what has been reported
-        self._lock = threading.Lock()  # of what is in flight
+        self._lock, self._asking = threading.Lock(), threading.Lock()  # of what is in flight, and of who looks at it
         self._flying: list[tuple[_Late, Works]] = []  # in the order of their launches, as far as is known
         self._counts: Counter[str] = Counter()
         self._last, self._when = "nothing", time.monotonic()
@@ -117,8 +119,13 @@ class Watchdog:
         first = next(iter(runtime.optimizers), None)  # with several, steps are counted once
         self._hook = None if first is None else first.register_step_post_hook(self._count_step)
         runtime.topology.ledger.watching = self.launched
-        self._thread = threading.Thread(target=self._watch, name="layerzero watchdog", daemon=True)
-        self._thread.start()
+        self._looking: float | None = None  # at the store, since then
+        self._threads = [
+            threading.Thread(target=target, name="layerzero watchdog", daemon=True)
+            for target in (self._watch, self._mind)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Watch no more."""
@@ -126,7 +133,8 @@ class Watchdog:
         if self._hook is not None:
             self._hook.remove()
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(_SILENT)  # one may wait for a store that does not answer
 
     def _count_step(self, *_: object) -> None:
         self._steps += 1
@@ -145,11 +153,30 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._period):
+                self._looking = time.monotonic()
                 self._look()
+                self._looking = None
         except (dist.DistNetworkError, dist.DistStoreError):  # gone, with the process that served it: others say so
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
+        finally:
+            self._looking = None
+
+    def _mind(self) -> None:
+        """Say, if it is so, that the store does not answer."""
+        while not self._ended.wait(self._period):
+            since = self._looking
+            silent = 0.0 if since is None else time.monotonic() - since
+            late = self._late() if silent > _SILENT else None
+            if late is None or time.monotonic() - late.since <= self._limit or "the store" in self._who:
+                continue
+            self._tell(
+                f"{late.doing}, step {late.step}, is waited for by rank {self._rank}: the store has not answered for "
+                f"{silent:.1f} s: the machine that serves it, rank 0's or the launcher's, is stopped, or this one is "
+                "cut off from it",
+                time.monotonic() - late.since,
+            )
 
     def _look(self) -> None:
         late = self._late()
@@ -178,12 +205,13 @@ class Watchdog:
 
     def _late(self) -> _Late | None:
         """What has been in flight for longest."""
-        with self._lock:
-            flying, self._flying = self._flying, []
-        flying = [(late, works) for late, works in flying if not works.done()]
-        with self._lock:
-            self._flying[:0] = flying
-        return flying[0][0] if flying else None
+        with self._asking:
+            with self._lock:
+                flying, self._flying = self._flying, []
+            flying = [(late, works) for late, works in flying if not works.done()]
+            with self._lock:
+                self._flying[:0] = flying
+            return flying[0][0] if flying else None
 
     def _answer(self, late: _Late | None) -> _Answer:
         now = time.monotonic()
@@ -199,9 +227,12 @@ class Watchdog:
                     answers[rank] = _Answer.of(entry)
         who, longest = _told(answers, self._limit)
         if who and who != self._who:
-            self._who = who
-            self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
-            _LOG.error("%s", self.reports[-1])
+            self._tell(who, longest)
+
+    def _tell(self, who: str, longest: float) -> None:
+        self._who = who
+        self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
+        _LOG.error("%s", self.reports[-1])
 
 
 def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
@@ -222,7 +253,10 @@ def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
     told = []
     for (doing, step), waiting in waits.items():
         absent = missing[doing, step]
-        who = "; ".join(_where(rank, answers.get(rank)) for rank in absent) or "all of its ranks have come to it"
+        who = (
+            "; ".join(_where(rank, answers.get(rank)) for rank in absent)
+            or "all of its ranks have come to it: the link is slow"
+        )
         told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_spell(waiting)}: {who}")
     return " | ".join(told), longest
 

@@ -1,0 +1,1 @@
+"""Every fault that a long run meets, tried on real processes: `make chaos`."""

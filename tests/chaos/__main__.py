@@ -1,0 +1,89 @@
+"""Every fault that a long run meets, as often as is asked, and what became of it: `make chaos`.
+
+Each try is a run of its own: real processes, a fault at a moment and a place that the seed draws, and where it is to be
+survived a restart as a launcher would make it. A try has *survived* if the run ends with the bits of one that met no
+fault; the fault is *noticed* if an error or the log names what it was and where; else it is *lost*.
+
+    python -m tests.chaos --tries 5 --only node --json benchmarks/results/chaos/faults.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.tries import Lost, Try, ended
+
+
+def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
+    """What became of each try of a fault."""
+    outcomes: Counter[str] = Counter()
+    lost, seconds = [], []
+    for number in range(tries):
+        folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+        run = Try(folder, calm)
+        try:
+            outcomes[FAULTS[name](run, random.Random(f"{name}/{seed + number}"))] += 1
+            if run.seconds is not None:
+                seconds.append(round(run.seconds, 2))
+        except Lost as error:
+            lost.append(f"seed {seed + number}: {error}")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return {"tries": tries, "outcomes": dict(outcomes), "lost": lost, "seconds to go on": seconds}
+
+
+def undisturbed() -> str:
+    """The digest of a run that meets no fault."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
+        run = Try(folder, "")
+        ended(run.start({}), 60)
+        (digest,) = set(run.texts("end"))
+        return digest
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    lines = ["| fault | tried | survived | noticed | lost |", "| --- | --- | --- | --- | --- |"]
+    for name, found in results.items():
+        counts: Counter[str] = Counter()
+        for outcome, times in found.get("outcomes", {}).items():
+            counts[outcome.partition(",")[0]] += times
+        numbers = [found["tries"], counts["survived"], counts["noticed"], len(found.get("lost", ()))]
+        lines.append(
+            f"| {name} | {' | '.join(map(str, numbers))} |" if found["tries"] else f"| {name} | skipped | | | |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tries", type=int, default=5, help="of each fault")
+    parser.add_argument("--seed", type=int, default=0, help="of the first try")
+    parser.add_argument("--only", default="", help="faults whose names contain this")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
+    args = parser.parse_args(argv)
+    calm, results = undisturbed(), {}
+    for name in (name for name in FAULTS if args.only in name):
+        began = time.monotonic()
+        results[name] = tries_of(name, args.tries, args.seed, calm)
+        print(f"{name}: {results[name]} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+    print(table(results))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return any(found.get("lost") for found in results.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The faults of processes, disks and bits."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+
+from tests.chaos.links import cut_cable, replaced_from_disk, replaced_from_memory, slow_cable
+from tests.chaos.ranks import EVERY, LIMIT, STEPS
+from tests.chaos.tries import RANKS, Lost, Try, died, ended, kill
+
+FLIPS = {
+    "compute weights": {"compute weights"},
+    "masters": {"masters"},
+    "moments": {"optimizer state 'momentum_buffer'"},
+    "gradients": {"gradient"},
+}
+
+
+def killed_rank(run: Try, draw: random.Random) -> str:
+    victim = draw.randrange(RANKS)
+    plan = {"what": "kill", "rank": victim, "ranks": [victim], "step": draw.randrange(1, STEPS - 1)}
+    plan["delay"] = draw.uniform(0, 0.05)
+    died(run.start(plan), [victim])
+    run.restarted(plan)
+    return "survived"
+
+
+def killed_node(run: Try, draw: random.Random) -> str:
+    """And its memory is lost: no disk is read, a spare takes the first ranks."""
+    node = draw.randrange(2)
+    victims = [2 * node, 2 * node + 1]
+    plan = {"what": "kill", "rank": victims[0], "ranks": victims, "step": draw.randrange(EVERY, STEPS - 1)}
+    plan |= {"delay": draw.uniform(0, 0.05), "nodes": [[0, 0, 1, 1], [2, 2, 1 - node, 1 - node]]}
+    died(run.start(plan), victims)
+    shutil.rmtree(run.folder / f"node{node}")
+    run.restarted(plan)
+    first, at = {int(text) for text in run.texts("first.1")}, int(plan["step"])
+    if len(first) != 1 or not at - 2 * EVERY < first.pop() <= at + 2:
+        raise Lost(f"killed in step {at}, and gone on from {run.texts('first.1')}")
+    return "survived"
+
+
+def stopped_rank(run: Try, draw: random.Random) -> str:
+    return _named(run, draw, "stop", "has not come and does not answer")
+
+
+def late_rank(run: Try, draw: random.Random) -> str:
+    return _named(run, draw, "late", "has not come: it waits for nothing")
+
+
+def skipped_collective(run: Try, draw: random.Random) -> str:
+    return _named(run, draw, "skip", "has not come")
+
+
+def _named(run: Try, draw: random.Random, what: str, said: str) -> str:
+    """By the watchdog within 5 s beyond its limit; then all go on, or are started again."""
+    victim = draw.randrange(RANKS)
+    plan = {"what": what, "watch": True, "rank": victim, "step": draw.randrange(1, STEPS - 1)}
+    ranks = run.start(plan)
+    while ranks[0].is_alive() and f"{plan['step']}" not in run.texts("step"):
+        time.sleep(0.01)
+    try:
+        run.logged(f"late by .*rank {victim} {said}", LIMIT + 5, RANKS - 1)
+        if what == "skip":
+            kill(ranks)
+            run.restarted(plan)
+        else:
+            ended(ranks, 60)
+            if run.texts("end") != [run.calm] * RANKS:
+                raise Lost(f"went on with other bits: {run.texts('end')}")
+    finally:
+        kill(ranks)
+    return "survived, rank named"
+
+
+def full_disk(run: Try, draw: random.Random) -> str:
+    plan = {"what": "full", "rank": draw.randrange(RANKS), "step": EVERY * draw.randrange(1, STEPS // EVERY)}
+    ended(run.start(plan | {"writes": draw.randrange(3)}), 60)
+    if not any("No space left" in text for text in run.texts("failed")):
+        raise Lost(f"nobody was told: {run.texts('failed')}")
+    if run.texts("end") != [run.calm] * RANKS:
+        raise Lost("went on with other bits")
+    run.restarted(plan)
+    return "survived, told on all ranks"
+
+
+def damaged_newest(run: Try, draw: random.Random) -> str:
+    ended(run.start({}), 60)
+    newest = run.folder / "saved" / f"{STEPS:06d}"
+    file = draw.choice(sorted(newest.iterdir()))
+    content = bytearray(file.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+    run.restarted({})
+    if run.texts("first.1") != [str(STEPS - EVERY)] * RANKS:
+        raise Lost(f"{file.name} was damaged, and the run went on from {run.texts('first.1')}")
+    return "survived"
+
+
+def asked_to_leave(run: Try, draw: random.Random) -> str:
+    victim = draw.randrange(RANKS)
+    plan = {"what": "term", "rank": victim, "ranks": [victim], "step": draw.randrange(1, STEPS - 6)}
+    ended(run.start(plan | {"delay": draw.uniform(0, 0.05)}), 40, (143,))
+    run.restarted(plan)
+    return "survived"
+
+
+def other_ranks(run: Try, draw: random.Random) -> str:
+    victim = draw.randrange(RANKS)
+    plan = {"what": "kill", "rank": victim, "ranks": [victim], "step": draw.randrange(EVERY + 1, STEPS - 1)}
+    died(run.start(plan | {"delay": draw.uniform(0, 0.05)}), [victim])
+    run.restarted(plan, 2)
+    return "survived"
+
+
+def flipped(what: str) -> Callable[[Try, random.Random], str]:
+    def fault(run: Try, draw: random.Random) -> str:
+        victim = draw.randrange(RANKS)
+        plan = {"flip": what, "rank": victim, "step": draw.randrange(1, STEPS), "draw": draw.randrange(1 << 30)}
+        ended(run.start(plan), 60, (5,))
+        said = run.texts("corruption")
+        if len(set(said)) != 1 or len(said) != RANKS:
+            raise Lost(f"ranks were told {said}")
+        if any(kind not in FLIPS[what] or ranks != [victim] for kind, ranks in json.loads(said[0])):
+            raise Lost(f"rank {victim}: {said[0]}")
+        return "noticed, rank and parameter named"
+
+    return fault
+
+
+FAULTS: dict[str, Callable[[Try, random.Random], str]] = {
+    "SIGKILL of a rank": killed_rank,
+    "SIGKILL of a node, its memory lost, a spare": killed_node,
+    "SIGSTOP of a rank": stopped_rank,
+    "a collective that one rank skips": skipped_collective,
+    "a rank that has one batch less and waits": late_rank,
+    "disk full in a save": full_disk,
+    "the newest checkpoint damaged, one bit": damaged_newest,
+    "SIGTERM to one rank, with a deadline": asked_to_leave,
+    "SIGKILL, and a restart with 2 ranks of 4": other_ranks,
+    "SIGKILL of all of a node, and torchrun takes a spare: from memory": replaced_from_memory,
+    "SIGKILL of all of a node, and torchrun takes a spare: from a disk": replaced_from_disk,
+    "the cable of a node cut": cut_cable,
+    "the cable of a node at 1 %": slow_cable,
+    **{f"a bit flips in {what}": flipped(what) for what in FLIPS},
+}

@@ -1,0 +1,89 @@
+"""One try of a fault: a run in a folder of its own, from which it is judged."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.ranks import rank_main
+from tests.support.crashing import forks
+
+RANKS = 4
+
+
+class Lost(Exception):
+    """What the fault was not survived or noticed by."""
+
+
+class Try:
+    """A run in a folder of its own, from which it is judged."""
+
+    def __init__(self, folder: Path, calm: str) -> None:
+        self.folder, self.calm = folder, calm
+        self.seconds: float | None = None  # from the restart to the first new step
+
+    def start(self, plan: dict[str, Any], attempt: int = 0, world: int = RANKS) -> list[Any]:
+        for old in self.folder.glob("end.*"):
+            old.unlink()
+        arguments = [(rank, world, str(self.folder), attempt, plan) for rank in range(world)]
+        ranks = [forks.Process(target=rank_main, args=each) for each in arguments]
+        for process in ranks:
+            process.start()
+        return ranks
+
+    def texts(self, name: str) -> list[str]:
+        return [path.read_text() for path in sorted(self.folder.glob(f"{name}.*"))]
+
+    def restarted(self, plan: dict[str, Any], world: int = RANKS) -> None:
+        """The run goes on, to the end, with the bits of one that met no fault.
+
+        Other ranks add in another order: of them it is proven that they go on from the bits that were saved.
+        """
+        began = time.time()
+        ended(self.start(plan, 1, world), seconds=60)
+        self.seconds = max(map(float, self.texts("stepped")), default=began) - began
+        if world == RANKS and self.texts("end") != [self.calm] * world:
+            raise Lost(f"ended with other bits: {self.texts('end')}")
+
+    def logged(self, pattern: str, seconds: float, ranks: int = 1, of: Collection[int] = range(RANKS)) -> None:
+        """The logs of so many ranks of those have a line like that in time."""
+        deadline = time.monotonic() + seconds
+        while sum(bool(re.search(pattern, self._log(rank))) for rank in of) < ranks:
+            if time.monotonic() > deadline:
+                raise Lost(f"no {pattern!r} in {self.texts('log')}")
+            time.sleep(0.05)
+
+    def _log(self, rank: int) -> str:
+        path = self.folder / f"log.{rank}"
+        return path.read_text() if path.exists() else ""
+
+
+def ended(ranks: list[Any], seconds: float, codes: tuple[int, ...] = (0,)) -> None:
+    deadline = time.monotonic() + seconds
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    found = [process.exitcode for process in ranks]
+    kill(ranks)
+    if any(code not in codes for code in found):
+        raise Lost(f"exit codes {found}")
+
+
+def kill(ranks: list[Any]) -> None:
+    """As a launcher ends those that are left."""
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def died(ranks: list[Any], victims: list[int]) -> None:
+    for rank in victims:
+        ranks[rank].join(60)
+        if ranks[rank].exitcode != -signal.SIGKILL:
+            kill(ranks)
+            raise Lost(f"rank {rank} was not killed, but ended with {ranks[rank].exitcode}")
+    kill(ranks)

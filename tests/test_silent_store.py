@@ -1,0 +1,85 @@
+"""The store that ranks meet in does not answer any more: who waits is told so, and does not wait for it, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import layerzero
+from layerzero.comm.whereabouts import LostExchange
+from tests.support.checkpointing import sharded_net, train
+from tests.support.crashing import forks
+from tests.support.logs import logged
+from tests.support.ranks import serve
+
+LIMIT, TIMEOUT, SECONDS = 1.0, 8, 100
+
+
+def _serve(place: str) -> None:
+    store = serve()
+    _write(Path(place, "port"), str(store.port))
+    time.sleep(SECONDS)
+
+
+def _write(path: Path, text: str) -> None:
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
+def _read(path: Path) -> str:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nobody has written {path.name}"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def _rank(rank: int, place: str, port: int) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    model, optimizer = sharded_net(1, node_memory="off")
+    train(model, optimizer, range(2))
+    layerzero.watchdog(model, LIMIT)
+    _write(Path(place, f"ready{rank}"), "")
+    _read(Path(place, "stopped"))
+    if rank == 1:  # does not come
+        time.sleep(SECONDS)
+    with logged() as lines:
+        try:
+            train(model, optimizer, range(2, 4))
+        except LostExchange as error:
+            lines.append(f"raised: {error}")
+    _write(Path(place, "told"), "\n".join(lines))
+    os._exit(0)
+
+
+def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    server = forks.Process(target=_serve, args=(str(tmp_path),))
+    server.start()
+    port = int(_read(tmp_path / "port"))
+    ranks = [forks.Process(target=_rank, args=(rank, str(tmp_path), port)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        for rank in range(2):
+            _read(tmp_path / f"ready{rank}")
+        os.kill(server.pid, signal.SIGSTOP)
+        _write(tmp_path / "stopped", "")
+        told = _read(tmp_path / "told").splitlines()
+    finally:
+        for process in (*ranks, server):
+            process.kill()
+            process.join()
+    (late,) = [line for line in told if line.startswith("layerzero: late by")]
+    assert "is waited for by rank 0: the store has not answered for " in late, late
+    assert "is stopped, or this one is cut off from it" in late
+    assert told[-1].startswith("raised: layerzero: "), told
+    assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]
