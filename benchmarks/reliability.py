@@ -1,10 +1,11 @@
-"""What looking for trouble costs, beside a step: guard_steps, guard_bits, the watchdog.
+"""What looking for trouble costs, beside a step: guard_steps, guard_bits, the watchdog; and snapshots in memory.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.reliability
 
 A transformer of 12.6 M parameters, bf16, four micro-batches of four sequences of 64 tokens a step, S = 2; steps with
 each of the guards take turns with steps without. Printed are the fastest and the median step in seconds, and what the
 guard adds to the fastest one. guard_bits looks in every step here; at every hundredth it adds a hundredth of that.
+Snapshots are taken every fourth step, with every two ranks as a node.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero.checkpoint import Buddies
 
 
 class Block(nn.Module):
@@ -73,13 +76,28 @@ def main() -> None:
                 step()  # after which all that it compares with is there
                 taken = [step(), step()]
             seconds[name] += taken if turn else []
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"node{dist.get_rank() // 2}-") as own:
+        nodes = [own] * dist.get_world_size()
+        dist.all_gather_object(nodes, own)
+        buddies = Buddies(model, optimizer, name="benchmark", memory=nodes[dist.get_rank() // 2 * 2])
+        for turn in range(args.rounds + 1):
+            began = time.perf_counter()
+            buddies.snapshot()
+            call = time.perf_counter() - began
+            taken = [step() for _ in range(4)]
+            if turn:
+                seconds.setdefault("Buddies: the call, every 4 steps", []).append(call)
+                seconds.setdefault("Buddies: the step after it", []).append(taken[0])
+                seconds.setdefault("Buddies: other steps", []).extend(taken[1:])
+        buddies.close()
+        dist.barrier()
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for p in model.parameters())
         print(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, {args.rounds} rounds")
         least = min(seconds["nothing"])
         for name, taken in seconds.items():
             added = 100 * (min(taken) / least - 1)
-            print(f"{name:28} fastest {min(taken):.3f}  median {statistics.median(taken):.3f}  adds {added:+.1f} %")
+            print(f"{name:32} fastest {min(taken):.3f}  median {statistics.median(taken):.3f}  adds {added:+.1f} %")
     dist.destroy_process_group()
 
 
