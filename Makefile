@@ -46,7 +46,7 @@ format: $(VENV)/ready
 
 coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of them has run; ARGS="tests/test_parity.py" for some
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -36,14 +36,14 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 import layerzero
 
-__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve"]
+__all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
 
 # What users have who choose nothing, shared memory where S > 1; and exchanges.
 BOTH = pytest.mark.parametrize("node_memory", [None, "off"], ids=["default", "off"])
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
-_TO_BE_BORN = 300  # seconds
+_TO_BE_BORN, _TO_END = 300, 10  # seconds
 
 
 def run_ranks(
@@ -124,9 +124,22 @@ class _Rank:
             self._orders.send(("kill", ""))
             self._orders.recv()
 
+    def dismiss(self) -> None:
+        """It ends by itself, and writes what a measurement of coverage has counted."""
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+
+    def bury(self) -> None:
+        """Wait for the end of one that was dismissed; who does not end is killed."""
+        if self._pipe is not None:
+            self._orders.send(("await", ""))
+            self._orders.recv()
+            self.kill()
+
     def end(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # Ctrl-C while it imported torch
-            self.kill()
+            self.bury()
         self._orders.close()
         self._parent.join()
 
@@ -151,6 +164,11 @@ def _fork_on_order(orders: Connection) -> None:
                 finally:
                     os._exit(0)
             os.close(handle)
+        elif order == "await":
+            deadline = time.monotonic() + _TO_END
+            while time.monotonic() < deadline and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                time.sleep(0.005)
+            orders.send("awaited")
         else:
             os.kill(child, signal.SIGKILL)  # not waited for until now: nobody else can have its number
             os.waitpid(child, 0)
@@ -188,9 +206,11 @@ class _Pool:
             if missing:
                 failures.append(f"ranks {missing} had not returned when they were killed")
             raise AssertionError("\n".join(failures))
-        for rank, process in enumerate(self._ranks[:world_size]):
-            if results[rank][0] == "worn":
-                process.kill()
+        worn = [process for rank, process in enumerate(self._ranks[:world_size]) if results[rank][0] == "worn"]
+        for process in worn:
+            process.dismiss()
+        for process in worn:
+            process.bury()
         return [results[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
@@ -211,6 +231,8 @@ class _Pool:
 
     def stop(self) -> None:
         for process in self._ranks:
+            process.dismiss()
+        for process in self._ranks:
             process.end()
         self._ranks.clear()
 
@@ -222,9 +244,11 @@ def _work(pipe: Connection) -> None:
     gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
     while True:
         try:
-            fn, args, rank, world_size, store, setting = pipe.recv()
+            if (call := pipe.recv()) is None:
+                return
         except EOFError:
             return
+        fn, args, rank, world_size, store, setting = call
         try:
             value = _call(fn, args, rank, world_size, store, setting)
             result: tuple[str, Any] = ("worn" if _keeps_groups() else "ok", value)
@@ -307,4 +331,5 @@ def serve() -> dist.TCPStore:
 
 
 _pool = _Pool()
-atexit.register(_pool.stop)
+stop_ranks = _pool.stop
+atexit.register(stop_ranks)  # where there is no pytest, which does so at the end of its session
