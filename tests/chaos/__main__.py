@@ -20,7 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import FAULTS
+from benchmarks.network import why_unavailable
+from tests.chaos.faults import FAULTS, NETWORK
 from tests.chaos.tries import Lost, Try, ended
 
 
@@ -77,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     calm, results = undisturbed(), {}
     for name in (name for name in FAULTS if args.only in name):
         began = time.monotonic()
+        if name in NETWORK and (why := why_unavailable()):
+            results[name] = {"tries": 0, "why": why}
+            continue
         results[name] = tries_of(name, args.tries, args.seed, calm)
         print(f"{name}: {results[name]} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
     print(table(results))

@@ -132,6 +132,12 @@ def flipped(what: str) -> Callable[[Try, random.Random], str]:
     return fault
 
 
+NETWORK: dict[str, Callable[[Try, random.Random], str]] = {  # which needs root
+    "SIGKILL of all of a node, and torchrun takes a spare: from memory": replaced_from_memory,
+    "SIGKILL of all of a node, and torchrun takes a spare: from a disk": replaced_from_disk,
+    "the cable of a node cut": cut_cable,
+    "the cable of a node at 1 %": slow_cable,
+}
 FAULTS: dict[str, Callable[[Try, random.Random], str]] = {
     "SIGKILL of a rank": killed_rank,
     "SIGKILL of a node, its memory lost, a spare": killed_node,
@@ -142,9 +148,6 @@ FAULTS: dict[str, Callable[[Try, random.Random], str]] = {
     "the newest checkpoint damaged, one bit": damaged_newest,
     "SIGTERM to one rank, with a deadline": asked_to_leave,
     "SIGKILL, and a restart with 2 ranks of 4": other_ranks,
-    "SIGKILL of all of a node, and torchrun takes a spare: from memory": replaced_from_memory,
-    "SIGKILL of all of a node, and torchrun takes a spare: from a disk": replaced_from_disk,
-    "the cable of a node cut": cut_cable,
-    "the cable of a node at 1 %": slow_cable,
+    **NETWORK,
     **{f"a bit flips in {what}": flipped(what) for what in FLIPS},
 }

@@ -80,13 +80,16 @@ def slow_cable(run: Try, draw: random.Random) -> str:
             _until(run, ranks, draw.randrange(1, STEPS - 2))
             node = draw.randrange(2)
             switch.limit(node, SLOW)
-            run.logged(r"late by .*all of its ranks have come to it: the link is slow", 60, RANKS)
+            run.logged(said := r"late by ([\d.]+) s: .*all of its ranks have come to it: the link is slow", 60, RANKS)
             switch.limit(node, RATE)
             ended(ranks, 90)
         finally:
             kill(ranks)
     if run.texts("end") != [run.calm] * RANKS:
         raise Lost(f"went on with other bits: {run.texts('end')}")
+    first = [float(re.findall(said, text)[0]) for text in run.texts("log")]
+    if max(first) > LIMIT + 5:
+        raise Lost(f"told only when it was late by {first} s")
     return "survived, link named"
 
 

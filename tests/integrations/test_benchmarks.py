@@ -6,6 +6,8 @@ import importlib
 import json
 import mmap
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,31 @@ def test_two_emulated_nodes_carry_the_bytes_of_the_formula() -> None:
     results = Results("two-nodes", {"ranks": 2, "node_size": 1, "parameters": numel})
     for sent in summarise(ranks, nodes=2)["wire_bytes"]:
         assert sent == pytest.approx(results.formula_bytes("fp32"), rel=0.05)  # barriers and headers weigh more here
+
+
+def _reaches(switch: network.Switch, a: int, b: int) -> bool:
+    """A connection from one node to another is made in time."""
+    there, here = switch.nodes[b], switch.nodes[a]
+    listening = "import socket; s = socket.create_server(('', 7777)); print(flush=True); s.accept()"
+    connects = f"import socket; socket.create_connection(('{there.address}', 7777), 3)"
+    with subprocess.Popen([*there.prefix, sys.executable, "-c", listening], stdout=subprocess.PIPE) as server:
+        server.stdout.readline()
+        done = subprocess.run([*here.prefix, sys.executable, "-c", connects], capture_output=True, check=False)
+        server.kill()
+    return done.returncode == 0
+
+
+def test_the_cable_of_a_node_is_cut_and_mended() -> None:
+    if reason := network.why_unavailable():
+        pytest.skip(reason)
+    with network.switched(3, "100mbit") as switch:
+        assert _reaches(switch, 0, 1) and _reaches(switch, 2, 0)
+        switch.cut(1)
+        assert not _reaches(switch, 0, 1) and _reaches(switch, 2, 0)
+        switch.mend(1)
+        assert _reaches(switch, 0, 1)
+        names = [node.prefix[-1] for node in switch.nodes]
+    assert not any(Path("/var/run/netns", name).exists() for name in names)
 
 
 def test_the_network_is_gone_after_an_exception() -> None:
