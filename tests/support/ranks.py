@@ -277,7 +277,10 @@ def _call(
         dist.barrier()  # who has met all others may leave at once, and the others are still connecting
     timeout = timedelta(seconds=setting.pg_timeout)
     store.set_timeout(timeout)
-    dist.distributed_c10d._set_pg_timeout(timeout)
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout)  # older than torch 2.14
     defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
     default = defaults["node_memory"]
     defaults["node_memory"] = setting.node_memory or default
