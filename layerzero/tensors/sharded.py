@@ -65,6 +65,8 @@ class LocalRows(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        if func.namespace == "_c10d_functional":
+            _readable(ours)  # what may not be used yet is told first
         refuse_exchange(func, args, ours.span)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
