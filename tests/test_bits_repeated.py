@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def _repeated(rank: int, size: int, low: bool) -> int:
         except layerzero.SilentCorruption as error:
             repeated += 1
             assert error.recoverable, error
-            assert "recover() of the guard, and repeat the step" in str(error)
+            assert "call recover() of the guard, and repeat the step" in str(error)
             with logged() as lines:
                 run.guard.recover()
             assert ("repeat the step" in "".join(lines)) == (rank == 0)
@@ -156,10 +157,121 @@ def _persistent(rank: int) -> None:
     assert raised.value.recoverable
     refreshes.launch = damaged
     for _ in range(2):
-        with pytest.raises(layerzero.SilentCorruption, match=r"wrong again: compute weights of .* on rank 3") as raised:
+        with pytest.raises(layerzero.SilentCorruption, match=r"is broken: compute weights of .* on rank 3") as raised:
             run.guard.recover()
         assert not raised.value.recoverable and "Load the last checkpoint, and look at the memory" in str(raised.value)
 
 
 def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault() -> None:
     run_ranks(_persistent)
+
+
+def _gradient_again(rank: int) -> None:
+    """A gradient is written anew by the repetition: where it is wrong again, its memory is broken."""
+    run = _Run(2, low=True)
+    run.step(rank, 0)
+    for times in range(2):
+        run.backward(rank, 1)
+        if rank == 1:
+            run.flip("gradient")
+        with pytest.raises(layerzero.SilentCorruption) as raised:
+            run.optimizer.step()
+        assert raised.value.recoverable == (times == 0), raised.value
+        if times == 0:
+            run.guard.recover()
+    assert "wrong again, as in memory that is broken: gradient of" in str(raised.value)
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert str(copied) == str(raised.value) and copied.corruptions == raised.value.corruptions
+    assert not copied.recoverable
+    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint"):
+        run.guard.recover()
+
+
+def test_a_gradient_that_is_wrong_again_is_a_persistent_fault() -> None:
+    run_ranks(_gradient_again)
+
+
+def _frozen(rank: int, every: int) -> None:
+    """Steps do not write frozen weights: what looks seldom does not know how many steps have computed with them."""
+    model = integer_net()
+    model.first.requires_grad_(False)
+    model = layerzero.shard_model(model, mesh=mesh_of(2), units=IntegerNet.UNITS, mp_policy=BF16)
+    optimizer = layerzero.shard_optimizer(exact_sgd([p for p in model.parameters() if p.requires_grad]), model)
+    guard = layerzero.guard_bits(model, optimizer, every=every)
+    for step in range(2 * every - 1):
+        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle = next(each for each in runtime_of(model).handles if not each.may_be_updated)
+    if rank == 2:
+        flip(handle.zero3, places(handle, Extent.NODE)[0][0], 12)
+    integer_loss(model, integer_batch(step=9, rank=rank)).backward()
+    with pytest.raises(layerzero.SilentCorruption, match="compute weights of 'first") as raised:
+        optimizer.step()
+    if every == 1:
+        guard.recover()
+        assert layerzero.fingerprint(model).ok
+    else:
+        assert "may have been wrong for 3 steps: load a checkpoint from before" in str(raised.value)
+        with pytest.raises(layerzero.SilentCorruption, match="load a checkpoint from before"):
+            guard.recover()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_frozen_weights_are_made_anew_where_each_step_is_looked_at(every: int) -> None:
+    run_ranks(_frozen, every)
+
+
+def _scaled(rank: int) -> None:
+    """A loss scaler, in two optimizers of which the guard was given one."""
+    results = []
+    for faulty in (False, True):
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, mp_policy=BF16)
+        body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+        inners = [exact_sgd(body), exact_sgd(model.head.parameters())]
+        optimizers = [layerzero.shard_optimizer(inner, model) for inner in inners]
+        guard = layerzero.guard_bits(model, optimizers[0], every=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        handle = next(each for each in runtime_of(model).handles if each.members)
+        for step in range(4):
+            if faulty and step == 2 and rank == 0:
+                flip(handle.zero3, places(handle, Extent.NODE)[0][0], 3)
+            for _ in range(2 if faulty and step == 2 else 1):
+                scaler.scale(integer_loss(model, integer_batch(step=step, rank=rank))).backward()
+                try:
+                    for optimizer in optimizers:
+                        scaler.step(optimizer)
+                except layerzero.SilentCorruption as error:
+                    assert error.recoverable
+                    guard.recover()
+                    scaler.update(scaler.get_scale())
+                else:
+                    scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        results.append((full_parameters(model), scaler.get_scale()))
+    (calm, scale), (repeated, other) = results
+    assert all(torch.equal(calm[name], repeated[name]) for name in calm) and scale == other == 2.0**9
+
+
+def test_a_scaler_and_another_optimizer_repeat_the_step_too() -> None:
+    run_ranks(_scaled)
+
+
+def _only_logs(rank: int) -> None:
+    run = _Run(2, low=True)
+    run.guard.close()
+    guard = layerzero.guard_bits(run.model, run.optimizer, every=1, on_found="log")
+    run.step(rank, 0)
+    run.backward(rank, 1)
+    if rank == 1:
+        run.flip("gradient")
+    with logged() as lines:
+        run.optimizer.step()
+    assert [line.endswith("as the guard only logs: load the last checkpoint") for line in lines] == [True] * (rank == 0)
+    with pytest.raises(RuntimeError, match="nothing is to be recovered from"):
+        guard.recover()
+
+
+def test_a_guard_that_only_logs_does_not_tell_to_recover() -> None:
+    run_ranks(_only_logs)

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 __all__ = ["LostExchange", "Word", "explain_loss", "leave_word", "words_of"]
 
 _PAUSE = 0.05  # seconds between two looks at the words of others
+_TO_ANSWER = 5.0  # seconds for a store that has much to do
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
 _HINT = (
     "Look for what not all ranks do (`if rank == 0: evaluate(model)`, one batch less), for the output of a rank that "
@@ -65,10 +66,10 @@ def leave_word(word: Word) -> None:
     _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(word)))
 
 
-def words_of(ranks: Sequence[int]) -> dict[int, Word]:
-    """The last word of each of `ranks` that has ever left one."""
+def words_of(ranks: Sequence[int], found: dict[int, Word] | None = None) -> dict[int, Word]:
+    """The last word of each of `ranks` that has ever left one, added to `found` as it comes."""
     store = _get_default_store()
-    found = {}
+    found = {} if found is None else found
     for rank in ranks:
         if store.check([_key(rank)]):
             entry = json.loads(store.get(_key(rank)))
@@ -118,24 +119,25 @@ def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[i
     def ask() -> None:
         try:
             leave_word(word)
-            words.update(_hear(others, seconds=seconds))
-            told[0] = ""
-        except RuntimeError:
+            _get_default_store().check([_key(dist.get_rank())])
+            told[0] = ""  # it answers
+            _hear(others, words, seconds=seconds)
+        except Exception:
             told[0] = "the store that the ranks meet in is gone, with the process that served it"
 
     asking = threading.Thread(target=ask, name="layerzero whereabouts", daemon=True)
     asking.start()
-    asking.join(2 * seconds)
+    asking.join(seconds + _TO_ANSWER)
     return dict(words), told[0]
 
 
-def _hear(others: Sequence[int], *, seconds: float) -> dict[int, Word]:
+def _hear(others: Sequence[int], words: dict[int, Word], *, seconds: float) -> None:
     """The words of all of them as soon as each has failed, or what there is by then."""
     deadline = time.monotonic() + seconds
     while True:
-        words = words_of(others)
+        words_of(others, words)
         if all(rank in words and words[rank].failed for rank in others) or time.monotonic() > deadline:
-            return words
+            return
         time.sleep(_PAUSE)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ __all__ = ["BitGuard", "SilentCorruption", "guard_bits"]
 
 _LOG = logging.getLogger("layerzero")
 _MADE_ANEW = ("compute weights", "gradient")  # of masters, and of the batches of a step
+_REPEAT = "Masters and optimizer state are sound: call recover() of the guard, and repeat the step"
+_LOAD = "Load the last checkpoint, and look at the memory of that machine"
+_LOGGED = "The step goes on with them, as the guard only logs: load the last checkpoint"
 
 
 class SilentCorruption(RuntimeError):
@@ -40,19 +44,23 @@ class SilentCorruption(RuntimeError):
 
     Attributes:
         corruptions: what was found, the same on all ranks.
-        recoverable: masters and optimizer state are sound: :meth:`BitGuard.recover`, and repeat the step.
+        recoverable: masters and optimizer state are sound, and only the step that was refused has computed with what is
+            wrong: :meth:`BitGuard.recover`, and repeat the step.
     """
 
-    def __init__(self, corruptions: tuple[Corruption, ...], *, again: bool = False) -> None:
-        self.corruptions = corruptions
-        self.recoverable = not again and all(each.kind in _MADE_ANEW for each in corruptions)
-        what = "were made anew from the masters, and are wrong again" if again else "have changed by themselves"
-        way_out = (
-            "Masters and optimizer state are sound: recover() of the guard, and repeat the step"
-            if self.recoverable
-            else "Load the last checkpoint, and look at the memory of that machine"
-        )
-        super().__init__(f"layerzero: bits {what}: {'; '.join(map(str, corruptions))}. {way_out}")
+    def __init__(
+        self, corruptions: tuple[Corruption, ...], *, recoverable: bool = False, again: bool = False, way_out: str = ""
+    ) -> None:
+        self.corruptions, self.recoverable = corruptions, recoverable
+        self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
+        said = "; ".join(map(str, corruptions))
+        text = f"layerzero: bits have changed by themselves: {said}. "
+        if again:
+            text = f"layerzero: bits were made anew, and are wrong again, as in memory that is broken: {said}. "
+        super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
+
+    def __reduce__(self) -> Any:
+        return partial(SilentCorruption, **self._how), (self.corruptions,)
 
 
 def guard_bits(
@@ -115,6 +123,10 @@ def _listen(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
+    return found.kind, found.ranks, found.parameter
+
+
 class BitGuard:
     """Made by :func:`guard_bits`.
 
@@ -133,13 +145,14 @@ class BitGuard:
         self._steps = 0
         self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
         self._refused: SilentCorruption | None = None  # the last step, with this
+        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # for the step that is to be repeated
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
-        members = runtime.members.values()
         self._hooks: list[Any] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             optimizers[-1].register_step_post_hook(self._after_step),
-            *(_listen(member.parameter, self._on_gradient(member.name)) for member in members),
         ]
+        self._listened: set[str] = set()  # parameters
+        self._listen()
 
     def close(self) -> None:
         """Look no more."""
@@ -151,28 +164,38 @@ class BitGuard:
         """After :class:`SilentCorruption`: make compute weights anew from the masters, and forget the gradients.
 
         Repeat the step then, with the same batches: it has the bits that it should have had, where the loop draws no
-        random numbers. All ranks must call this.
+        random numbers and forwards change no buffers. All ranks must call this.
 
         Raises:
-            SilentCorruption: masters or optimizer state are wrong; or compute weights are wrong again, since their
-                memory does not keep what is written: the fault is persistent. If this returns, it was transient.
-            RuntimeError: nothing was found.
+            SilentCorruption: masters or optimizer state are wrong; weights that steps do not write may have been wrong
+                for longer than this step; or compute weights are wrong again, as memory that does not keep what is
+                written is.
+            RuntimeError: nothing was found, or the guard only logs.
         """
         refused = self._refused
         if refused is None:
             raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentCorruption")
         if not refused.recoverable:
             raise refused
-        for optimizer in self._optimizers:
+        for optimizer in self._runtime.optimizers:
             optimizer.zero_grad()
+        for member in self._runtime.members.values():
+            member.parameter.grad = None
         self._runtime.refreshes.launch()
-        if (found := self._look()) is not None:
-            self._refused = SilentCorruption(found.corruptions, again=True)
+        self._made_anew |= {_place(each) for each in refused.corruptions}
+        self._refused = self._look()
+        if self._refused is not None:
             raise self._refused
-        self._refused = None
         if dist.get_rank() == self._runtime.everyone.ranks[0]:
             names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
-            _LOG.warning("layerzero: bits that had flipped in %s were made anew, and are right: repeat the step", names)
+            _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
+
+    def _listen(self) -> None:
+        """To final gradients, of whatever is trained by now: torch takes no hooks on what is frozen."""
+        for name, member in self._runtime.members.items():
+            if member.parameter.requires_grad and name not in self._listened:
+                self._hooks.append(_listen(member.parameter, self._on_gradient(name)))
+                self._listened.add(name)
 
     @property
     def _is_due(self) -> bool:
@@ -193,6 +216,7 @@ class BitGuard:
             self._refused = found if self._raises else None
             if self._refused is not None:
                 raise self._refused
+            self._made_anew.clear()
             if found is not None and dist.get_rank() == self._runtime.everyone.ranks[0]:
                 _LOG.error("%s", found)
         self._steps += 1
@@ -200,14 +224,26 @@ class BitGuard:
 
     def _look(self) -> SilentCorruption | None:
         same = self._at_rest_since()
-        changed = self._changed(same)
         sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
-        result = compare(self._runtime, changed, sound)
-        self.found += result.corruptions
-        return SilentCorruption(result.corruptions) if result.corruptions else None
+        found = compare(self._runtime, self._changed(same), sound).corruptions
+        self.found += found
+        if not found:
+            return None
+        if not self._raises:
+            return SilentCorruption(found, way_out=_LOGGED)
+        again = any(_place(each) in self._made_anew for each in found)
+        # Steps refresh what they may update: of the rest nobody knows since when it is wrong.
+        kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
+        if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
+            way_out = f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
+            return SilentCorruption(
+                found, way_out=way_out + "checkpoint from before, and look at that machine's memory"
+            )
+        return SilentCorruption(found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again)
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
+            self._listen()
             for (kind, name), tensor in self._tensors():
                 self._resting[kind, name] = self._at_rest(tensor, name)
 

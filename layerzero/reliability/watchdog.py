@@ -16,9 +16,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -31,9 +32,10 @@ from layerzero.engine.runtime import Runtime
 
 __all__ = ["Watchdog", "watchdog"]
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger("layerzero")
 _ANSWERS = 2.0  # seconds in which ranks answer
-_SILENT = _ANSWERS + 1.5  # a look at the store takes no longer
+_SILENT = 3.5  # seconds that the store takes for no answer
 _SCOPE = "layerzero/late"
 
 
@@ -119,7 +121,8 @@ class Watchdog:
         first = next(iter(runtime.optimizers), None)  # with several, steps are counted once
         self._hook = None if first is None else first.register_step_post_hook(self._count_step)
         runtime.topology.ledger.watching = self.launched
-        self._looking: float | None = None  # at the store, since then
+        self._asking_since: float | None = None  # the store
+        self._silences: set[tuple[str, int]] = set()  # late exchanges of which it was told that it does not answer
         self._threads = [
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._mind)
@@ -153,24 +156,23 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._period):
-                self._looking = time.monotonic()
                 self._look()
-                self._looking = None
         except (dist.DistNetworkError, dist.DistStoreError):  # gone, with the process that served it: others say so
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
-        finally:
-            self._looking = None
 
     def _mind(self) -> None:
         """Say, if it is so, that the store does not answer."""
         while not self._ended.wait(self._period):
-            since = self._looking
+            since = self._asking_since
             silent = 0.0 if since is None else time.monotonic() - since
             late = self._late() if silent > _SILENT else None
-            if late is None or time.monotonic() - late.since <= self._limit or "the store" in self._who:
+            if late is None or time.monotonic() - late.since <= self._limit:
                 continue
+            if (late.lane, late.number) in self._silences:
+                continue
+            self._silences.add((late.lane, late.number))
             self._tell(
                 f"{late.doing}, step {late.step}, is waited for by rank {self._rank}: the store has not answered for "
                 f"{silent:.1f} s: the machine that serves it, rank 0's or the launcher's, is stopped, or this one is "
@@ -186,7 +188,7 @@ class Watchdog:
             and (late.lane, late.number) not in self._told
         ):
             self._told.add((late.lane, late.number))
-            self._store.add(f"{self._scope}/alarms", 1)
+            self._asked(lambda: self._store.add(f"{self._scope}/alarms", 1))
         if self._answered_alarm():
             deadline = time.monotonic() + _ANSWERS
             while time.monotonic() < deadline and not self._ended.wait(_ANSWERS / 8):
@@ -194,13 +196,21 @@ class Watchdog:
             self._report()
             self._reported = self._alarms
 
+    def _asked(self, question: Callable[[], _T]) -> _T:
+        """What the store answers."""
+        self._asking_since = time.monotonic()
+        try:
+            return question()
+        finally:
+            self._asking_since = None
+
     def _answered_alarm(self) -> bool:
-        alarms: int = self._store.add(f"{self._scope}/alarms", 0)
+        alarms: int = self._asked(lambda: self._store.add(f"{self._scope}/alarms", 0))
         is_new: bool = alarms > self._alarms
         if is_new:
             self._alarms = alarms
             answer = {"alarm": alarms, **asdict(self._answer(self._late()))}
-            self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer))
+            self._asked(lambda: self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer)))
         return is_new
 
     def _late(self) -> _Late | None:
@@ -221,8 +231,9 @@ class Watchdog:
     def _report(self) -> None:
         answers: dict[int, _Answer] = {}
         for rank in self._ranks:
-            if self._store.check([f"{self._scope}/{rank}"]):
-                entry: dict[str, Any] = json.loads(self._store.get(f"{self._scope}/{rank}"))
+            key = f"{self._scope}/{rank}"
+            if self._asked(partial(self._store.check, [key])):
+                entry: dict[str, Any] = json.loads(self._asked(partial(self._store.get, key)))
                 if entry.pop("alarm") > self._reported:  # else it is of an earlier incident
                     answers[rank] = _Answer.of(entry)
         who, longest = _told(answers, self._limit)
@@ -255,7 +266,7 @@ def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
         absent = missing[doing, step]
         who = (
             "; ".join(_where(rank, answers.get(rank)) for rank in absent)
-            or "all of its ranks have come to it: the link is slow"
+            or "all of its ranks have come to it: the link is slow, or a device of theirs"
         )
         told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_spell(waiting)}: {who}")
     return " | ".join(told), longest

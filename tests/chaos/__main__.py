@@ -38,6 +38,8 @@ def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
                 seconds.append(round(run.seconds, 2))
         except Lost as error:
             lost.append(f"seed {seed + number}: {error}")
+        except Exception as error:  # others are tried all the same
+            lost.append(f"seed {seed + number}: {type(error).__name__}: {error}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return {"tries": tries, "outcomes": dict(outcomes), "lost": lost, "seconds to go on": seconds}

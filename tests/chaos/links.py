@@ -112,8 +112,21 @@ class _Nodes:
         assert self._store.stdout is not None
         self._store.stdout.readline()
         self.agents = [self._agent(index, memory) for index in range(2)]
+
+    def spare(self, *, memory: bool) -> None:
+        """Comes last."""
         self.until(r"attempt 0: from step 0")
-        self.agents.append(self._agent(2, memory))  # the spare comes last
+        self.agents.append(self._agent(2, memory))
+
+    def first_save(self, seconds: float = 120) -> None:
+        """Wait for one that is whole."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with suppress(FileNotFoundError):  # a folder that is removed meanwhile
+                if list(self._folder.glob(f"*/**/{MANIFEST}")):
+                    return
+            time.sleep(0.01)
+        raise Lost(f"nothing was saved: {self.said()[-3000:]}")
 
     def _agent(self, index: int, memory: bool) -> subprocess.Popen[bytes]:
         node = self._switch.nodes[index]
@@ -186,8 +199,8 @@ def _replaced(run: Try, draw: random.Random, memory: bool) -> str:
     with switched(3, "1gbit") as switch:
         nodes = _Nodes(switch, run.folder, memory=memory)
         try:
-            while not list(run.folder.glob(f"*/**/{MANIFEST}")):  # the first that is whole
-                time.sleep(0.01)
+            nodes.spare(memory=memory)
+            nodes.first_save()
             time.sleep(draw.uniform(0, 1.5))  # 40 steps take four seconds
             killed = time.monotonic()
             nodes.kill(node)

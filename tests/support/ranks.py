@@ -130,16 +130,16 @@ class _Rank:
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
 
-    def bury(self) -> None:
-        """Wait for the end of one that was dismissed; who does not end is killed."""
+    def bury(self, deadline: float) -> None:
+        """Wait for the end of one that was dismissed; who does not end until then is killed."""
         if self._pipe is not None:
-            self._orders.send(("await", ""))
+            self._orders.send(("await", str(deadline)))
             self._orders.recv()
             self.kill()
 
-    def end(self) -> None:
+    def end(self, deadline: float) -> None:
         with contextlib.suppress(EOFError, OSError):  # Ctrl-C while it imported torch
-            self.bury()
+            self.bury(deadline)
         self._orders.close()
         self._parent.join()
 
@@ -165,8 +165,9 @@ def _fork_on_order(orders: Connection) -> None:
                     os._exit(0)
             os.close(handle)
         elif order == "await":
-            deadline = time.monotonic() + _TO_END
-            while time.monotonic() < deadline and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            while time.monotonic() < float(module) and not os.waitid(
+                os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ):
                 time.sleep(0.005)
             orders.send("awaited")
         else:
@@ -210,7 +211,7 @@ class _Pool:
         for process in worn:
             process.dismiss()
         for process in worn:
-            process.bury()
+            process.bury(time.monotonic() + _TO_END)
         return [results[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
@@ -232,8 +233,9 @@ class _Pool:
     def stop(self) -> None:
         for process in self._ranks:
             process.dismiss()
+        deadline = time.monotonic() + _TO_END
         for process in self._ranks:
-            process.end()
+            process.end(deadline)
         self._ranks.clear()
 
 
