@@ -161,6 +161,8 @@ class Watchdog:
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
+        finally:
+            self._ended.set()  # for the other thread, too
 
     def _mind(self) -> None:
         """Say, if it is so, that the store does not answer."""
