@@ -129,7 +129,7 @@ def switched(count: int, rate: str = "1gbit") -> Iterator[Switch]:
     """
     with _namespaces("switch", *(f"n{index}" for index in range(count))) as (hub, *names):
         at = _inside(hub)
-        _run(*at, *["ip", "link", "add", "br0", "type", "bridge"])
+        _run(*at, "ip", "link", "add", "br0", "type", "bridge")
         nodes = []
         for index, name in enumerate(names):
             _run(*f"ip link add v{index} netns {name} type veth peer name p{index} netns {hub}".split())

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.network import why_unavailable
 from tests.chaos.faults import FAULTS, NETWORK
-from tests.chaos.tries import Lost, Try, ended
+from tests.chaos.tries import Lost, Try, undisturbed
 
 
 def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
@@ -45,18 +45,6 @@ def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
     return {"tries": tries, "outcomes": dict(outcomes), "lost": lost, "seconds to go on": seconds}
 
 
-def undisturbed() -> str:
-    """The digest of a run that meets no fault."""
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    try:
-        run = Try(folder, "")
-        ended(run.start({}), 60)
-        (digest,) = set(run.texts("end"))
-        return digest
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     lines = ["| fault | tried | survived | noticed | lost |", "| --- | --- | --- | --- | --- |"]
     for name, found in results.items():
@@ -77,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="faults whose names contain this")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
     args = parser.parse_args(argv)
-    calm, results = undisturbed(), {}
+    calm, results = undisturbed({}), {}
     for name in (name for name in FAULTS if args.only in name):
         began = time.monotonic()
         if name in NETWORK and (why := why_unavailable()):

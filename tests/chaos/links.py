@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.network import Switch, switched
 from layerzero.checkpoint.manifest import MANIFEST
 from tests.chaos.ranks import LIMIT, STEPS
-from tests.chaos.tries import RANKS, Lost, Try, ended, kill
+from tests.chaos.tries import RANKS, Lost, Try, ended, kill, undisturbed
 
 RATE, SLOW = "100mbit", "1mbit"
 
@@ -34,15 +34,8 @@ def _network(switch: Switch) -> dict[str, Any]:
 @functools.cache
 def _calm() -> str:
     """The digest of such a run that meets no fault."""
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    try:
-        with switched(2, RATE) as switch:
-            run = Try(folder, "")
-            ended(run.start({"network": _network(switch)}), 90)
-        (digest,) = set(run.texts("end"))
-        return digest
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with switched(2, RATE) as switch:
+        return undisturbed({"network": _network(switch)}, 90)
 
 
 def _until(run: Try, ranks: list[Any], step: int) -> None:
@@ -130,16 +123,7 @@ class _Nodes:
 
     def _agent(self, index: int, memory: bool) -> subprocess.Popen[bytes]:
         node = self._switch.nodes[index]
-        command = [
-            *node.prefix,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "2",
-        ]
+        command = [*node.prefix, *_TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2"]
         command += ["--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "chaos", "--local-addr", node.address]
         command += ["--rdzv-endpoint", f"{self._switch.address}:{_PORT}", "--monitor-interval", "0.1"]
         command += ["--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"]

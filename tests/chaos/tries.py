@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -60,6 +62,18 @@ class Try:
     def _log(self, rank: int) -> str:
         path = self.folder / f"log.{rank}"
         return path.read_text() if path.exists() else ""
+
+
+def undisturbed(plan: dict[str, Any], seconds: float = 60) -> str:
+    """The digest of a run that meets no fault."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
+        run = Try(folder, "")
+        ended(run.start(plan), seconds)
+        (digest,) = set(run.texts("end"))
+        return digest
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def ended(ranks: list[Any], seconds: float, codes: tuple[int, ...] = (0,)) -> None:
