@@ -235,10 +235,11 @@ class BitGuard:
         # Steps refresh what they may update: of the rest nobody knows since when it is wrong.
         kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
         if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
-            way_out = f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
-            return SilentCorruption(
-                found, way_out=way_out + "checkpoint from before, and look at that machine's memory"
+            way_out = (
+                f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
+                "checkpoint from before, and look at the memory of that machine"
             )
+            return SilentCorruption(found, way_out=way_out)
         return SilentCorruption(found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again)
 
     def _after_step(self, *_: object) -> None:
