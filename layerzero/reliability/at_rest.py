@@ -118,8 +118,8 @@ def _graded(gradient: Tensor) -> _Resting:
     return _Resting(tensor.data_ptr(), 0, edits, sum64(tensor))
 
 
-def _listen(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """To each final gradient."""
+def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Called with each final gradient."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -194,7 +194,7 @@ class BitGuard:
         """To final gradients, of whatever is trained by now: torch takes no hooks on what is frozen."""
         for name, member in self._runtime.members.items():
             if member.parameter.requires_grad and name not in self._listened:
-                self._hooks.append(_listen(member.parameter, self._on_gradient(name)))
+                self._hooks.append(_hook_on(member.parameter, self._on_gradient(name)))
                 self._listened.add(name)
 
     @property

@@ -43,8 +43,9 @@ class Corruption:
     """Bits that are not what they must be.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient".
-        ranks: global ranks that may be wrong; one, where that can be told.
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient"; "masters or compute weights"
+            where a rank's own two differ, "weights" where replicas do, and which of them is wrong cannot be told.
+        ranks: global ranks that are wrong; of "weights" all that hold a copy, of which at least one is.
         handle: whose storage it is.
         parameter: in which it lies.
         detail: how it is known.
