@@ -7,11 +7,14 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import layerzero
+from layerzero.comm import whereabouts
 from layerzero.comm.whereabouts import LostExchange
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
@@ -40,18 +43,29 @@ def _read(path: Path) -> str:
     return path.read_text()
 
 
-def _rank(rank: int, place: str, port: int) -> None:
+def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool) -> None:
+    """Rank 1 does not come, and rank 0 gets no answer: from the start, or once it has asked for the words of others."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    model, optimizer = sharded_net(1, node_memory="off")
+    model, optimizer = sharded_net(size, node_memory="off")
     train(model, optimizer, range(2))
     layerzero.watchdog(model, LIMIT)
     _write(Path(place, f"ready{rank}"), "")
-    _read(Path(place, "stopped"))
-    if rank == 1:  # does not come
+    _read(Path(place, "go"))
+    if rank == 1:
         time.sleep(SECONDS)
+    hear = whereabouts._hear
+
+    def stopped(*args: Any, **settings: Any) -> None:
+        os.kill(server, signal.SIGSTOP)
+        hear(*args, **settings)
+
+    if hears:
+        whereabouts._hear = stopped
+    else:
+        os.kill(server, signal.SIGSTOP)
     with logged() as lines:
         try:
             train(model, optimizer, range(2, 4))
@@ -61,25 +75,39 @@ def _rank(rank: int, place: str, port: int) -> None:
     os._exit(0)
 
 
-def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path) -> None:
-    server = forks.Process(target=_serve, args=(str(tmp_path),))
+def _told(folder: Path, size: int, *, hears: bool = False) -> list[str]:
+    """What rank 0 logs, and raises at last."""
+    server = forks.Process(target=_serve, args=(str(folder),))
     server.start()
-    port = int(_read(tmp_path / "port"))
-    ranks = [forks.Process(target=_rank, args=(rank, str(tmp_path), port)) for rank in range(2)]
+    port = int(_read(folder / "port"))
+    arguments = (str(folder), port, server.pid, size, hears)
+    ranks = [forks.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
     try:
         for process in ranks:
             process.start()
         for rank in range(2):
-            _read(tmp_path / f"ready{rank}")
-        os.kill(server.pid, signal.SIGSTOP)
-        _write(tmp_path / "stopped", "")
-        told = _read(tmp_path / "told").splitlines()
+            _read(folder / f"ready{rank}")
+        _write(folder / "go", "")
+        return _read(folder / "told").splitlines()
     finally:
         for process in (*ranks, server):
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["sum", "gather"])
+def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path, size: int) -> None:
+    told = _told(tmp_path, size)
     (late,) = [line for line in told if line.startswith("layerzero: late by")]
     assert "is waited for by rank 0: the store has not answered for " in late, late
     assert "is stopped, or this one is cut off from it" in late
-    assert told[-1].startswith("raised: layerzero: "), told
+    doing = "gather of " if size == 2 else "hop 2 of "
+    assert told[-1].startswith(f"raised: layerzero: {doing}"), told
+    assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]
+
+
+def test_a_store_that_falls_silent_once_it_has_answered_is_not_waited_for(tmp_path: Path) -> None:
+    """Who asks it has the only client, which the last word would wait for."""
+    told = _told(tmp_path, 2, hears=True)
+    assert told[-1].startswith("raised: layerzero: gather of "), told
     assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]

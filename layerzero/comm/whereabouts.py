@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -26,6 +26,7 @@ __all__ = ["LostExchange", "Word", "explain_loss", "leave_word", "words_of"]
 _PAUSE = 0.05  # seconds between two looks at the words of others
 _TO_ANSWER = 5.0  # seconds for a store that has much to do
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
+_SILENT = "the store that the ranks meet in does not answer: its machine is stopped, or this one is cut off from it"
 _HINT = (
     "Look for what not all ranks do (`if rank == 0: evaluate(model)`, one batch less), for the output of a rank that "
     "raised or was killed, and for one that needs longer than the timeout of the process group"
@@ -94,9 +95,9 @@ def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout:
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks came to it"
-    if not no_store:
-        with suppress(RuntimeError):
-            leave_word(replace(word, failed=f"{word.failed} ({why})"))
+    last = replace(word, failed=f"{word.failed} ({why})")
+    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(last)):
+        why += f"; {_SILENT}"  # by now
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return LostExchange(message, word, elsewhere)
 
@@ -108,13 +109,27 @@ def _kind(text: str) -> str:
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
-def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[int, Word], str]:
-    """The words of others, and what is wrong with the store, if something is.
+def _within(seconds: float, do: Callable[[], None]) -> bool:
+    """Do something with the store; whether it is done by then.
 
-    A store on a machine that cannot be reached never answers, and nothing ends a question to it: so a thread asks.
+    A store on a machine that cannot be reached never answers, and nothing ends a question to it; whoever asks has the
+    store's client meanwhile, and even a word that needs no answer waits for that. So each is left to a thread.
     """
+    doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
+    doing.start()
+    doing.join(seconds)
+    return not doing.is_alive()
+
+
+def _leave_if_there(word: Word) -> None:
+    with suppress(RuntimeError):  # the store is gone
+        leave_word(word)
+
+
+def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[int, Word], str]:
+    """The words of others, and what is wrong with the store, if something is."""
     words: dict[int, Word] = {}
-    told = ["the store that the ranks meet in does not answer: its machine is stopped, or this one is cut off from it"]
+    told = [_SILENT]
 
     def ask() -> None:
         try:
@@ -125,9 +140,7 @@ def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[i
         except Exception:
             told[0] = "the store that the ranks meet in is gone, with the process that served it"
 
-    asking = threading.Thread(target=ask, name="layerzero whereabouts", daemon=True)
-    asking.start()
-    asking.join(seconds + _TO_ANSWER)
+    _within(seconds + _TO_ANSWER, ask)
     return dict(words), told[0]
 
 
