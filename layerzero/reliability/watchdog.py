@@ -112,7 +112,7 @@ class Watchdog:
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
         self._who = ""  # was told last
         self._told: set[tuple[str, int]] = set()  # lanes and numbers of what has been reported
-        self._lock, self._asking = threading.Lock(), threading.Lock()  # of what is in flight, and of who looks at it
+        self._lock, self._looking = threading.Lock(), threading.Lock()  # of what is in flight, and of who looks at it
         self._flying: list[tuple[_Late, Works]] = []  # in the order of their launches, as far as is known
         self._counts: Counter[str] = Counter()
         self._last, self._when = "nothing", time.monotonic()
@@ -217,7 +217,7 @@ class Watchdog:
 
     def _late(self) -> _Late | None:
         """What has been in flight for longest."""
-        with self._asking:
+        with self._looking:
             with self._lock:
                 flying, self._flying = self._flying, []
             flying = [(late, works) for late, works in flying if not works.done()]
