@@ -149,12 +149,12 @@ def _fork_on_order(orders: Connection) -> None:
     child = 0
     while True:
         try:
-            order, module = orders.recv()
+            order, what = orders.recv()
         except EOFError:
             return
         if order == "fork":
             with contextlib.suppress(Exception):  # which the child meets, too, and tells
-                importlib.import_module(module)
+                importlib.import_module(what)
             handle = reduction.recv_handle(orders)
             child = os.fork()
             if not child:
@@ -165,7 +165,7 @@ def _fork_on_order(orders: Connection) -> None:
                     os._exit(0)
             os.close(handle)
         elif order == "await":
-            while time.monotonic() < float(module) and not os.waitid(
+            while time.monotonic() < float(what) and not os.waitid(
                 os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT
             ):
                 time.sleep(0.005)
