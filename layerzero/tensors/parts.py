@@ -27,8 +27,9 @@ from layerzero.tensors.random import is_truncating
 from layerzero.tensors.refusals import moves_rows
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
+__all__ = ["EXCHANGES", "REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
 
+EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of what torch sends with
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
@@ -55,7 +56,8 @@ class LocalPart(torch.Tensor):
         ours = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
             raise RuntimeError(_only_a_part(ours))
-        refuse_exchange(func, args, ours.span)
+        if func.namespace in EXCHANGES:
+            refuse_exchange(func, args, ours.span)
         with torch._C._DisableTorchDispatch():
             out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -157,9 +159,7 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
-    """Raise where torch is about to exchange rows or parts as if all ranks had as many rows."""
-    if func.namespace not in ("_c10d_functional", "c10d"):
-        return
+    """Raise where torch is about to exchange rows or parts as if all ranks had as many rows; `func` is of EXCHANGES."""
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(moves_rows(func.__name__, span))
     if "avg" in args:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.tensors.moves import CALLS, Absent
 from layerzero.tensors.numbers import is_about_itself, is_in_place, refuse_for_number
-from layerzero.tensors.parts import REDUCTIONS, LocalPart, of_nothing, refuse_exchange
+from layerzero.tensors.parts import EXCHANGES, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
 from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere, moves_rows
 from layerzero.tensors.rows import RowSpan, Watch
@@ -65,9 +65,9 @@ class LocalRows(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
-        if func.namespace == "_c10d_functional":
+        if func.namespace in EXCHANGES:
             _readable(ours)  # what may not be used yet is told first
-        refuse_exchange(func, args, ours.span)
+            refuse_exchange(func, args, ours.span)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
