@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -21,6 +22,7 @@ from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
+KINDS = ("compute weights", "masters", "low bits of masters", "moments", "gradients")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
@@ -42,10 +44,21 @@ def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
 
 
 def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
-    """Flips in turn in every kind of memory, on every rank; what was not found as it was."""
-    model, optimizer, handles = _net(size, low=low)
+    model, optimizer, _ = _net(size, low=low)
+    return flipped_in_turn(model, optimizer, rank, low=low, seed=seed)
+
+
+def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, seed: int) -> list[str]:
+    """Flips in turn in every kind of memory, on every rank that has some; what was not found as it was.
+
+    Args:
+        batch: which of the ranks' this one trains with.
+        low: masters and compute weights are not one memory.
+    """
+    rank, handles = dist.get_rank(), [handle for handle in runtime_of(model).handles if handle.members]
     guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
     missed: list[str] = []
+    tried: set[str] = set()
     step = 0
 
     def seen(what: str, victim: int, wanted: dict[str, Any] | None) -> None:
@@ -55,8 +68,9 @@ def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
         optimizer.zero_grad()
         step += 1
         said = [(each.kind, each.ranks, each.handle, each.parameter) for each in guard.found]
-        torch.distributed.broadcast_object_list(boxes := [wanted], src=victim)
+        dist.broadcast_object_list(boxes := [wanted], src=victim)
         if boxes[0] is not None:  # what the victim knows of its own flip
+            tried.add(what)
             expected = boxes[0]
             hits = [
                 each
@@ -69,24 +83,32 @@ def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
             if not hits or len(hits) != len(guard.found):
                 missed.append(f"{what} on rank {victim}: expected {expected}, found {said}")
 
-    _step(model, optimizer, rank, step)
+    _step(model, optimizer, batch, step)
     step += 1
     generator = random.Random(seed)
-    for victim in range(4):
-        for what in ("compute weights", "masters", "low bits of masters", "moments", "gradients"):
+    for victim in range(dist.get_world_size()):
+        for what in KINDS:
             number = generator.randrange(1 << 30)
-            _backward(model, rank, step)
+            _backward(model, batch, step)
             wanted = None
             if rank == victim:
                 wanted = _hit(what, handles, optimizer, number, low=low)
             seen(what, victim, wanted)
-    assert guard.looked == step
+    assert guard.looked == step and tried == set(KINDS)
     return missed
 
 
-def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool) -> dict[str, Any]:
+def _graded(handle: Handle) -> list[Any]:
+    return [member for member in handle.members if member.master.numel() and member.parameter.grad is not None]
+
+
+def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool) -> dict[str, Any] | None:
     chosen = random.Random(number)
     able = [handle for handle in handles if places(handle, Extent.RANK)]
+    if what == "gradients":  # experts may have had no tokens
+        able = [handle for handle in able if _graded(handle)]
+    if not able:
+        return None
     handle = chosen.choice(able)
     if what == "compute weights":
         element, parameter = chosen.choice(places(handle, Extent.NODE))
@@ -100,7 +122,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         kind = "masters"
     else:
         members = [m for m in handle.members if m.master.numel()]
-        member = chosen.choice(members)
+        member = chosen.choice(members if what == "moments" else _graded(handle))
         parameter = member.name
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.parameter.grad.to_local()
