@@ -25,9 +25,9 @@ EXAMPLE = ROOT / "examples" / "train_restarts.py"
 MENDED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def _run(folder: Path, *arguments: str, restarts: int, **environment: str) -> str:
+def _run(folder: Path, *arguments: str, restarts: int, kept: str = "--checkpoints", **environment: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", str(restarts), str(EXAMPLE), "--checkpoints", str(folder), *arguments]
+    command += ["--max-restarts", str(restarts), str(EXAMPLE), kept, str(folder), *arguments]
     known = {key: value for key, value in os.environ.items() if key != MENDED}
     known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=known | environment, capture_output=True, text=True, timeout=240, check=False)
@@ -45,11 +45,11 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _run(tmp_path_factory.mktemp("calm") / "run", restarts=1)
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize(("seed", "kept"), [(3, "--checkpoints"), (4, "--checkpoints"), (4, "--snapshots")])
 def test_a_killed_run_is_started_again_and_ends_with_the_same_bits(
-    never_stopped: str, tmp_path: Path, seed: int
+    never_stopped: str, tmp_path: Path, seed: int, kept: str
 ) -> None:
-    said = _run(tmp_path / "run", "--kill", str(seed), restarts=2, **{MENDED: "1"})
+    said = _run(tmp_path, "--kill", str(seed), restarts=2, kept=kept, **{MENDED: "1"})
     killed = int(re.findall(r"is killed \d+ ms into step (\d+)", said)[0])
     attempts = [(int(number), int(step)) for number, step in re.findall(r"attempt (\d): from step (\d+)", said)]
     assert attempts[0] == (0, 0) and len(attempts) == 2
@@ -57,6 +57,7 @@ def test_a_killed_run_is_started_again_and_ends_with_the_same_bits(
     assert attempts[1][0] == 1 and killed - 10 < attempts[1][1] <= killed + 5
     assert _digest(said) == _digest(never_stopped)
     assert f"{MENDED}=1" not in said, "there is nothing to warn of"
+    assert bool(list(tmp_path.rglob("*"))) == (kept == "--checkpoints"), "snapshots are removed at the end"
 
 
 def test_restarts_that_torch_cannot_make_are_warned_of_at_the_start(never_stopped: str) -> None:
