@@ -6,6 +6,10 @@ the parameter can take what came out as its ``data``, and assigns it. Where the 
 (``__tensor_flatten__``), it swaps tensors instead, which the engine's references to parameters forbid: a sharded
 parameter therefore says that it cannot, nor could it be put together again. A move that changes nothing thus assigns a
 parameter to itself; torch's question is the place where any other is refused, before it has changed a parameter.
+
+``to_empty()`` on the device where a parameter lies already, as after ``fully_shard`` on meta, asks for memory, which
+there is, and for no values: a tensor that ``empty_like`` made, and nobody has written since, is not copied. What was
+unwritten stays so, and is told at the first forward.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["CALLS", "Absent", "carry_over"]
+__all__ = ["CALLS", "Absent", "carry_over", "note_empty"]
 
 
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -53,7 +57,7 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     Raises:
         ValueError: `value` is whole, or differs in its rows, dtype or device.
     """
-    if value is target:
+    if value is target or _is_empty(value):
         return
     span, mine = target._local_tensor.span, target._local_tensor
     theirs = getattr(value, "_local_tensor", None)
@@ -86,18 +90,31 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
                 f"torch.__future__.set_{setting}(True) would replace parameter {name!r}, which layerzero has sharded; "
                 "set it to False around this call"
             )
-    if moved is target:
+    if moved is target or (_is_empty(moved) and (moved.dtype, moved.device) == (target.dtype, target.device)):
         return True
     if moved.dtype != target.dtype:
         change = f"from {target.dtype} to {moved.dtype}"
     elif moved.device != target.device:
         change = f"from {target.device} to {moved.device}"
     else:
-        change = "into other memory (to_empty, or another memory format)"
+        change = "into other memory, or another memory format"
     raise TypeError(
         f"parameter {name!r} cannot be moved {change}: layerzero has sharded it, and keeps its memory. Move or convert "
         "the model before shard_model; for the precision of the forward and backward pass use mp_policy"
     )
+
+
+def note_empty(func: Any, made: Tensor) -> Tensor:
+    """What ``torch.empty_like`` has made of a sharded tensor knows that it has no values."""
+    if func is torch.empty_like and hasattr(type(made), "empty_at"):
+        made.empty_at = made._version  # type: ignore[attr-defined]
+    return made
+
+
+def _is_empty(tensor: Any) -> bool:
+    """``torch.empty_like`` has made it of a sharded tensor, and nobody has written it since."""
+    version: int = tensor._version
+    return getattr(tensor, "empty_at", None) == version
 
 
 def refuse_sharing(target: RowShardedTensor) -> NoReturn:

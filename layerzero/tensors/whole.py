@@ -111,6 +111,7 @@ class Sharded(DTensor):
     """The part of a sharded tensor that has to do with whole ones; see `layerzero.tensors.sharded`."""
 
     _local_tensor: LocalRows
+    empty_at: int | None = None  # its version when empty_like made it
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
         """As ``torch.Tensor.copy_``; of a whole tensor, this rank's rows are taken.

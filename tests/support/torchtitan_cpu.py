@@ -1,0 +1,157 @@
+"""Lets torchtitan run without a GPU: importing this, before anything else of torchtitan, gives it the CPU as device.
+
+For tests only; the package has nothing of this. With it come a loader of random tokens and a tokenizer, for runs that
+need no files.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.tools import utils
+
+
+class _CPU:
+    """``torch.cpu``, and what torchtitan asks of a device for its log."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, *_: Any) -> str:
+        return "CPU"
+
+    def get_device_properties(self, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=2**34, name="CPU")
+
+    def memory_stats(self, *_: Any) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+utils.device_type, utils.device_module = "cpu", _CPU()
+
+with warnings.catch_warnings():  # of torch, about itself
+    warnings.simplefilter("ignore")
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.trainer import Trainer
+
+__all__ = ["NoTokenizer", "RandomTokens", "on_cpu", "summing", "tiny"]
+
+VOCABULARY = 2048
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """What torchtitan leaves switched off, or asks of a torch newer than the one here, for one run."""
+    with mock.patch.object(dist, "set_timeout", lambda *_: None, create=True):
+        try:
+            yield
+        finally:
+            gc.enable()
+
+
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+    """What the trainer builds in any case."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+class RandomTokens(BaseDataLoader):  # type: ignore[misc]
+    """Batches that follow from their number and the data-parallel rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
+        self._ranks, self._rank, self._shape, self._at = dp_world_size, dp_rank, (local_batch_size, seq_len + 1), 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            generator = torch.Generator().manual_seed(self._at * self._ranks + self._rank)
+            self._at += 1
+            tokens = torch.randint(0, VOCABULARY, self._shape, generator=generator)
+            positions = torch.arange(self._shape[1] - 1).repeat(self._shape[0], 1)
+            yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._at = state_dict["at"]
+
+
+def tiny(folder: str, *, steps: int = 3, layers: int = 2) -> Trainer.Config:
+    """torchtitan's debug llama of fewer layers, on random tokens, with two micro-batches a step on 2 x 2 ranks."""
+    config = llama3_debugmodel()
+    config.dump_folder = folder
+    config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others are compiled
+    config.training.local_batch_size, config.training.global_batch_size = 2, 16
+    config.training.seq_len, config.training.steps = 32, steps
+    config.training.mixed_precision_param = "float32"
+    config.training.disable_cuda_graphs = True
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps = 2, 10
+    config.optimizer.implementation = "for-loop"
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.data_parallel_replicate_degree = 2
+    config.checkpoint = CheckpointManager.Config(enable=False)
+    config.activation_checkpoint = None
+    config.debug.seed = 11
+    return config
+
+
+def summing(config: Trainer.Config) -> Trainer.Config:
+    """FSDP2 with a divisor of its own multiplies as it sums, which gloo cannot: it is told to sum."""
+    theirs = config.model_spec.parallelize_fn
+
+    def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
+        model = theirs(model, **how)
+        for module in model.modules():
+            if hasattr(module, "set_force_sum_reduction_for_comms"):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    config.model_spec.parallelize_fn = parallelize
+    return config
