@@ -27,6 +27,7 @@ from layerzero.views.loop import no_sync
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 
 _LAYER = re.compile(r"layers\.[^.]+")
+_TIED = "tok_embeddings_and_lm_head"  # the unit of both
 _EXPERTS = re.compile(r"layers\.[^.]+\.moe\.routed_experts\.inner_experts")
 
 
@@ -110,7 +111,7 @@ def parallelize(
         "units": _units_of(model, parallel_dims),
         "mp_policy": policy,
         "gradient_divide_factor": 1.0,
-        "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims.pp_enabled),
+        "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward),
         "param_init_fn": lambda module: None,  # torchtitan draws them afterwards, on all ranks alike
         "sync_module_states": False,
     }
@@ -156,6 +157,11 @@ def _refuse_others(
         raise ValueError("parallelism.enable_fsdp_symm_mem is a setting of FSDP2's exchanges: leave it out")
     if parallel_dims.cp_enabled:
         raise ValueError("context_parallel_degree > 1 was never run with layerzero: use tensor_parallel_degree")
+    if parallel_dims.pp_enabled:
+        raise ValueError(
+            "pipeline_parallel_degree > 1 was never run with layerzero in torchtitan: docs/pipelines.md shows a loop "
+            "of your own around torch's schedules"
+        )
 
 
 def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
@@ -170,7 +176,7 @@ def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Modu
 def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, nn.Module], bool | str]:
     ends = {"tok_embeddings": True, "lm_head": True}
     if getattr(model, "enable_weight_tying", False):
-        ends = dict.fromkeys(ends, "tok_embeddings_and_lm_head")
+        ends = dict.fromkeys(ends, _TIED)
 
     def unit_of(name: str, module: nn.Module) -> bool | str:
         if parallel_dims.ep_enabled and _EXPERTS.fullmatch(_plain(name)):
@@ -184,10 +190,10 @@ def _plain(name: str) -> str:
     return name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", "")
 
 
-def _reshards(policy: str, is_pipeline: bool) -> bool | Callable[[str, nn.Module], bool]:
-    """torchtitan's policy: by default all but the head, which is needed again at once, and nothing in a pipeline."""
-    if policy == "default" and not is_pipeline:
-        return lambda name, module: name not in ("lm_head", "tok_embeddings_and_lm_head")
+def _reshards(policy: str) -> bool | Callable[[str, nn.Module], bool]:
+    """torchtitan's policy; by default all but the head, which the backward needs at once."""
+    if policy == "default":
+        return lambda name, module: name not in ("lm_head", _TIED)
     return policy == "always"
 
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -56,9 +55,10 @@ with warnings.catch_warnings():  # of torch, about itself
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
     from torchtitan.trainer import Trainer
 
-__all__ = ["NoTokenizer", "RandomTokens", "on_cpu", "summing", "tiny"]
+__all__ = ["NoTokenizer", "RandomTokens", "mixture", "on_cpu", "summing", "tiny"]
 
 VOCABULARY = 2048
 
@@ -94,7 +94,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
 
 
 class RandomTokens(BaseDataLoader):  # type: ignore[misc]
-    """Batches that follow from their number and the data-parallel rank."""
+    """Batches that follow from their number and the data-parallel rank; with dataset="one batch", the first ones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -103,12 +103,13 @@ class RandomTokens(BaseDataLoader):  # type: ignore[misc]
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
+        self._is_one = config.dataset == "one batch"
         self._ranks, self._rank, self._shape, self._at = dp_world_size, dp_rank, (local_batch_size, seq_len + 1), 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
             generator = torch.Generator().manual_seed(self._at * self._ranks + self._rank)
-            self._at += 1
+            self._at += not self._is_one
             tokens = torch.randint(0, VOCABULARY, self._shape, generator=generator)
             positions = torch.arange(self._shape[1] - 1).repeat(self._shape[0], 1)
             yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
@@ -120,9 +121,14 @@ class RandomTokens(BaseDataLoader):  # type: ignore[misc]
         self._at = state_dict["at"]
 
 
-def tiny(folder: str, *, steps: int = 3, layers: int = 2) -> Trainer.Config:
+def mixture(folder: str) -> Trainer.Config:
+    """As :func:`tiny`, with experts."""
+    return tiny(folder, config=qwen3_moe_debug())
+
+
+def tiny(folder: str, *, steps: int = 3, layers: int = 2, config: Trainer.Config | None = None) -> Trainer.Config:
     """torchtitan's debug llama of fewer layers, on random tokens, with two micro-batches a step on 2 x 2 ranks."""
-    config = llama3_debugmodel()
+    config = config or llama3_debugmodel()
     config.dump_folder = folder
     config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
