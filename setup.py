@@ -66,6 +66,7 @@ setup(
         "accelerate": ["accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "transformers": ["transformers>=5.23,<6", "accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "lightning": ["lightning>=2.6,<3", "safetensors", "xxhash>=3.0", "PyYAML"],
+        "torchtitan": ["torchtitan>=0.3,<0.4", "PyYAML"],
         "bench": ["deepspeed", "matplotlib"],
         "lora": ["peft>=0.21,<1"],
         "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings-python>=2.0,<3"],

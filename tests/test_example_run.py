@@ -7,6 +7,9 @@ import io
 import math
 import shutil
 import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -43,33 +46,29 @@ def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_pa
     assert abs(other - last) < (1e-3 if optimizer == "adamw" else 1e-2)  # Muon's arithmetic is in bf16
 
 
-def _log(rank: int, folder: str) -> list[tuple[str, int]]:
-    written: list[tuple[str, int]] = []
-
-    class Writer:
-        def __init__(self, logdir: str) -> None:
-            assert logdir == folder
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            assert math.isfinite(value)
-            written.append((name, step))
-
-        def close(self) -> None:
-            written.append(("closed", -1))
-
+def _log(rank: int, folder: str) -> None:
     argv = [*ARGS, "--steps", "2", "--device", "cpu", "--no-sample", "--logdir", folder]
-    stand_in = mock.patch.dict(sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=Writer)})
-    with stand_in, contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    quiet = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+    with quiet[0], quiet[1], warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TensorBoard's
         train_gpt.main(argv)
-    return written
 
 
 def test_a_demo_writes_for_tensorboard_on_its_first_rank(tmp_path: Path) -> None:
-    first, other = run_ranks(_log, str(tmp_path), world_size=2)
-    assert not other
-    assert first.pop() == ("closed", -1)
-    assert {"loss", "grad_norm", "layerzero/memory/zero3_shard", "layerzero/steps/taken"} <= {name for name, _ in first}
-    assert [step for name, step in first if name == "loss"] == [0, 1]
+    if find_spec("tensorboard") is None:
+        pytest.skip("needs tensorboard: pip install --no-deps -r requirements-loops.txt")
+    run_ranks(_log, str(tmp_path), world_size=2)
+    (file,) = tmp_path.iterdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accumulator = import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(file))
+        events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"loss", "grad_norm", "layerzero/memory/zero3_shard", "layerzero/steps/taken"} <= names
+    for name in names:
+        assert all(math.isfinite(event.value) for event in events.Scalars(name))
+    assert [event.step for event in events.Scalars("loss")] == [0, 1]
 
 
 def test_a_demo_says_what_its_log_needs() -> None:

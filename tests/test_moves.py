@@ -107,6 +107,7 @@ STAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "of a layer": lambda m: m.first.float() and m,
     "requires_grad_": lambda m: m.requires_grad_(),
     "train": lambda m: m.eval().train(),
+    "to_empty": lambda m: m.to_empty(device="cpu"),  # has memory there, and keeps what is in it
 }
 MOVES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "half": (lambda m: m.half(), "torch.float16"),
@@ -115,7 +116,8 @@ MOVES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "to dtype": (lambda m: m.to(torch.bfloat16), "torch.bfloat16"),
     "type": (lambda m: m.type(torch.float64), "torch.float64"),
     "to meta": (lambda m: m.to("meta"), "meta"),
-    "to_empty": (lambda m: m.to_empty(device="cpu"), "to_empty"),
+    "to_empty on meta": (lambda m: m.to_empty(device="meta"), "meta"),
+    "into other strides": (lambda m: m._apply(lambda t: t.clone()), "other memory"),
     "of a layer": (lambda m: m.first.half(), "torch.float16"),
     "share_memory": (lambda m: m.share_memory(), r"share_memory.*full_state_dict"),
     "share_memory of a layer": (lambda m: m.first.share_memory(), r"share_memory.*full_state_dict"),

@@ -73,6 +73,8 @@ def wrong_with(command: str) -> str | None:
         program, rest = rest[1], rest[2:]
     if program == "layerzero":
         return _wrong_usage(rest)
+    if not (ROOT / program.split(".")[0]).exists():  # somebody else's
+        return None if find_spec(program.split(".")[0]) and find_spec(program) else "no such module"
     return None if (ROOT / f"{program.replace('.', '/')}.py").is_file() or _is_package(program) else "no such module"
 
 
@@ -131,6 +133,9 @@ def test_every_command_exists_with_its_options() -> None:
         ("torchrun --nproc-per-node 4 examples/train_gpt.py --steps 3", True),
         ("torchrun --processes 4 examples/train_gpt.py", False),
         ("torchrun --nproc-per-node 4 examples/nothing.py", False),
+        ("torchrun -m torchtitan.train --module llama3", True),
+        ("torchrun -m torchtitan.trian --module llama3", False),
+        ("torchrun -m nobodys.train", False),
         ("python -m benchmarks.nothing", False),
     ],
 )

@@ -56,6 +56,16 @@ INITS: dict[str, Fill] = {
     for name in ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
                  "kaiming_normal_", "eye_", "ones_")
 }  # fmt: skip
+
+
+def _in_pieces(parameter: Tensor, generator: torch.Generator | None) -> None:
+    """As fused projections are initialised: each part is drawn whole, in a tensor of its own."""
+    first, *rest = (min(1, len(parameter)), *parameter.shape[1:])
+    top = nn.init.trunc_normal_(parameter.new_empty(1, first, *rest))
+    below = nn.init.normal_(parameter.new_zeros((1, len(parameter) - first, *rest)))
+    parameter.copy_(torch.cat([top, below], dim=1)[0])
+
+
 FILLS: dict[str, Fill] = {
     "p.normal_": lambda p, g: p.normal_(1.0, 0.5, generator=g),
     "p.data.uniform_": lambda p, g: p.data.uniform_(-1, 1, generator=g),
@@ -74,6 +84,7 @@ FILLS: dict[str, Fill] = {
     "rand_like": lambda p, g: p.copy_(torch.rand_like(p) if g is None else torch.rand_like(p, generator=g)),
     "randn_like": lambda p, g: p.add_(torch.randn_like(p), alpha=0.1),
     "randint_like": lambda p, g: p.copy_(torch.randint_like(p, 3, 9)),
+    "in pieces": _in_pieces,
     "dropout": lambda p, g: p.copy_(F.dropout(p, 0.4)),
     "dropout in place": lambda p, g: F.dropout(p, 0.4, inplace=True),
     "rows.bernoulli_": lambda p, g: (p.to_local() if hasattr(p, "to_local") else p).bernoulli_(0.4, generator=g),

@@ -35,7 +35,7 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
     """The same run, sharded by layerzero: for a function of your config registry.
 
     Args:
-        config: torchtitan's, as one of its registries gives it. It is left as it was.
+        config: torchtitan's, as one of its registries gives it; left as it was.
         settings: of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with them.
             Which ranks share what, dtypes and resharding are torchtitan's settings, and refused here.
 
@@ -49,18 +49,18 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
     """
     if type(config) is not trainer.Trainer.Config:
         raise TypeError(
-            f"{type(config).__qualname__} is not the config of torchtitan's own Trainer: set parallelize_fn of its "
-            "model_spec to layerzero.integrations.torchtitan.parallelize, and its optimizer to a Config of "
-            "layerzero.integrations.torchtitan.OptimizersContainer"
+            f"{type(config).__qualname__} is not the config of torchtitan's own Trainer: set its model_spec's "
+            "parallelize_fn to layerzero's, and its optimizer to a Config of layerzero's OptimizersContainer"
         )
-    _settings_of(settings)
-    given = {each.name: getattr(config, each.name) for each in fields(config)}
-    given["model_spec"] = replace(given["model_spec"], parallelize_fn=partial(parallelize, **settings))
-    optimizer = given["optimizer"]
-    given["optimizer"] = OptimizersContainer.Config(
-        **{each.name: getattr(optimizer, each.name) for each in fields(optimizer)}
-    )
+    _settings_of(**settings)
+    given = _fields(config)
+    given["model_spec"] = replace(config.model_spec, parallelize_fn=partial(parallelize, **settings))
+    given["optimizer"] = OptimizersContainer.Config(**_fields(config.optimizer))
     return Trainer.Config(**given)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {each.name: getattr(config, each.name) for each in fields(config)}
 
 
 def parallelize(
@@ -74,8 +74,7 @@ def parallelize(
     dump_folder: str,
     **settings: Any,
 ) -> nn.Module:
-    """``ModelSpec.parallelize_fn``: tensor and expert parallelism, checkpointing and compilation as torchtitan does
-    them, then :func:`layerzero.shard_model` in place of FSDP.
+    """``ModelSpec.parallelize_fn``: all that torchtitan does to a decoder, with :func:`layerzero.shard_model` for FSDP.
 
     Weights are shared by the ranks of `data_parallel_shard_degree`, which should be those of a node; gradients and
     masters by these and the replicas of `data_parallel_replicate_degree`. Gradients are summed, not averaged:
@@ -83,18 +82,14 @@ def parallelize(
     one if their weights are tied.
 
     Args:
-        model: a ``Decoder`` of torchtitan, best on meta.
-        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan gives them.
+        model: a ``Decoder`` of torchtitan, best on meta; returned. The rest is as torchtitan gives it.
         settings: as for :func:`with_layerzero`.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError, TypeError: a setting of torchtitan has no counterpart here; names it, and what to do.
     """
     _refuse_others(model, parallel_dims, training, parallelism)
-    given = _settings_of(settings)
+    given = _settings_of(**settings)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
     if ac_config is not None:
@@ -118,18 +113,18 @@ def parallelize(
     return Settings({**given, **layout}).shard(model)
 
 
+_DEGREES = "data_parallel_shard_degree and data_parallel_replicate_degree"
 _TORCHTITANS = {  # what torchtitan's own settings say
-    "zero3_size": "data_parallel_shard_degree and data_parallel_replicate_degree",
-    "mesh": "data_parallel_shard_degree and data_parallel_replicate_degree",
+    "zero3_size": _DEGREES,
+    "mesh": _DEGREES,
     "mp_policy": "mixed_precision_param and mixed_precision_reduce",
     "reshard_after_forward": "fsdp_reshard_after_forward",
     "gradient_divide_factor": "its loss, which is divided by the tokens of all ranks",
 }
 
 
-def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
-    config_file = settings.get("config_file")
-    given = dict(Settings.of(config_file, **{k: v for k, v in settings.items() if k != "config_file"}).given)
+def _settings_of(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
+    given = dict(Settings.of(config_file, **settings).given)
     for name in sorted(_TORCHTITANS.keys() & given.keys()):
         raise ValueError(f"{name} follows from torchtitan's {_TORCHTITANS[name]}: set that instead")
     return given
@@ -145,8 +140,8 @@ def _refuse_others(
         )
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend!r} makes DTensors, or typed parts of tensors, of all "
-            "parameters and inputs: use --parallelism.spmd_backend partial_dtensor"
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r} makes typed parts of tensors, or DTensors, of all "
+            "parameters: use --parallelism.spmd_backend partial_dtensor"
         )
     if training.enable_cpu_offload:
         raise ValueError(
@@ -158,10 +153,7 @@ def _refuse_others(
     if parallel_dims.cp_enabled:
         raise ValueError("context_parallel_degree > 1 was never run with layerzero: use tensor_parallel_degree")
     if parallel_dims.pp_enabled:
-        raise ValueError(
-            "pipeline_parallel_degree > 1 was never run with layerzero in torchtitan: docs/pipelines.md shows a loop "
-            "of your own around torch's schedules"
-        )
+        raise ValueError("pipeline_parallel_degree > 1 was never run with layerzero here: see docs/pipelines.md")
 
 
 def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
@@ -174,9 +166,8 @@ def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Modu
 
 
 def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, nn.Module], bool | str]:
-    ends = {"tok_embeddings": True, "lm_head": True}
-    if getattr(model, "enable_weight_tying", False):
-        ends = dict.fromkeys(ends, _TIED)
+    are_tied = getattr(model, "enable_weight_tying", False)
+    ends: dict[str, bool | str] = dict.fromkeys(("tok_embeddings", "lm_head"), _TIED if are_tied else True)
 
     def unit_of(name: str, module: nn.Module) -> bool | str:
         if parallel_dims.ep_enabled and _EXPERTS.fullmatch(_plain(name)):
@@ -211,7 +202,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError("optimizer.implementation 'fused_opt_states_bf16' is for torchtitan alone: use 'fused'")
         super().__init__(config, model_parts=model_parts)
-        self.optimizers = [self._shard(each) for each in self.optimizers]
+        self.optimizers: list[torch.optim.Optimizer] = [self._shard(each) for each in self.optimizers]
 
     def _post_init(self, all_params: list[nn.Parameter]) -> None:
         super()._post_init(all_params)

@@ -27,11 +27,10 @@ from layerzero.tensors.random import is_truncating
 from layerzero.tensors.refusals import moves_rows
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["EXCHANGES", "NEW", "REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
+__all__ = ["EXCHANGES", "REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
 
 EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of what torch sends with
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
-NEW = {f"aten::new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")}  # of any shape
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.tensors.moves import CALLS, Absent, note_empty
 from layerzero.tensors.numbers import is_about_itself, is_in_place, refuse_for_number
-from layerzero.tensors.parts import EXCHANGES, NEW, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
+from layerzero.tensors.parts import EXCHANGES, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
 from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere, moves_rows
 from layerzero.tensors.rows import RowSpan, Watch
@@ -83,11 +83,10 @@ class LocalRows(torch.Tensor):
 
     def _made(self, func: Any, result: Tensor, watch: Watch | None) -> Tensor:
         """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
-        is_new = func._schema.name in NEW and result.shape != self.shape  # of nobody's rows
-        if is_new or (self.span.is_whole_here and not result.ndim):
-            return result
         if result.ndim:
             return LocalRows(result, self.span, watch)
+        if self.span.is_whole_here:
+            return result
         return LocalPart(result, self.span, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalRows:

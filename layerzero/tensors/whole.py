@@ -15,7 +15,7 @@ own number of rows. So all ranks tell theirs: equal numbers in order are equal c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -107,11 +107,25 @@ def _chunks(rows: int, pieces: int) -> list[int]:
     return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
 
 
+def _new(name: str) -> Callable[..., Tensor]:
+    method = getattr(Tensor, name)
+
+    def make(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. Of another shape than this tensor's it is nobody's rows: whole, and an ordinary tensor."""
+        shape = method(torch.empty(0, device="meta"), *args, **{**kwargs, "device": "meta"}).shape
+        like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
+        return method(like, *args, **kwargs)
+
+    return make
+
+
 class Sharded(DTensor):
     """The part of a sharded tensor that has to do with whole ones; see `layerzero.tensors.sharded`."""
 
     _local_tensor: LocalRows
     empty_at: int | None = None  # its version when empty_like made it
+    new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
+    new_ones, new_full = _new("new_ones"), _new("new_full")
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
         """As ``torch.Tensor.copy_``; of a whole tensor, this rank's rows are taken.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from tests.support.torchtitan_cpu import mixture, on_cpu, summing, tiny
 
 # isort: split
 from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.config import ConfigManager
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.trainer import Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -251,3 +255,38 @@ def test_what_torchtitan_says_itself_is_not_given_twice(tmp_path: Path) -> None:
             ac_config=None,
             dump_folder="",
         )
+
+
+def _example(rank: int, folder: str) -> list[float]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    config = import_module("train_torchtitan").small_llama()
+    config.dump_folder = folder
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.training.mixed_precision_param, config.activation_checkpoint = "float32", None
+    config.optimizer.implementation = "for-loop"
+    return train(config)[0]
+
+
+def test_the_example_learns_and_saves(tmp_path: Path) -> None:
+    for losses in run_ranks(_example, str(tmp_path), timeout=300):
+        assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "checkpoint" / "step-20" / ".metadata").exists()
+    example = Path(__file__).parents[2] / "examples" / "train_torchtitan.py"
+    assert len(example.read_text().splitlines()) <= 40
+
+
+def _command(rank: int, folder: str) -> None:
+    """As torchtitan.train reads its command line: a registry of one's own, and flags that reach the sharded config."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    flags = ["--module", "train_torchtitan", "--config", "small_llama", "--training.steps", "7"]
+    flags += ["--parallelism.data_parallel_replicate_degree", "16", "--parallelism.spmd_backend", "partial_dtensor"]
+    config = ConfigManager().parse_args(flags)
+    assert config.training.steps == 7 and config.parallelism.data_parallel_replicate_degree == 16
+    assert type(config) is not Trainer.Config and isinstance(config, Trainer.Config)
+    assert isinstance(config.optimizer, OptimizersContainer.Config)
+
+
+def test_its_command_line_reads_the_example(tmp_path: Path) -> None:
+    run_ranks(_command, str(tmp_path), world_size=1, timeout=300)

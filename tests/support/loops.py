@@ -35,7 +35,7 @@ def launched(**variables: str) -> Iterator[None]:
     torchruns |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     with patch.dict(os.environ, torchruns | variables), warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", module=r"(accelerate|transformers|lightning|peft|torch|trl|datasets|torchtitan)\b"
+            "ignore", module=r"(accelerate|transformers|lightning|peft|torch|trl|datasets|torchtitan|torchdata)\b"
         )
         yield
 
