@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all set-up on a machine with Python 3.10 or newer.
+# `make demo` and `make test` do all set-up on a machine with Python 3.11 or newer.
 
 PYTHON ?= python3
 RANKS ?= 4

@@ -24,7 +24,7 @@ class NoTokenizer(BaseTokenizer.Config):
 @dataclass(kw_only=True, slots=True)
 class Bytes(ParallelAwareDataloader.Config):
     def build(self, *, seq_len: int, dp_rank: int, dp_world_size: int, local_batch_size: int, **_: Any) -> Any:
-        text = torch.tensor(list(b"to be or not to be, that is the question: " * 200)).unfold(0, seq_len + 1, 7)
+        text = torch.tensor(list(b"to be or not to be, that is the question: " * 400)).unfold(0, seq_len + 1, 7)
         where, mine = torch.arange(seq_len), text[dp_rank::dp_world_size]
         batches = [({"input": ids[:-1], "positions": where}, ids[1:]) for ids in mine]
         return ParallelAwareDataloader(batches, dp_rank, dp_world_size, batch_size=local_batch_size)
@@ -33,8 +33,7 @@ class Bytes(ParallelAwareDataloader.Config):
 def small_llama() -> Any:
     config = llama3_debugmodel()
     config.dataloader, config.tokenizer = Bytes(), NoTokenizer()
-    config.training.seq_len, config.training.steps, config.training.disable_cuda_graphs = 64, 20, True
+    config.training.seq_len, config.training.steps = 64, 20
     config.parallelism.data_parallel_replicate_degree = 2  # nodes; the ranks of a node share the weights
-    config.parallelism.spmd_backend = "partial_dtensor"  # parameters are DTensors on tp and ep axes only
     config.checkpoint.enable, config.checkpoint.interval = True, 10
     return with_layerzero(config, accumulation="full")

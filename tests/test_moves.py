@@ -98,6 +98,35 @@ def test_what_does_not_fit_the_rows_is_not_taken_for_data() -> None:
     run_ranks(_refuse_to_assign, world_size=WORLD)
 
 
+def _write_what_was_empty(rank: int) -> None:
+    """What ``empty_like`` has made is taken for nothing until it is written, however that is done."""
+    writes: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
+        "copy_ of a whole one": lambda p, e: e.copy_(torch.arange(p.numel() * 1.0).view(p.shape)),
+        "drawn": lambda p, e: e.normal_(),
+        "by an alias": lambda p, e: e.detach().fill_(3),
+        "its rows": lambda p, e: e.to_local().fill_(5),
+        "in place": lambda p, e: e.zero_().add_(2),
+    }
+    for name, write in writes.items():
+        ours = _net()
+        parameter = ours.first.weight
+        before = parameter.full_tensor().clone()
+        with torch.no_grad():
+            empty = torch.empty_like(parameter)
+            parameter.data = empty  # nothing to copy
+            assert torch.equal(parameter.full_tensor(), before), name
+            write(parameter, empty)
+            expected = empty.full_tensor()
+            parameter.data = empty
+        assert torch.equal(parameter.full_tensor(), expected) and not torch.equal(expected, before), name
+    with pytest.raises(TypeError, match="other memory"):
+        ours._apply(lambda t: torch.empty_like(t).fill_(7))
+
+
+def test_what_was_empty_is_taken_once_it_is_written() -> None:
+    run_ranks(_write_what_was_empty, world_size=WORLD)
+
+
 STAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to device": lambda m: m.to("cpu"),
     "to device and dtype": lambda m: m.to(device=torch.device("cpu"), dtype=torch.float32),

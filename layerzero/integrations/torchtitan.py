@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchtitan import trainer
 from torchtitan.components import optimizer as optimizers
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
@@ -26,37 +28,41 @@ from layerzero.views.loop import no_sync
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 
+_DECODERS = {"tok_embeddings", "layers", "norm", "lm_head"}  # the parts of a decoder
 _LAYER = re.compile(r"layers\.[^.]+")
 _TIED = "tok_embeddings_and_lm_head"  # the unit of both
-_EXPERTS = re.compile(r"layers\.[^.]+\.moe\.routed_experts\.inner_experts")
+_EXPERTS = re.compile(r"layers\..+\.inner_experts")
 
 
 def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.Config:
     """The same run, sharded by layerzero: for a function of your config registry.
 
     Args:
-        config: torchtitan's, as one of its registries gives it; left as it was.
+        config: torchtitan's, as one of its registries gives it; left as it was. In the copy `spmd_backend` is
+            ``"partial_dtensor"``, and CUDA graphs, which would replay a step without its exchanges, are off.
         settings: of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with them.
-            Which ranks share what, dtypes and resharding are torchtitan's settings, and refused here.
+            What torchtitan's own settings or model say is refused here.
 
     Raises:
-        TypeError: `config` is of a trainer of another class, whose steps are its own; see ``docs/loops.md``.
+        TypeError: the trainer or the optimizer is of another class, with steps of its own; see ``docs/loops.md``.
 
     Example::
 
         def llama3_8b_layerzero():
             return with_layerzero(llama3_8b(), accumulation="full")
     """
-    if type(config) is not trainer.Trainer.Config:
-        raise TypeError(
-            f"{type(config).__qualname__} is not the config of torchtitan's own Trainer: set its model_spec's "
-            "parallelize_fn to layerzero's, and its optimizer to a Config of layerzero's OptimizersContainer"
-        )
+    for given, known in (config, trainer.Trainer), (config.optimizer, optimizers.OptimizersContainer):
+        if type(given) is not known.Config:
+            raise TypeError(
+                f"{type(given)} is not of torchtitan's own {known.__name__}: set parallelize_fn of the model_spec to "
+                "layerzero's, and the optimizer to a Config of layerzero's OptimizersContainer"
+            )
     _settings_of(**settings)
-    given = _fields(config)
-    given["model_spec"] = replace(config.model_spec, parallelize_fn=partial(parallelize, **settings))
-    given["optimizer"] = OptimizersContainer.Config(**_fields(config.optimizer))
-    return Trainer.Config(**given)
+    ours = Trainer.Config(**_fields(copy.deepcopy(config)))
+    ours.model_spec = replace(ours.model_spec, parallelize_fn=partial(parallelize, **settings))
+    ours.optimizer = OptimizersContainer.Config(**_fields(ours.optimizer))
+    ours.parallelism.spmd_backend, ours.training.disable_cuda_graphs = "partial_dtensor", True
+    return ours
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -76,10 +82,9 @@ def parallelize(
 ) -> nn.Module:
     """``ModelSpec.parallelize_fn``: all that torchtitan does to a decoder, with :func:`layerzero.shard_model` for FSDP.
 
-    Weights are shared by the ranks of `data_parallel_shard_degree`, which should be those of a node; gradients and
-    masters by these and the replicas of `data_parallel_replicate_degree`. Gradients are summed, not averaged:
-    torchtitan's losses are divided by the tokens of all ranks. Each layer is a unit, and embedding and head, which are
-    one if their weights are tied.
+    Weights are shared by the ranks of `data_parallel_shard_degree`, which should be of one node. Gradients are summed,
+    not averaged: torchtitan's losses are divided by the tokens of all ranks. Each layer is a unit, and embedding and
+    head, which are one if their weights are tied.
 
     Args:
         model: a ``Decoder`` of torchtitan, best on meta; returned. The rest is as torchtitan gives it.
@@ -96,64 +101,67 @@ def parallelize(
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    policy = MixedPrecisionPolicy(
-        TORCH_DTYPE_MAP[training.mixed_precision_param],
-        TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        cast_forward_inputs=False,
+    weights, sums = (
+        TORCH_DTYPE_MAP[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce)
     )
-    layout = {
+    follows = {
         "mesh": _mesh_of(parallel_dims),
         "units": _units_of(model, parallel_dims),
-        "mp_policy": policy,
+        "mp_policy": MixedPrecisionPolicy(weights, sums, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
         "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward),
         "param_init_fn": lambda module: None,  # torchtitan draws them afterwards, on all ranks alike
-        "sync_module_states": False,
+        "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
-    return Settings({**given, **layout}).shard(model)
+    return Settings({**given, **follows}).shard(model)
 
 
-_DEGREES = "data_parallel_shard_degree and data_parallel_replicate_degree"
-_TORCHTITANS = {  # what torchtitan's own settings say
-    "zero3_size": _DEGREES,
-    "mesh": _DEGREES,
-    "mp_policy": "mixed_precision_param and mixed_precision_reduce",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "gradient_divide_factor": "its loss, which is divided by the tokens of all ranks",
+_NOT_HERE = {
+    **dict.fromkeys(("zero3_size", "mesh"), "data_parallel_shard_degree and data_parallel_replicate_degree say it"),
+    **dict.fromkeys(("ignored_modules", "ignored_params"), "torchtitan's trainer averages no gradients"),
+    **dict.fromkeys(("param_init_fn", "sync_module_states"), "torchtitan initialises"),
+    "mp_policy": "mixed_precision_param and mixed_precision_reduce say it",
+    "reshard_after_forward": "fsdp_reshard_after_forward says it",
+    "gradient_divide_factor": "torchtitan's losses are divided by the tokens of all ranks",
+    "units": "each layer is a unit, and the embedding, and the head",
 }
 
 
 def _settings_of(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
     given = dict(Settings.of(config_file, **settings).given)
-    for name in sorted(_TORCHTITANS.keys() & given.keys()):
-        raise ValueError(f"{name} follows from torchtitan's {_TORCHTITANS[name]}: set that instead")
+    if names := sorted(_NOT_HERE.keys() & given.keys()):
+        raise ValueError(f"{names[0]} is not given here, leave it out: {_NOT_HERE[names[0]]}")
     return given
 
 
 def _refuse_others(
     model: nn.Module, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
-    if not isinstance(getattr(model, "layers", None), nn.ModuleDict):
+    others = {name for name, child in model.named_children() if any(True for _ in child.parameters())} - _DECODERS
+    if others or not isinstance(getattr(model, "layers", None), nn.ModuleDict):
         raise TypeError(
-            f"{type(model).__qualname__} is no decoder of torchtitan, with its layers in a ModuleDict: write a "
+            f"{type(model).__qualname__} is not just a decoder of torchtitan's ({', '.join(sorted(others))}): write a "
             "parallelize_fn that calls layerzero.shard_model with its units"
         )
+    if not training.disable_cuda_graphs:
+        raise ValueError("CUDA graphs would replay a step without its exchanges: use --training.disable_cuda_graphs")
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend!r} makes typed parts of tensors, or DTensors, of all "
-            "parameters: use --parallelism.spmd_backend partial_dtensor"
+            f"spmd_backend={parallelism.spmd_backend!r} makes other things than parameters of all parameters: use "
+            "--parallelism.spmd_backend partial_dtensor"
         )
     if training.enable_cpu_offload:
         raise ValueError(
-            "training.enable_cpu_offload would keep weights in host memory: leave it out, and give offload_optimizer="
-            "True to with_layerzero, which keeps masters, gradients and the optimizer's state there"
+            "training.enable_cpu_offload would keep weights in host memory: leave it out; with_layerzero(..., "
+            "offload_optimizer=True) keeps all but the weights there"
         )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError("parallelism.enable_fsdp_symm_mem is a setting of FSDP2's exchanges: leave it out")
-    if parallel_dims.cp_enabled:
-        raise ValueError("context_parallel_degree > 1 was never run with layerzero: use tensor_parallel_degree")
-    if parallel_dims.pp_enabled:
-        raise ValueError("pipeline_parallel_degree > 1 was never run with layerzero here: see docs/pipelines.md")
+    if parallel_dims.cp_enabled or parallel_dims.pp_enabled:
+        raise ValueError(
+            "context_parallel_degree and pipeline_parallel_degree > 1 were never run with layerzero here: use "
+            "tensor_parallel_degree, or a loop as in docs/pipelines.md"
+        )
 
 
 def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
@@ -162,7 +170,7 @@ def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Modu
     if not parallel_dims.ep_enabled:
         return dense
     experts: DeviceMesh = parallel_dims.get_mesh([*replicas, "efsdp"])
-    return lambda name, module: experts if _EXPERTS.fullmatch(_plain(name)) else dense
+    return lambda name, module: experts if _EXPERTS.fullmatch(name) else dense
 
 
 def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, nn.Module], bool | str]:
@@ -170,22 +178,17 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
     ends: dict[str, bool | str] = dict.fromkeys(("tok_embeddings", "lm_head"), _TIED if are_tied else True)
 
     def unit_of(name: str, module: nn.Module) -> bool | str:
-        if parallel_dims.ep_enabled and _EXPERTS.fullmatch(_plain(name)):
-            return True
-        return bool(_LAYER.fullmatch(name)) or ends.get(name, False)
+        has_own_mesh = parallel_dims.ep_enabled and _EXPERTS.fullmatch(name)
+        return bool(has_own_mesh or _LAYER.fullmatch(name)) or ends.get(name, False)
 
     return unit_of
 
 
-def _plain(name: str) -> str:
-    return name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", "")
-
-
-def _reshards(policy: str) -> bool | Callable[[str, nn.Module], bool]:
+def _reshards(when: str) -> bool | Callable[[str, nn.Module], bool]:
     """torchtitan's policy; by default all but the head, which the backward needs at once."""
-    if policy == "default":
+    if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
-    return policy == "always"
+    return when == "always"
 
 
 class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
@@ -209,7 +212,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         self.param_groups.clear()  # its optimizers have them, and step them
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        held = optimizer.param_groups[0]["params"][0]
+        held = optimizer.param_groups[0]["params"][0]  # each is of one part, and all of that is sharded
         owner = next((m for m in self.model_parts if is_sharded(m) and runtime_of(m).parameters.member_of(held)), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
@@ -222,7 +225,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
 
 class Trainer(trainer.Trainer):  # type: ignore[misc]
-    """torchtitan's trainer, in whose steps gradients cross nodes once, after the last micro-batch.
+    """torchtitan's trainer, in whose steps gradients cross nodes once, in or after the last micro-batch's backward.
 
     torchtitan has no hook there: without this class each micro-batch reduces, and each chunk of a loss in chunks.
     """
@@ -231,20 +234,18 @@ class Trainer(trainer.Trainer):  # type: ignore[misc]
     class Config(trainer.Trainer.Config):  # type: ignore[misc]
         """As torchtitan's; of :func:`with_layerzero`."""
 
-    _done = 0  # micro-batches of this step
-
-    def train_step(self, data_iterator: Any) -> None:
-        self._done = 0
-        super().train_step(data_iterator)
+    _done = 0  # micro-batches of all steps
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
         sharded = [part for part in self.model_parts if is_sharded(part)]
-        with ExitStack() as stack:
-            for part in sharded:
-                stack.enter_context(no_sync(part))
-            loss: Tensor = super().forward_backward_step(**batch)
         self._done += 1
-        if self._done == self.gradient_accumulation_steps:
+        is_last = self._done % self.gradient_accumulation_steps == 0
+        with ExitStack() as stack:
+            if not is_last or isinstance(self.loss_fn, ChunkedLossWrapper):
+                for part in sharded:
+                    stack.enter_context(no_sync(part))
+            loss: Tensor = super().forward_backward_step(**batch)
+        if is_last:
             for part in sharded:
                 runtime_of(part).complete_gradients()
         return loss

@@ -9,7 +9,7 @@ parameter to itself; torch's question is the place where any other is refused, b
 
 ``to_empty()`` on the device where a parameter lies already, as after ``fully_shard`` on meta, asks for memory, which
 there is, and for no values: a tensor that ``empty_like`` made, and nobody has written since, is not copied. What was
-unwritten stays so, and is told at the first forward.
+unwritten stays so, and is told at the first forward. Buffers are torch's, and are new and empty.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from layerzero.tensors.rows import Watch
 
 if TYPE_CHECKING:
     from layerzero.tensors.sharded import RowShardedTensor
@@ -105,16 +107,18 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
 
 
 def note_empty(func: Any, made: Tensor) -> Tensor:
-    """What ``torch.empty_like`` has made of a sharded tensor knows that it has no values."""
-    if func is torch.empty_like and hasattr(type(made), "empty_at"):
-        made.empty_at = made._version  # type: ignore[attr-defined]
+    """What ``torch.empty_like`` has made of a sharded tensor is watched until somebody writes it."""
+    local: Any = getattr(made, "_local_tensor", None)
+    if func is torch.empty_like and hasattr(local, "watch"):
+        local.watch = Watch()
+        local.watch.empty = True
     return made
 
 
 def _is_empty(tensor: Any) -> bool:
     """``torch.empty_like`` has made it of a sharded tensor, and nobody has written it since."""
-    version: int = tensor._version
-    return getattr(tensor, "empty_at", None) == version
+    watch = getattr(getattr(tensor, "_local_tensor", None), "watch", None)
+    return watch is not None and watch.empty
 
 
 def refuse_sharing(target: RowShardedTensor) -> NoReturn:

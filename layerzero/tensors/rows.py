@@ -29,10 +29,11 @@ def refuse_apart(what: str, spans: Iterable[RowSpan], everyone: int) -> None:
 class Watch:
     """What has happened to the storage behind some :class:`LocalRows`."""
 
-    __slots__ = ("before_edit", "edited", "edits", "forbidden", "loaded", "zeroed")
+    __slots__ = ("before_edit", "edited", "edits", "empty", "forbidden", "loaded", "zeroed")
 
     def __init__(self) -> None:
         self.edited = False
+        self.empty = False  # empty_like made the storage, and nobody has written it since
         self.edits = 0  # so far, for who compares what is at rest
         self.before_edit: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
         self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
@@ -50,6 +51,7 @@ class Watch:
         """The storage is about to be written."""
         if not self.edited and self.before_edit is not None:
             self.before_edit()
+        self.empty = False
         self.edits += 1
         self.edited = True
 

@@ -111,8 +111,9 @@ def _new(name: str) -> Callable[..., Tensor]:
     method = getattr(Tensor, name)
 
     def make(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. Of another shape than this tensor's it is nobody's rows: whole, and an ordinary tensor."""
-        shape = method(torch.empty(0, device="meta"), *args, **{**kwargs, "device": "meta"}).shape
+        """As torch's: sharded as this tensor is if it has its shape, else an ordinary one, whole on every rank."""
+        sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
+        shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
         like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
         return method(like, *args, **kwargs)
 
@@ -123,7 +124,6 @@ class Sharded(DTensor):
     """The part of a sharded tensor that has to do with whole ones; see `layerzero.tensors.sharded`."""
 
     _local_tensor: LocalRows
-    empty_at: int | None = None  # its version when empty_like made it
     new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
     new_ones, new_full = _new("new_ones"), _new("new_full")
 

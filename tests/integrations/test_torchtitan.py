@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,6 +41,8 @@ from layerzero.integrations.torchtitan import OptimizersContainer, parallelize, 
 from tests.support.loops import assert_like, launched
 from tests.support.ranks import run_ranks
 
+_NoSleep = SimpleNamespace(**(vars(time) | {"sleep": lambda seconds: None}))
+
 
 def train(config: Any, *, keep: bool = False) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
     """Losses and norms as torchtitan logs them, whole weights at the end, and the trainer."""
@@ -52,7 +56,7 @@ def train(config: Any, *, keep: bool = False) -> tuple[list[float], list[float],
 
         if not keep:
             overwrite(trainer.model_parts)
-        with mock.patch.object(trainer.metrics_processor, "log", log), mock.patch("time.sleep"):
+        with mock.patch.object(trainer.metrics_processor, "log", log), mock.patch("torchtitan.trainer.time", _NoSleep):
             trainer.train()
         trainer.close()
         return losses, norms, weights_of(trainer.model_parts), trainer
@@ -90,6 +94,8 @@ def settings(folder: str, how: str) -> Trainer.Config:
         made.parallelism.data_parallel_replicate_degree, made.parallelism.tensor_parallel_degree = 1, 2
     if how == "experts, parallel":
         made.parallelism.data_parallel_replicate_degree, made.parallelism.expert_parallel_degree = 1, 2
+    if how == "experts, replicas":
+        made.parallelism.expert_parallel_degree = 2
     if how == "checkpointed":
         made.activation_checkpoint = SelectiveAC.Config()
     if how == "whole loss":
@@ -104,24 +110,32 @@ def settings(folder: str, how: str) -> Trainer.Config:
 
 def _same(rank: int, folder: str, how: str) -> None:
     losses, norms, weights, _ = train(summing(settings(folder, how)))
-    ours = train(with_layerzero(settings(folder, how), accumulation="full" if how == "full" else "sharded"))
+    mine = with_layerzero(settings(folder, how), accumulation="full" if how == "full" else "sharded")
+    if how == "by hand":  # in torchtitan's own trainer
+        mine = settings(folder, how)
+        mine.model_spec.parallelize_fn = parallelize
+        mine.optimizer = with_layerzero(mine).optimizer
+    ours = train(mine)
     exact = how != "bf16" and not how.startswith("experts")  # which torch multiplies in bf16
     assert_like(ours[0], losses, rtol=1e-5 if exact else 1e-4)
-    assert_like(ours[1], norms, rtol=1e-5 if exact else 2e-3)
+    assert_like(ours[1], norms, rtol=1e-5 if exact else 2e-3 if how == "bf16" else 5e-5)
     assert ours[2].keys() == weights.keys()
     for name, value in weights.items():  # AdamW makes much of the rounding of a gradient that is nearly zero
         change = value - drawn(name, value.shape)
         assert (ours[2][name] - value).norm() <= (1e-3 if exact else 0.05) * change.norm(), name
     (part,) = ours[3].model_parts
-    if not how.endswith("parallel"):  # where there is one replica
+    hop2 = layerzero.traffic(part).calls.get("hop2", 0)
+    if how == "by hand":
+        assert hop2 > 5 * 3
+    elif not how.endswith("parallel") and how != "experts, replicas":  # where there is one replica
         units = 4 if how == "tied" else 5  # two layers, the root, and the ends
-        assert layerzero.traffic(part).calls["hop2"] == units * 3  # two micro-batches in each of three steps
+        assert hop2 == units * 3  # two micro-batches in each of three steps
 
 
-WAYS = ["chunked loss", "whole loss", "full", "checkpointed", "tied", "bf16", "tensor parallel"]
+WAYS = ["chunked loss", "whole loss", "by hand", "full", "checkpointed", "tied", "bf16", "tensor parallel"]
 
 
-@pytest.mark.parametrize("how", [*WAYS, "experts", "experts, parallel"])
+@pytest.mark.parametrize("how", [*WAYS, "experts", "experts, parallel", "experts, replicas"])
 def test_losses_norms_and_weights_are_those_of_its_fsdp(how: str, tmp_path: Path) -> None:
     run_ranks(_same, str(tmp_path), how, timeout=300)
 
@@ -216,7 +230,7 @@ def test_muon_beside_adamw(tmp_path: Path) -> None:
 def _refused(rank: int, folder: str, section: str, field: str, value: Any, message: str) -> None:
     config = with_layerzero(tiny(folder))
     setattr(getattr(config, section), field, value)
-    if field == "pipeline_parallel_degree":
+    if field in ("pipeline_parallel_degree", "context_parallel_degree"):
         config.parallelism.data_parallel_replicate_degree = 1
     with launched(), on_cpu(), contextlib.redirect_stderr(io.StringIO()), pytest.raises(ValueError, match=message):
         config.build()
@@ -229,6 +243,8 @@ def _refused(rank: int, folder: str, section: str, field: str, value: Any, messa
         ("training", "enable_cpu_offload", True, "offload_optimizer=True"),
         ("parallelism", "enable_fsdp_symm_mem", True, "leave it out"),
         ("parallelism", "pipeline_parallel_degree", 2, "docs/pipelines.md"),
+        ("parallelism", "context_parallel_degree", 2, "tensor_parallel_degree"),
+        ("training", "disable_cuda_graphs", False, "--training.disable_cuda_graphs"),
         ("optimizer", "implementation", "fused_opt_states_bf16", "use 'fused'"),
     ],
 )
@@ -239,22 +255,34 @@ def test_settings_without_a_counterpart_are_refused(
 
 
 def test_what_torchtitan_says_itself_is_not_given_twice(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data_parallel_shard_degree"):
-        with_layerzero(tiny(str(tmp_path)), zero3_size=2)
-    with pytest.raises(ValueError, match="mixed_precision_param"):
-        with_layerzero(tiny(str(tmp_path)), mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())
+    config = tiny(str(tmp_path))
+    (tmp_path / "layerzero.yaml").write_text("zero3_size: 2\n")
+    for given, message in {
+        ("config_file", str(tmp_path / "layerzero.yaml")): "zero3_size.*data_parallel_shard_degree",
+        ("mp_policy", torch.distributed.fsdp.MixedPrecisionPolicy()): "mixed_precision_param",
+        ("units", ("Attention",)): "each layer is a unit",
+        ("ignored_modules", ("norm",)): "averages no gradients",
+        ("reshard_after_forward", False): "fsdp_reshard_after_forward",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            with_layerzero(config, **dict([given]))
+    ours = with_layerzero(config, accumulation="full")
+    ours.training.steps = 99
+    assert config.training.steps == 3, "it is a copy"
     with pytest.raises(TypeError, match="parallelize_fn"):
-        with_layerzero(with_layerzero(tiny(str(tmp_path))))
+        with_layerzero(ours)
     with pytest.raises(ValueError, match="'Muon'"):
         OptimizersContainer._resolve_optimizer_factory("DistMuon")
-    with pytest.raises(TypeError, match=r"layerzero.shard_model"):
-        parallelize(
-            torch.nn.Linear(2, 2),
-            **dict.fromkeys(("parallel_dims", "training", "parallelism")),
-            compile_config=None,
-            ac_config=None,
-            dump_folder="",
-        )
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.ModuleDict({"layers": torch.nn.ModuleDict()})])
+def test_what_is_no_decoder_is_refused(model: torch.nn.Module) -> None:
+    if isinstance(model, torch.nn.ModuleDict):
+        model = torch.nn.Module()
+        model.layers, model.vision_encoder = torch.nn.ModuleDict(), torch.nn.Linear(2, 2)
+    nothing = dict.fromkeys(("parallel_dims", "training", "parallelism", "compile_config", "ac_config", "dump_folder"))
+    with pytest.raises(TypeError, match=r"layerzero\.shard_model"):
+        parallelize(model, **nothing)
 
 
 def _example(rank: int, folder: str) -> list[float]:
