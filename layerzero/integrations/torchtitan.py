@@ -245,7 +245,6 @@ class Trainer(trainer.Trainer):  # type: ignore[misc]
                 for part in sharded:
                     stack.enter_context(no_sync(part))
             loss: Tensor = super().forward_backward_step(**batch)
-        if is_last:
-            for part in sharded:
-                runtime_of(part).complete_gradients()
+        for part in sharded if is_last else ():
+            runtime_of(part).complete_gradients()
         return loss
