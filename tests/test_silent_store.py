@@ -43,6 +43,17 @@ def _read(path: Path) -> str:
     return path.read_text()
 
 
+def _stop(process: int) -> None:
+    """Its threads stop one after the other, as they get a processor: until then they go on."""
+    os.kill(process, signal.SIGSTOP)
+    deadline = time.monotonic() + SECONDS
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in Path(f"/proc/{process}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline, "the store has not stopped"
+        time.sleep(0.01)
+
+
 def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool) -> None:
     """Rank 1 does not come, and rank 0 gets no answer: from the start, or once it has asked for the words of others."""
     torch.set_num_threads(1)
@@ -59,13 +70,13 @@ def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool)
     hear = whereabouts._hear
 
     def stopped(*args: Any, **settings: Any) -> None:
-        os.kill(server, signal.SIGSTOP)
+        _stop(server)
         hear(*args, **settings)
 
     if hears:
         whereabouts._hear = stopped
     else:
-        os.kill(server, signal.SIGSTOP)
+        _stop(server)
     with logged() as lines:
         try:
             train(model, optimizer, range(2, 4))
