@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.ranks import mesh_of, run_ranks
 from tests.test_matrix_optimizers import CASES as FLAT
 from tests.test_matrix_optimizers import Wide, matrices, owned_sgd, rows, shard_all
 
-TOPOLOGIES = ((2, 1), (4, 4), (1, 1), (2, 2), (4, 1), (4, 2))
+TOPOLOGIES = ((2, 1), (1, 1), (2, 2), (4, 2), (4, 1), (4, 4))
 BATCHES = 4  # of a step, whatever the number of ranks
 
 
@@ -134,14 +135,17 @@ def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
     expect(model, optimizers, name, 4, f"{case} resumed")
 
 
-@pytest.mark.parametrize("saved_on", [(4, 2), (2, 2), (1, 1)])
-@pytest.mark.parametrize("name", NAMES)
+# The cut of a file is that of its ranks, whatever optimizer wrote it: each is saved with both axes, some elsewhere.
+@pytest.mark.parametrize(
+    ("name", "saved_on"),
+    [*((name, (4, 2)) for name in NAMES), *itertools.product(("state in lists", NAMES[-1]), ((2, 2), (1, 1)))],
+)
 def test_a_checkpoint_of_whole_parameters_loads_on_any_topology(
     tmp_path: Path, name: str, saved_on: tuple[int, int]
 ) -> None:
     path = str(tmp_path / "step-2")
     run_ranks(_save, path, saved_on[1], name, world_size=saved_on[0])
-    for world_size, zero3_size in TOPOLOGIES:
+    for world_size, zero3_size in TOPOLOGIES if name == "Adafactor" else TOPOLOGIES[:4]:
         if (world_size, zero3_size) != saved_on:
             run_ranks(_resume, path, zero3_size, name, world_size=world_size)
 
@@ -168,7 +172,7 @@ def _states(rank: int, zero3_size: int) -> None:
         expect(model, optimizers, name, 4, f"{name}, from one process")
 
 
-@pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("world", "zero3_size"), [(2, 2), (4, 2), (2, 1)])
 def test_states_by_name_and_of_one_process_can_be_put_back(world: int, zero3_size: int) -> None:
     run_ranks(_states, zero3_size, world_size=world)
 

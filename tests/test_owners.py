@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerzero.layout.flat import FlatLayout, Slot, plan_layouts
 from layerzero.layout.grid import Extent, Grid
-from layerzero.layout.owners import Owner, Plan, plan_owners, work_of
+from layerzero.layout.owners import Across, Owner, Plan, plan_owners, work_of
 
 GRIDS = [(replicas, size) for replicas in (1, 2, 3, 4, 8) for size in (1, 2, 4, 8)]
 Params = list[tuple[str, tuple[int, ...]]]
@@ -136,3 +136,24 @@ def test_bounds_that_cannot_be_are_refused() -> None:
             FlatLayout(slots, 6, 2, 4, bounds=bounds)
     with pytest.raises(ValueError, match="do not cut"):
         FlatLayout((), 6, 3, 4, bounds=(0, 12, 6, 18))
+
+
+@pytest.mark.parametrize(("replicas", "zero3_size", "places"), [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 1, 8)])
+def test_owners_are_balanced_over_the_places_of_a_further_axis(replicas: int, zero3_size: int, places: int) -> None:
+    """Each block's matrices are cut along dim 0 over `places`: here are the parts of one of them."""
+    width = 64
+    handles = [block(f"b{i}", width) for i in range(4 * places)]
+    parts = [[(name, (shape[0] // places, *shape[1:])) for name, shape in params] for params in handles]
+    whole = dict(each for params in handles for each in params)
+    layouts = [layout for each in parts for layout in plan_layouts(each, num_shards=replicas * zero3_size, align=4)]
+    owned = [{slot.name for slot in layout.slots if len(slot.shape) > 1} for layout in layouts]
+    across = {name: Across(0, places, shape) for name, shape in whole.items() if len(shape) > 1}
+    plan = plan_owners(layouts, owned, replicas=replicas, zero3_size=zero3_size, across=across)
+    check(layouts, owned, plan, replicas, zero3_size)
+    work: Counter[Owner] = Counter()
+    for name, owner in plan.owners.items():
+        assert owner.axis == 0 and owner.t in range(places)
+        work[owner] += work_of(whole[name])
+    assert len(work) == replicas * zero3_size * places
+    mean = sum(work.values()) / len(work)
+    assert max(work.values()) <= 1.25 * mean

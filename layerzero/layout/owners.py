@@ -1,7 +1,9 @@
 """Which replica and rank owns each parameter that an optimizer needs whole, and the cuts that follow. Integers only.
 
 A slot that is owned lies, in every ZeRO-3 shard that it touches, in the part of one replica. So the owner's node holds
-all of its ZeRO-1 rows, and one rank of that node, which updates it, gets them without leaving the node.
+all of its ZeRO-1 rows, and one rank of that node, which updates it, gets them without leaving the node. What a further
+axis has cut is put together along that axis, too: each of its places has an equal part, at the same place of an equal
+layout.
 
 [Note: Owned cuts]
 The parts of a ZeRO-3 shard stay in the order of the replicas. A slot that reaches from one ZeRO-3 shard into the next
@@ -16,15 +18,18 @@ through them a few times.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from layerzero.layout.flat import FlatLayout, Slot
 
-__all__ = ["Owner", "Plan", "plan_owners", "work_of"]
+__all__ = ["Across", "Owner", "Plan", "plan_owners", "work_of"]
 
 _EFFORT = 200_000  # runs looked at in all, beyond the first time through
 _ROUNDS = 6  # through all chains, at most
@@ -36,6 +41,16 @@ class Owner(NamedTuple):
 
     r: int
     s: int
+    axis: int | None = None  # the further one along which parts are put together, if there is one
+    t: int = 0  # the place on it
+
+
+class Across(NamedTuple):
+    """A parameter is put together along a further axis."""
+
+    axis: int
+    size: int  # places on it
+    shape: tuple[int, ...]  # of what is put together
 
 
 @dataclass(frozen=True)
@@ -55,17 +70,26 @@ def work_of(shape: Sequence[int]) -> int:
 
 
 def plan_owners(
-    layouts: Sequence[FlatLayout], owned: Sequence[Collection[str]], *, replicas: int, zero3_size: int
+    layouts: Sequence[FlatLayout],
+    owned: Sequence[Collection[str]],
+    *,
+    replicas: int,
+    zero3_size: int,
+    across: Mapping[str, Across] = MappingProxyType({}),
 ) -> Plan:
     """Cut `layouts` so that each slot that is named in `owned`, layout by layout, lies on one replica.
 
     Layouts of which nothing is owned are cut evenly. The result depends on the arguments alone.
+
+    Args:
+        across: by name, what is put together along a further axis.
     """
+    work = partial(_work, across)
     chains = [
         chain
         for index, (layout, names) in enumerate(zip(layouts, owned, strict=True))
         if names and replicas > 1
-        for chain in _chains(index, layout, names, replicas, zero3_size)
+        for chain in _chains(index, layout, names, replicas, zero3_size, work)
     ]
     runs = _balance(chains, replicas, zero3_size)
     cut = []
@@ -75,7 +99,13 @@ def plan_owners(
             if chain.layout == index:
                 _write_bounds(bounds, chain, ends, replicas)
         cut.append(replace(layout, bounds=(*bounds, layout.numel) if bounds else ()))
-    return Plan(tuple(cut), _owners(cut, owned, replicas, zero3_size))
+    return Plan(tuple(cut), _owners(cut, owned, replicas, zero3_size, across))
+
+
+def _work(across: Mapping[str, Across], slot: Slot) -> int:
+    """Of the slot's owner; of what is put together, the share of each place."""
+    put_together = across.get(slot.name)
+    return work_of(slot.shape) if put_together is None else work_of(put_together.shape) // put_together.size
 
 
 class _Chain(NamedTuple):
@@ -88,7 +118,14 @@ class _Chain(NamedTuple):
     starts: tuple[int, ...]  # of the ZeRO-3 shards, and the end of the last
 
 
-def _chains(index: int, layout: FlatLayout, names: Collection[str], replicas: int, zero3_size: int) -> list[_Chain]:
+def _chains(
+    index: int,
+    layout: FlatLayout,
+    names: Collection[str],
+    replicas: int,
+    zero3_size: int,
+    work_of_slot: Callable[[Slot], int],
+) -> list[_Chain]:
     owned = [slot for slot in layout.slots if slot.name in names and slot.numel]
     starts = [s * replicas * layout.shard_numel for s in range(zero3_size + 1)]
     linked = {start for start in starts for slot in owned if slot.offset < start < slot.end}
@@ -102,7 +139,7 @@ def _chains(index: int, layout: FlatLayout, names: Collection[str], replicas: in
     chains = []
     for start, stop in pairwise(ends):
         points = tuple(p for p in legal if start <= p <= stop)
-        work = tuple(sum(work_of(s.shape) for s in owned if start <= s.offset and s.end <= p) for p in points)
+        work = tuple(sum(work_of_slot(s) for s in owned if start <= s.offset and s.end <= p) for p in points)
         shards = range(starts.index(start), starts.index(stop))
         chains.append(_Chain(index, shards, points, work, tuple(starts[shards.start : shards.stop + 1])))
     return chains
@@ -203,9 +240,16 @@ def _write_bounds(bounds: list[int], chain: _Chain, ends: Sequence[int], replica
 
 
 def _owners(
-    layouts: Sequence[FlatLayout], owned: Sequence[Collection[str]], replicas: int, zero3_size: int
+    layouts: Sequence[FlatLayout],
+    owned: Sequence[Collection[str]],
+    replicas: int,
+    zero3_size: int,
+    across: Mapping[str, Across],
 ) -> dict[str, Owner]:
-    """Inside each node, the heaviest first: to the rank that has most of its rows, or has least of all so far."""
+    """Inside each node, the heaviest first: to the rank that has most of its rows, or has least of all so far.
+
+    Of the ranks beside it on a further axis, to the one that has least so far.
+    """
     of_node: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
     for layout, names in zip(layouts, owned, strict=True):
         for slot in layout.slots:
@@ -214,21 +258,37 @@ def _owners(
     owners = {}
     for r, slots in enumerate(of_node):
         numel = max(1, sum(slot.numel for _, slot in slots))
-        work = max(1, sum(work_of(slot.shape) for _, slot in slots))
-        loads = [(0.0, 0.0)] * zero3_size  # elements and work
+        work = max(1, sum(_work(across, slot) for _, slot in slots))
+        loads = [_Load()] * zero3_size
+        beside: defaultdict[tuple[int, int, int], _Load] = defaultdict(_Load)  # by s, axis and place on it
 
-        def weight(slot: Slot, numel: int = numel, work: int = work) -> tuple[float, float]:
-            return slot.numel / numel, work_of(slot.shape) / work
+        def weight(slot: Slot, numel: int = numel, work: int = work) -> _Load:
+            return _Load(slot.numel / numel, _work(across, slot) / work)
 
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
-            size, effort = weight(slot)
+            own = weight(slot)
             rows = [len(layout.rows_in(slot, layout.zero3_range(s, zero3_size))) for s in range(zero3_size)]
-            after = [max(loads[s][0] + size, loads[s][1] + effort) for s in range(zero3_size)]
+            after = [max(loads[s].plus(own)) for s in range(zero3_size)]
             allowed = max(min(after), 1 / zero3_size)  # up to its share, a rank may have what is mostly there already
             s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
-            loads[s] = loads[s][0] + size, loads[s][1] + effort
+            loads[s] = loads[s].plus(own)
             owners[slot.name] = Owner(r, s)
+            if (put_together := across.get(slot.name)) is not None:
+                axis, size, _ = put_together
+                t = min(range(size), key=lambda t: (max(beside[s, axis, t].plus(own)), t))
+                beside[s, axis, t] = beside[s, axis, t].plus(own)
+                owners[slot.name] = Owner(r, s, axis, t)
     return owners
+
+
+class _Load(NamedTuple):
+    """Of one owner, as shares of what its node has."""
+
+    elements: float = 0.0
+    work: float = 0.0
+
+    def plus(self, more: _Load) -> _Load:
+        return _Load(self.elements + more.elements, self.work + more.work)
 
 
 def _holders(layout: FlatLayout, slot: Slot) -> list[int]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from layerzero.comm.everyone import Everyone
 from layerzero.comm.texts import share_texts
-from layerzero.comm.topology import Topology
 from layerzero.optimizers.owned import Owned
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import sharded
@@ -18,28 +19,40 @@ from layerzero.tensors.sharded import sharded
 __all__ = ["with_what_others_own"]
 
 
-def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], topology: Topology) -> dict[str, Any]:
+def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], everyone: Everyone) -> dict[str, Any]:
     """A state by name, complete on all ranks: of what others own, sharded tensors without rows, and numbers.
 
     Args:
         state: what this rank has, its tensors as they are shown.
+        everyone: all of these ranks call this.
 
     Raises:
         TypeError: the state of an owned parameter holds something that is neither a tensor nor a number.
     """
-    mine = [each.member.name for each in owned if each.is_mine and each.member.name in state]
+    here = {_place(each): each for each in owned}
+    mine = {
+        place: state[each.member.name] for place, each in here.items() if each.is_mine and each.member.name in state
+    }
+    text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
-    for text in share_texts(topology.control, json.dumps({name: _described(name, state[name]) for name in mine})):
-        told |= json.loads(text)
+    for said in share_texts(everyone.control, text):
+        told |= json.loads(said)
     if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
         raise TypeError(wrong[0])
-    complete = {name: values for name, values in state.items() if name not in told or name in mine}
-    device = topology.device
-    for each in owned:
-        name = each.member.name
-        if name in told and name not in mine:
-            complete[name] = {key: _made(entry, each, device) for key, entry in told[name].items()}
+    complete = dict(state)
+    for place, each in here.items():
+        if place in told and place not in mine:
+            entries, device = told[place].items(), everyone.topology.device
+            complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
+
+
+def _place(owned: Owned) -> str:
+    """Names a parameter, and of the owners that it has where further axes put nothing together, this rank's."""
+    span, axis = owned.member.span, owned.owner.axis
+    if span.face is None:
+        return f"{span.name} of {span.topology.ranks}"
+    return f"{span.name} at {[span.face.place_on(at) for at in range(span.face.mesh.ndim) if at != axis]}"
 
 
 def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +64,11 @@ def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entry(path: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
+        if value.ndim and not isinstance(value, DTensor):
+            raise TypeError(
+                f"{path} has shape {list(value.shape)}: its parameter is a stack of which ranks have matrices, "
+                "and of its state only what is one part a matrix can be told"
+            )
         number = value.item() if value.ndim == 0 else None
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "number": number}
     if value is None or isinstance(value, (bool, int, float, str)):

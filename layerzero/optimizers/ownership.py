@@ -12,37 +12,48 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.topology import Topology, groups_so_far
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
-from layerzero.layout.owners import plan_owners
+from layerzero.layout.flat import FlatLayout
+from layerzero.layout.owners import Across, Owner, plan_owners
+from layerzero.optimizers.cells import across, cell_across, cell_of, places_across
 from layerzero.optimizers.interchange import asked_by_torch
 from layerzero.optimizers.owned import Owned, buffers_of_rounds, step_owned
 from layerzero.optimizers.owned_state import with_what_others_own
-from layerzero.optimizers.trial import kind_of
+from layerzero.optimizers.trial import kind_of, steps_stacks_apart
 from layerzero.setup.planned import planned_again
-from layerzero.setup.scratch import plan_scratch
+from layerzero.setup.scratch import Scratch, plan_scratch
+from layerzero.storage.buffers import Size
 
-__all__ = ["Ownership", "own"]
+__all__ = ["Ownership"]
+
+_Key = tuple[Topology, int | None]  # of a cell: where it is, and the further axis that is put together
 
 
 class Ownership:
     """The parameters of one optimizer that are updated whole.
 
+    Every rank must make it, and those that it needs whole have owners then.
+
     Args:
-        inner: the wrapped optimizer.
+        inner: the wrapped optimizer, with its groups.
         whole_kinds: the kinds of its groups that need whole parameters; see elementwise.py.
 
     Attributes:
         owned: by id of the sharded parameter.
     """
 
-    def __init__(self, runtime: Runtime, inner: Optimizer, whole_kinds: Collection[str]) -> None:
+    def __init__(self, runtime: Runtime, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
         self.owned: dict[int, Owned] = {}
         self._runtime = runtime
         self._inner = inner
         self._whole_kinds = frozenset(whole_kinds)
         self._known_kinds = {kind_of(group) for group in inner.param_groups}
+        held = [p for group in inner.param_groups if kind_of(group) in self._whole_kinds for p in group["params"]]
+        self._asked: set[str] = set()  # the names of what has owners as this optimizer needs them
+        self._ask([member for p in held if (member := runtime.parameters.member_of(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[Member, Tensor]]) -> None:
         """A group has come, with these parameters and their masters. Every rank must call this.
@@ -52,29 +63,39 @@ class Ownership:
         kind = kind_of(group)
         if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
             return
-        own(self._runtime, [member for member, _ in members])
+        self._ask([member for member, _ in members if member.name not in self._asked])
         for member, master in members:
-            self.owned[id(member.parameter)] = Owned(member, self._runtime.owners[member.name], group, master)
+            owner = self._runtime.owners[member.name]
+            cell = self._runtime.cells[member.span.topology, owner.axis]
+            self.owned[id(member.parameter)] = Owned(member, owner, cell, group, master)
         self._foresee()
+
+    def _ask(self, members: Sequence[Member]) -> None:
+        if members:
+            _own(self._runtime, members, self._inner)
+        self._asked |= {member.name for member in members}
 
     def follow(self) -> None:
         """Owners may have changed."""
-        owners = self._runtime.owners
-        self.owned = {key: replace(each, owner=owners[each.member.name]) for key, each in self.owned.items()}
+        owners, cells = self._runtime.owners, self._runtime.cells
+        for key, each in self.owned.items():
+            owner = owners[each.member.name]
+            cell = cells[each.member.span.topology, owner.axis]
+            self.owned[key] = replace(each, owner=owner, cell=cell)
         self._foresee()
 
     def _foresee(self) -> None:
         """Optimizers step one after the other, and when nothing is being reduced: the most of each will do."""
         pool = self._runtime.buffers.scratch
-        pool.foreseen = Counter(pool.foreseen) | buffers_of_rounds(self.owned.values(), self._runtime.topology)
+        pool.foreseen = Counter(pool.foreseen) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Step the whole optimizer."""
-        runtime = self._runtime
         if not self.owned:
             take_step()
             return
-        step_owned(self._inner, list(self.owned.values()), runtime.topology, runtime.buffers.scratch, take_step)
+        runtime = self._runtime
+        step_owned(self._inner, list(self.owned.values()), runtime.everyone, runtime.buffers.scratch, take_step)
 
     def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state by name, with the entries that only owners know. Every rank must call this if there are owners."""
@@ -86,7 +107,7 @@ class Ownership:
                 "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
                 "every rank"
             )
-        return with_what_others_own(state, list(self.owned.values()), self._runtime.topology)
+        return with_what_others_own(state, list(self.owned.values()), self._runtime.everyone)
 
     def refuse(self, method: str) -> None:
         """Raise RuntimeError if a method of the optimizer would find rows for whole parameters."""
@@ -98,48 +119,157 @@ class Ownership:
 
 
 @torch.no_grad()
-def own(runtime: Runtime, members: Iterable[Member]) -> None:
+def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> None:
     """Let each of these parameters, and of those that have one already, have an owner. Every rank must call this.
+
+    What an optimizer has whole already may be a part to this one: matrices of a stack. Then all of them get more.
+
+    Args:
+        optimizer: needs them whole.
 
     Raises:
         RuntimeError: rows would have to move that something refers to already; nothing is changed then.
-        ValueError: ranks ask for different parameters.
+        ValueError: ranks ask for different parameters, or have found that other ones must be put together, or what
+            further axes have cut cannot be.
     """
     names = {*runtime.owners, *(member.name for member in members)}
-    if names == set(runtime.owners):
+    to_ask = [member for member in members if _may_be_a_part(member, runtime.owners.get(member.name))]
+    if names == set(runtime.owners) and not to_ask:
         return
-    topology, handles = runtime.topology, runtime.handles
-    beside = [m.name for m in runtime.members.values() if m.span.face is not None or m.span.topology is not topology]
-    if beside:
-        raise ValueError(
-            f"the optimizer needs whole parameters, in a model of which {beside[0]!r} and others are on axes beside "
-            "the data-parallel ones (tensor or expert parallel), which is not supported: use an element-wise optimizer"
-        )
-    layouts = [handle.layout for handle in handles]
-    owned = [[slot.name for slot in layout.slots if slot.name in names] for layout in layouts]
-    plan = plan_owners(layouts, owned, replicas=topology.replicas, zero3_size=topology.zero3_size)
-    moved = [handle for handle, layout in zip(handles, plan.layouts, strict=True) if handle.layout != layout]
+    plan: dict[Handle, FlatLayout] = {}
+    owners: dict[str, Owner] = {}
+    moved: list[Handle] = []
+    put_together: dict[str, Across] = {}
+    new_cells: dict[_Key, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
-        runtime.notice_interrupt()
-        runtime.gradients.heed_user()
-        _require_untouched(runtime, moved if moved else handles, {n for n in names if n in runtime.owners})
-    except RuntimeError as error:
+        before = _put_together(runtime)
+        put_together = before | _to_put_together(to_ask, optimizer, runtime.topology.device)
+        changes = names != set(runtime.owners) or put_together != before
+        if changes:
+            plan, owners = _plan(runtime, names, put_together)
+            moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
+            runtime.notice_interrupt()
+            runtime.gradients.heed_user()
+            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
+        new_cells = _new_cells(runtime, owners)
+    except (RuntimeError, ValueError) as error:
         failure = error
-    agree("parameters that an optimizer needs whole", {"names": sorted(names)}, ranks=topology.ranks, failure=failure)
-    if moved:
+    told = sorted((name, along.axis, along.size) for name, along in put_together.items())
+    agree(
+        "parameters that an optimizer needs whole",
+        {"names": sorted(names), "put together along further axes": told},
+        ranks=runtime.everyone.ranks,
+        groups={f"cell of {sorted(places)}": groups_so_far() for places in new_cells.values() if places},
+        failure=failure,
+    )
+    if not changes:
+        return
+    runtime.cells |= {
+        (topology, axis): cell_of(topology) if axis is None else cell_across(topology, axis, places)
+        for (topology, axis), places in new_cells.items()
+    }
+    if any(layout.bounds for layout in plan.values()):  # on all ranks alike, wherever rows move
         runtime.refreshes.launch_due()
         runtime.refreshes.launch_edited()
-    for handle, layout in zip(handles, plan.layouts, strict=True):
-        if handle in moved:
-            handle.finish_refresh()
-            handle.recut(layout)
-    runtime.owners = plan.owners
+    for handle in moved:
+        handle.finish_refresh()
+        handle.recut(plan[handle])
+    runtime.owners = owners
+    runtime.buffers.scratch.foreseen = _scratch_again(runtime)
+    for each in runtime.optimizers:
+        each.rows_have_moved()  # type: ignore[attr-defined]
+
+
+def _plan(
+    runtime: Runtime, names: Collection[str], put_together: Mapping[str, Across]
+) -> tuple[dict[Handle, FlatLayout], dict[str, Owner]]:
+    """The layouts of all handles, and the owners by name."""
+    plan: dict[Handle, FlatLayout] = {}
+    owners: dict[str, Owner] = {}
+    for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
+        handles = [handle for handle in runtime.handles if handle.topology is topology]
+        owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
+        _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], put_together)
+        cuts = plan_owners(
+            [handle.layout for handle in handles],
+            owned,
+            replicas=topology.replicas,
+            zero3_size=topology.zero3_size,
+            across=put_together,
+        )
+        plan |= zip(handles, cuts.layouts, strict=True)
+        owners |= cuts.owners
+    return plan, owners
+
+
+def _may_be_a_part(member: Member, owner: Owner | None) -> bool:
+    """A further axis cuts what the owner has, or would have."""
+    face, axis = member.span.face, None if owner is None else owner.axis
+    return face is not None and any(face.cut_by(at) is not None for at in range(face.mesh.ndim) if at != axis)
+
+
+def _put_together(runtime: Runtime) -> dict[str, Across]:
+    """By name, the owned parameters that are put together along a further axis."""
+    found: dict[str, Across] = {}
+    for name, owner in runtime.owners.items():
+        face = runtime.members[name].span.face
+        if face is not None and owner.axis is not None:
+            found[name] = Across(owner.axis, face.mesh.size(owner.axis), face.joined(owner.axis))
+    return found
+
+
+def _to_put_together(members: Iterable[Member], optimizer: Optimizer, device: torch.device) -> dict[str, Across]:
+    """By name, those of these parameters that this optimizer needs put together along a further axis."""
+    found: dict[str, Across] = {}
+    apart: dict[int, bool] = {}  # by dims: the optimizer treats each matrix of a stack by itself
+    for member in members:
+        face = member.span.face
+        assert face is not None
+        dims = len(face.shape)
+        if dims > 2 and dims not in apart:
+            apart[dims] = steps_stacks_apart(optimizer, device, dims)
+        along = across(member.name, face, stacks_apart=apart.get(dims, False))
+        if along is not None:
+            found[member.name] = along
+    return found
+
+
+def _new_cells(runtime: Runtime, owners: Mapping[str, Owner]) -> dict[_Key, dict[int, tuple[int, int]]]:
+    """The cells that are to be made for these owners, in one order on all ranks; of which ranks, and their places."""
+    found: dict[_Key, dict[int, tuple[int, int]]] = {}
+    for name, owner in sorted(owners.items()):
+        topology, face, axis = runtime.members[name].span.topology, runtime.members[name].span.face, owner.axis
+        if (topology, axis) not in {*runtime.cells, *found}:
+            found[topology, axis] = {} if face is None or axis is None else places_across(topology, face, axis)
+    return found
+
+
+def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, Across]) -> None:
+    """Raise ValueError where places of an axis along which parts are put together have different layouts."""
+    members = [member for handle in handles for member in handle.members]
+    axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
+    for member in members:
+        face = member.span.face
+        for axis, name in axes.items() if face is not None else ():
+            assert face is not None
+            dim, size = face.cut_by(axis), face.mesh.size(axis)
+            if dim is not None and face.joined(axis)[dim] % size:
+                raise ValueError(
+                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape {list(face.shape)} "
+                    f"in a unit with such ones, is cut unevenly along dim {dim} over {size} ranks, which is not "
+                    "supported: use a size that they divide, or an element-wise optimizer for all of its unit"
+                )
+
+
+def _scratch_again(runtime: Runtime) -> Counter[Size]:
+    total = Scratch(Counter(), Counter())
     planned = planned_again(runtime.units)
-    again = [handle for unit in planned for handle in unit.handles]
-    runtime.buffers.scratch.foreseen = plan_scratch(again, runtime.config, planned[0].where).scratch
-    for optimizer in runtime.optimizers:
-        optimizer.rows_have_moved()  # type: ignore[attr-defined]
+    for over in dict.fromkeys(unit.over for unit in planned):
+        units = [unit for unit in planned if unit.over is over]
+        handles = [handle for unit in units for handle in unit.handles]
+        total = total.plus(plan_scratch(handles, runtime.config, units[0].where))
+    return total.scratch
 
 
 def _require_untouched(runtime: Runtime, moved: Iterable[Handle], owned: set[str]) -> None:

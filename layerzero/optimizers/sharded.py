@@ -36,11 +36,10 @@ from layerzero.optimizers.inner import (
 )
 from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first_state, numbered
 from layerzero.optimizers.owned import Owned
-from layerzero.optimizers.ownership import Ownership, own
+from layerzero.optimizers.ownership import Ownership
 from layerzero.optimizers.parts import update
 from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.optimizers.state_view import StateView
-from layerzero.optimizers.trial import kind_of
 from layerzero.tensors.rows import RowSpan
 from layerzero.tensors.sharded import plain
 
@@ -80,9 +79,6 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = runtime_of(model)
     whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
-    if whole_kinds:
-        held = [p for group in optimizer.param_groups if kind_of(group) in whole_kinds for p in group["params"]]
-        own(runtime, [member for p in held if (member := runtime.parameters.member_of(p)) is not None])
     return ShardedOptimizer(optimizer, runtime, whole_kinds)
 
 
@@ -378,9 +374,9 @@ class ShardedOptimizer(AroundAnother):
         """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
-    def is_owned(self, name: str) -> bool:
-        """One rank updates the parameter that :meth:`state_dict` calls so, and has all of its state."""
-        return any(owned.member.name == name for owned in self._ownership.owned.values())
+    def owned(self, name: str) -> Owned | None:
+        """The parameter that :meth:`state_dict` calls so, if one rank updates it, and has all of its state."""
+        return next((each for each in self._ownership.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowSpan | None:
         """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""

@@ -25,16 +25,15 @@ def show(value: Any, holder: Holder) -> Any:
     if isinstance(holder, Owned):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
-        return (
-            sharded(value, holder.span_of(value.shape), Watch()) if isinstance(value, Tensor) and value.ndim else value
-        )
+        shape = holder.true_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
+        return value if shape is None else sharded(value, holder.span_of(shape), Watch())
     member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
         return sharded(value, member.span, Watch())
     return value
 
 
-HOW = ("foreach", "fused", "capturable")  # settings of a group that say how, not what
+HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # settings of a group that say how, not what
 
 
 def few(names: Iterable[str]) -> str:
@@ -90,7 +89,8 @@ def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
                 f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
-    return (value.full_tensor() if isinstance(value, DTensor) else value).to(device).clone()
+    whole, face = (value.full_tensor() if isinstance(value, DTensor) else value), owned.span_of(value.shape).face
+    return (whole if face is None else whole[face.box]).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:

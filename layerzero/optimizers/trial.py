@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from layerzero.optimizers.turns import Turn, step_in_turns
 from layerzero.optimizers.twin import twin_of, unhooked
 
-__all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of"]
+__all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of", "steps_stacks_apart"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -64,6 +64,7 @@ class _Data(NamedTuple):
 class _Outcome(NamedTuple):
     parameters: list[list[Tensor]]  # by group
     numbers: dict[str, float]  # that the optimizer keeps for itself, by where
+    states: list[Any]  # of the parameters, one after the other
 
 
 def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
@@ -129,6 +130,46 @@ def _try_owners(
                 f"small parameters could be stepped together, one after the other they could not: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, owned)
+
+
+def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
+    """The optimizer treats each matrix of a stack by itself: two halves, each alone, are stepped as the whole is.
+
+    What it keeps for the stack must be what it keeps for the halves, too. And it must step a stack of no matrices: of
+    few, a rank may have none. False where it cannot be tried.
+
+    Args:
+        dims: of the stack.
+    """
+    data = _data(device, [shape for shape in _CUTS if len(shape) == dims])
+    groups = _kinds_of_groups(optimizer)
+    if not data.start:
+        return False
+    data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
+    with _random_numbers_kept(device), _uncompiled():
+        try:
+            whole = _run_whole(optimizer, groups, data)
+            *halves, _ = [_run(optimizer, groups, [data.cut(part)] * len(groups)) for part in range(3)]
+            if _compare(whole, halves, data, [False] * len(groups)) is not None:
+                return False
+            return all(map(_is_of_halves, whole.states, *(half.states for half in halves)))
+        except Exception:
+            return False
+
+
+def _is_of_halves(whole: Any, *halves: Any) -> bool:
+    """What is kept for a stack is what is kept for its halves."""
+    if isinstance(whole, Tensor) and whole.ndim:
+        parts = torch.cat([torch.as_tensor(half) for half in halves])
+        return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)
+    if isinstance(whole, (Mapping, list, tuple)):
+        keys = whole.keys() if isinstance(whole, Mapping) else range(len(whole))
+        return all(len(half) == len(whole) for half in halves) and all(
+            _is_of_halves(whole[key], *(half[key] for half in halves)) for key in keys
+        )
+    if isinstance(whole, (int, float, Tensor)):
+        return all(math.isclose(whole, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
+    return all(half == whole for half in halves)
 
 
 def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
@@ -233,7 +274,8 @@ def _run(
             step_in_turns(twin, partial(step, twin), _turns(twin, ours, owned, rank))
         else:
             step(twin)
-    return _Outcome([[p.detach() for p in parameters] for parameters in ours], dict(_numbers(twin, ours)))
+    states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]
+    return _Outcome([[p.detach() for p in parameters] for parameters in ours], dict(_numbers(twin, ours)), states)
 
 
 def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
