@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     import torch  # noqa: F401
 
 from layerzero import checkpoint, optimizers, planning
+from layerzero.comm.codecs import Float8Rows, GatherCodec
 from layerzero.comm.topology import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
@@ -38,6 +39,8 @@ __all__ = [
     "BitGuard",
     "Corruption",
     "Fingerprint",
+    "Float8Rows",
+    "GatherCodec",
     "LayerZeroConfig",
     "MemoryReport",
     "NonFiniteGradients",

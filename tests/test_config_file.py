@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero import LayerZeroConfig
+from layerzero import Float8Rows, LayerZeroConfig
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -26,6 +26,7 @@ accumulation: full
 offload_grads: true
 offload_optimizer: true
 reshard_after_forward: false
+gather_codec: float8_rows
 prefetch: 2
 node_memory: "off"
 ignored_modules: [head]
@@ -68,6 +69,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         offload_grads=True,
         offload_optimizer=True,
         reshard_after_forward=False,
+        gather_codec=Float8Rows(),
         prefetch=2,
         node_memory="off",
         ignored_modules=["head"],

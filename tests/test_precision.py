@@ -363,3 +363,78 @@ def _freeze(rank: int) -> None:
 
 def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_bytes() -> None:
     run_ranks(_freeze, world_size=WORLD)
+
+
+class _Float8Product(torch.autograd.Function):
+    """`x @ weight.T` of numbers in float8 with one scale each, as layers that train in float8 compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        scales = [each.detach().abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max for each in (x, weight)]
+        a, b = ((each / scale).to(torch.float8_e4m3fn) for each, scale in zip((x, weight), scales, strict=True))
+        return torch._scaled_mm(a, b.t(), *scales, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Float8Product.apply(x, self.weight) + self.bias
+
+
+class Float8Net(nn.Module):
+    UNITS = ("up", "down")
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.up, self.down = Float8Linear(16, 48), Float8Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def _float8_batch(rank: int) -> Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def _float8(rank: int) -> None:
+    alone, momentum = Float8Net(), {"lr": 1.0, "momentum": MOMENTUM}
+    theirs = torch.optim.SGD(alone.parameters(), **momentum)
+    wanted, losses = [], []
+    for _ in range(4):
+        low = copy.deepcopy(alone).to(BF16)
+        for parameter in alone.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for each in range(WORLD):
+            low.zero_grad()
+            loss = low(_float8_batch(each).to(BF16)).float().square().mean()
+            loss.backward()
+            for parameter, coarse in zip(alone.parameters(), low.parameters(), strict=True):
+                parameter.grad += coarse.grad.float() / WORLD
+        losses.append(loss.item())
+        theirs.step()
+        wanted.append({name: p.detach().clone() for name, p in alone.named_parameters()})
+    x = _float8_batch(0).to(BF16)
+    layer = Float8Net().to(BF16).up
+    assert losses[-1] < losses[0] and not torch.equal(layer(x), nn.Linear.forward(layer, x))
+    for size in SIZES:
+        model = layerzero.shard_model(
+            Float8Net(), mesh=mesh_of(size), units=Float8Net.UNITS, mp_policy=MixedPrecisionPolicy(BF16, FP32)
+        )
+        optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), **momentum), model)
+        for step, expected in enumerate(wanted):
+            model(_float8_batch(rank)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            wrong = different(full_parameters(model), expected)
+            assert not wrong, f"S={size}, step {step}: {wrong}"
+
+
+def test_layers_that_compute_in_float8_train_as_in_one_process() -> None:
+    run_ranks(_float8, world_size=WORLD)

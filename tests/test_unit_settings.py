@@ -125,8 +125,7 @@ def _wrong(rank: int) -> None:
         ({"mp_policy": lambda name, module: torch.bfloat16}, TypeError, r"mp_policy\('', module\) returns.*got dtype"),
         ({"mp_policy": "bf16"}, TypeError, "mp_policy must be .*MixedPrecisionPolicy.*got str"),
         ({"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)}, TypeError, "param_dtype of what mp_policy"),
-        ({"reshard_after_forward": 2}, TypeError, "must be a bool, got 2.*zero3_size=2, or False"),
-        ({"reshard_after_forward": lambda name, module: 4}, TypeError, r"reshard_after_forward\('', module\).*got 4"),
+        ({"reshard_after_forward": lambda name, module: 4}, ValueError, r"reshard_after_forward\('', module\).* is 4"),
         ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be a bool.*'yes'"),
     ]
     for settings, kind, text in refused:

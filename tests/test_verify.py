@@ -147,6 +147,8 @@ RIGHT = {
     "a counter in Python": Right(Counts),
     "ignored parameters": Right(Scaled, settings={"ignored_params": scale_of}),
     "mappings": Right(Speaks, keyword_batch),
+    "kept by two": Right(Net, settings={"reshard_after_forward": 2, "zero3_sizes": None, "steps": 1}),
+    "kept by four": Right(Net, settings={"reshard_after_forward": 4, "zero3_sizes": None, "steps": 1}),
 }
 
 
@@ -163,7 +165,8 @@ def test_right_models_train_alike() -> None:
         report = reports[0][case]
         assert report.ok, f"{case}:\n{report}"
         assert all(other[case] == report for other in reports), f"{case}: ranks got different reports"
-        assert {row.zero3_size for row in report.rows} == ({1, 2, 4} if case == "tied transformer" else {2})
+        sizes = {"tied transformer": {1, 2, 4}, "kept by two": {1, 2, 4}, "kept by four": {1, 4}}
+        assert {row.zero3_size for row in report.rows} == sizes.get(case, {2})
         assert report.worst is report.rows[0]
         assert report.notes == ()
         assert max(row.gradient for row in report.rows) < 1e-5, f"{case}: more than rounding\n{report}"
@@ -297,10 +300,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialised with 4 ranks"),
     "sizes": ({"zero3_sizes": [3]}, "zero3_sizes holds 3, which does not divide the 4 ranks; use some of [1, 2, 4]"),
     "no sizes": ({"zero3_sizes": []}, "zero3_sizes is empty"),
+    "kept by 3": ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide the 4 ranks of verify"),
+    "kept by 4": (
+        {"reshard_after_forward": 4, "zero3_sizes": [2]},
+        "zero3_sizes holds 2, which reshard_after_forward=4 does not divide; use some of [1, 4]",
+    ),
     "steps": ({"steps": 0}, "steps must be an int >= 1, got 0"),
     "tolerance": ({"tolerance": -1.0}, "tolerance must be a positive number, got -1.0"),
     "mesh": ({"mesh": None}, "verify does not take mesh"),
     "zero3_size": ({"zero3_size": 2}, "verify does not take zero3_size: pass zero3_sizes"),
+    "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not take gather_codec: the plain run"),
     "typo": ({"unit": {Block}}, "no setting 'unit'; use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, got []"),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.exchange import SPELLED, Exchange, Ledger
+from layerzero.comm.exchange import GATHERS, SPELLED, Exchange, Ledger
 from layerzero.comm.node_pool import Arrival, NodePool
 from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
@@ -112,10 +112,9 @@ class Issued:
     def word(self) -> Word:
         """What this rank leaves word of where it waits for it in vain."""
         doing = SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
-        if self.exchange not in (Exchange.GATHER, Exchange.ORDER):
+        if self.exchange not in (*GATHERS, Exchange.ORDER):
             return Word(doing)
-        gathers = self.lane.ledger.gathers_up_to(self.name, launched=self.exchange is Exchange.GATHER)
-        return Word(doing, gathers=gathers)
+        return Word(doing, gathers=self.lane.ledger.gathers_up_to(self.exchange, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
         """What to raise where waiting for it has raised `error`: which ranks did not come to it, as far as is known."""

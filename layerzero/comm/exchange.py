@@ -11,13 +11,14 @@ from typing import Any
 
 from layerzero.comm.recording import Observer
 
-__all__ = ["SPELLED", "Exchange", "Ledger"]
+__all__ = ["GATHERS", "SPELLED", "Exchange", "Ledger", "gather_name"]
 
 
 class Exchange(enum.Enum):
     """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
 
     GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    REGATHER = "regather"  # what few ranks have kept of it since the forward -> full buffer
     HOP1 = "hop1"  # gradients, inside the node
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
@@ -33,7 +34,10 @@ class Exchange(enum.Enum):
     HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
 
 
+GATHERS = (Exchange.GATHER, Exchange.REGATHER)
+
 SPELLED = {  # for people
+    Exchange.REGATHER: "gather among fewer ranks",
     Exchange.HOP1: "hop 1",
     Exchange.HOP2: "hop 2",
     Exchange.AGREE: "agreement on used parameters",
@@ -48,6 +52,11 @@ SPELLED = {  # for people
 }
 
 _SHOWN = 6  # gathers before a failure that its error names
+
+
+def gather_name(exchange: Exchange, unit: str) -> str:
+    """Of a gather, where orders are compared and told."""
+    return f"{unit} (kept)" if exchange is Exchange.REGATHER else unit
 
 
 @dataclass
@@ -71,12 +80,12 @@ class Ledger:
     def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
         self.calls[exchange.value] += 1
         self.bytes[exchange.value, axis] += sent
-        if exchange is Exchange.GATHER:
-            self.gathered.append(name)
+        if exchange in GATHERS:
+            self.gathered.append(gather_name(exchange, name))
 
-    def gathers_up_to(self, name: str, *, launched: bool) -> tuple[str, ...]:
-        """The last units that were gathered, each once in a row, up to `name`: the last of them, or the next."""
-        names = list(self.gathered)
+    def gathers_up_to(self, exchange: Exchange, unit: str) -> tuple[str, ...]:
+        """The last gathers, each once in a row, up to that of `unit`: the last of them, or the next."""
+        names, name, launched = list(self.gathered), gather_name(exchange, unit), exchange in GATHERS
         if launched and name in names:
             while names[-1] != name:  # others have been launched ahead
                 names.pop()

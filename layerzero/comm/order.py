@@ -26,6 +26,11 @@ __all__ = ["GatherOrder"]
 _REMEMBERED = 4096  # gathers in which a repetition is looked for
 _CONTEXT = 64  # gathers that must look alike at most
 _SHOWN = 6  # gathers before a difference that its error names
+_KEPT = (
+    ". '(kept)' is gathered among the few ranks of reshard_after_forward; others, which gather it among all, have run "
+    "their last forward without gradients, or a pass of theirs has failed: let all do the same, or use "
+    "reshard_after_forward=True"
+)
 
 
 class GatherOrder:
@@ -120,4 +125,5 @@ def _difference(orders: dict[int, str]) -> str:
         "call the same units in the same order. If which one is called depends on data (experts, early exits, a random "
         "depth with a seed of each rank), make the module that chooses the unit instead, or use zero3_size=1. What one "
         "rank does alone (`if rank == 0: evaluate(model)`) is such a difference, too: let all of them do it"
+        + (_KEPT if "(kept)" in told else "")
     )

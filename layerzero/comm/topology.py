@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -70,6 +70,7 @@ class Topology:
     node_control: Lane
     # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
     over_model: tuple[Lane, ...] = ()
+    _among: dict[int, Lane] = field(default_factory=dict)  # by ranks: see gather_among
 
     @property
     def zero3_size(self) -> int:
@@ -87,6 +88,15 @@ class Topology:
     def shard_index(self) -> int:
         """k, the place of this rank's ZeRO-1 shard in the flat order."""
         return self.grid.shard_index
+
+    def gather_among(self, ranks: int) -> Lane:
+        """A lane for gathers among `ranks` neighbours of a node, made when it is first asked for: by all ranks."""
+        if ranks not in self._among:
+            node, like = dist.get_process_group_ranks(self.zero3_gather.group), self.zero3_gather.group
+            first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
+            group = new_group_like(node[first : first + ranks], like=like, device_type=kind)
+            self._among[ranks] = Lane.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
+        return self._among[ranks]
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None) -> Topology:
@@ -249,7 +259,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         way_out = "make it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
-    names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+    names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     others = sorted({*(names or ())} & _NOT_DATA_PARALLEL)
     if mesh.ndim > 2 or others:
         raise ValueError(

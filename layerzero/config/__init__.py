@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.comm.codecs import GatherCodec
+
 __all__ = ["ACCUMULATIONS", "AUTO", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
 NODE_MEMORIES = ("auto", "off")
+_CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # units: what a model says of itself
 UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool | str] | Iterable[type[nn.Module] | str] | None
 Accumulation = str | Callable[[str, nn.Module], str]
 Policy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy]
-Reshards = bool | Callable[[str, nn.Module], bool]
+Reshards = bool | int | Callable[[str, nn.Module], bool | int]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class LayerZeroConfig:
     offload_optimizer: bool = False
     reshard_after_forward: Reshards = True
     prefetch: int = 1
+    gather_codec: GatherCodec | None = None
     node_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -67,9 +71,10 @@ class LayerZeroConfig:
         """The settings in a YAML file (needs ``pip install PyYAML``).
 
         Names are those of the fields; dtypes are ``bf16``, ``fp16`` and ``fp32`` or torch's names, `mp_policy` holds
-        its own fields, `units` and `ignored_modules` are names of modules or of their classes. The names of MindSpeed's
-        LayerZeRO are understood, too: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``,
-        ``autocast_output`` (fp32 outputs), ``forward_prefetch`` with ``backward_prefetch``.
+        its own fields, `units` and `ignored_modules` are names of modules or of their classes, `gather_codec` is
+        ``float8_rows``. The names of MindSpeed's LayerZeRO are understood, too: ``transformer_layers``,
+        ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (fp32 outputs), ``forward_prefetch``
+        with ``backward_prefetch``.
 
         Raises:
             TypeError, ValueError: a name or value that is unknown, wrong, given twice, or without a counterpart here,
@@ -116,6 +121,13 @@ class LayerZeroConfig:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not callable(self.reshard_after_forward):
             _check_reshards(self.reshard_after_forward, "reshard_after_forward")
+        codec = self.gather_codec
+        has_methods = all(callable(getattr(codec, each, None)) for each in _CODEC)
+        if codec is not None and (isinstance(codec, type) or not has_methods):
+            raise TypeError(
+                f"gather_codec must be an object with the methods {', '.join(_CODEC)} of layerzero.GatherCodec, as "
+                f"layerzero.Float8Rows() is, got {codec!r}"
+            )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be an int >= 0 (units gathered ahead), got {self.prefetch!r}")
 
@@ -136,13 +148,28 @@ class LayerZeroConfig:
         _check_policy(chosen, f"what mp_policy({name!r}, module) returns")
         return chosen
 
-    def reshards(self, name: str, module: nn.Module) -> bool:
-        """A unit is freed after its forward."""
-        if isinstance(self.reshard_after_forward, bool):
-            return self.reshard_after_forward
-        chosen = self.reshard_after_forward(name, module)
-        _check_reshards(chosen, f"what reshard_after_forward({name!r}, module) returns")
-        return chosen
+    def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
+        """A unit is freed after its forward; an int, more than 1 and less than `zero3_size`: its backward gathers it
+        again among so many ranks.
+
+        Raises:
+            ValueError: a number that does not divide `zero3_size`.
+        """
+        chosen, what = self.reshard_after_forward, "reshard_after_forward"
+        if callable(chosen):
+            chosen, what = chosen(name, module), f"what reshard_after_forward({name!r}, module) returns"
+            _check_reshards(chosen, what)
+        if isinstance(chosen, bool):
+            return chosen
+        if zero3_size == 1:  # nothing is gathered: what is meant for more ranks holds here, too
+            return True
+        if zero3_size % chosen:
+            divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
+            raise ValueError(
+                f"{what} is {chosen}, which does not divide the zero3_size={zero3_size} ranks that share the weights "
+                f"of unit {name!r}; use one of {divisors}, where {zero3_size} means True and 1 False"
+            )
+        return chosen == zero3_size if chosen in (1, zero3_size) else chosen
 
     def precision_of(self, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> Precision:
         """The dtypes for parameters that the model holds in `dtype`, in a unit of some policy.
@@ -172,18 +199,29 @@ class LayerZeroConfig:
             "offload_grads": self.offload_grads,
             "offload_optimizer": self.offload_optimizer,
             "prefetch": self.prefetch,
+            "gather_codec": _told(self.gather_codec),
             "node_memory": self.node_memory,
             "sync_module_states": self.sync_module_states,
         }
 
-    def of_unit(self, name: str, module: nn.Module) -> dict[str, object]:
-        """What is chosen for a unit, as text: the same on every rank, too."""
+    def of_unit(self, name: str, module: nn.Module, zero3_size: int) -> dict[str, object]:
+        """What is chosen for a unit over `zero3_size` ranks, as text: the same on every rank, too."""
+        reshards = self.reshards(name, module, zero3_size)
         chosen: dict[str, object] = {"accumulation": self.accumulation_of(name, module)}
         if callable(self.mp_policy):
             chosen["mp_policy"] = str(self.policy_of(name, module))
         if callable(self.reshard_after_forward):
-            chosen["reshard_after_forward"] = self.reshards(name, module)
+            chosen["reshard_after_forward"] = reshards
         return chosen
+
+
+def _told(codec: GatherCodec | None) -> str | None:
+    """Its class and, of a dataclass, the settings whose texts do not differ between processes by themselves."""
+    if codec is None:
+        return None
+    values: dict[str, Any] = {f.name: getattr(codec, f.name) for f in fields(codec)} if is_dataclass(codec) else {}
+    plain = [f"{name}={v!r}" for name, v in values.items() if isinstance(v, (int, float, str, torch.dtype))]
+    return f"{type(codec).__module__}.{type(codec).__qualname__}({', '.join(plain)})"
 
 
 def _check_policy(policy: object, what: str) -> None:
@@ -204,13 +242,10 @@ def _check_dtypes(dtypes: dict[str, Any]) -> None:
 
 
 def _check_reshards(value: object, what: str) -> None:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if not isinstance(value, int):
         raise TypeError(
-            f"{what} must be a bool, got {value}. FSDP2's int keeps weights sharded over that many ranks between a "
-            f"forward and its backward; here they lie sharded over zero3_size ranks at all times: use "
-            f"zero3_size={value}, or False for units whose weights are to stay whole"
+            f"{what} must be a bool, the number of ranks that keep a unit between them until its backward, or a "
+            f"callable(name, module) that returns one of these for each unit, got {value!r}"
         )
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"{what} must be a bool, or a callable(name, module) that returns one for each unit, got {value!r}"
-        )
+    if value < 1 and not isinstance(value, bool):
+        raise ValueError(f"{what} is {value}; use a divisor of zero3_size, at least 1, or True or False")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.comm.codecs import Float8Rows
+
 __all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "translate"]
 
 _log = logging.getLogger("layerzero")
@@ -87,6 +89,10 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
             settings[name] = _dtype(name, settings[name])
     if settings.get("node_memory") is False:  # what YAML makes of off
         settings["node_memory"] = "off"
+    if isinstance(word := settings.get("gather_codec"), str):
+        if word != "float8_rows":
+            raise ValueError(f"gather_codec is {word!r}; a file can say float8_rows, others are given to shard_model")
+        settings["gather_codec"] = Float8Rows()
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:

@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Works, all_gather
 from layerzero.comm.everyone import Everyone
+from layerzero.comm.gathers import Decoding, Travel, gathers_of
 from layerzero.comm.handover import SharedWeights
 from layerzero.comm.topology import Topology
 from layerzero.config import Precision
@@ -39,6 +40,7 @@ from layerzero.storage.slabs import Buffers
 from layerzero.tensors.faces import Face
 from layerzero.tensors.leaves import Leaves
 from layerzero.tensors.moves import carry_over
+from layerzero.tensors.refusals import MOVED, TOO_COARSE
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.sharded import RowShardedTensor, sharded
 
@@ -53,14 +55,6 @@ class ShardState(enum.Enum):
     GATHERED = "gathered"
 
 
-_MOVED = (
-    "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
-    "them from the parameter now"
-)
-_TOO_COARSE = (
-    "parameter {!r} was frozen when it was sharded, and its master is {}, too coarse to train; unfreeze it before "
-    "shard_model, or convert it to float32 before"
-)
 _NEXT = {
     ShardState.SHARDED: ShardState.GATHERING,
     ShardState.GATHERING: ShardState.GATHERED,
@@ -78,6 +72,7 @@ class Handle:
         originals: by slot of `layout`: the part of a parameter that is sharded here, its owners, and its face; its
             values are taken, its storage is not kept.
         shared: memory of the node for the full buffer, if there is any.
+        travel: what travels in gathers, and what is kept from a forward to its backward.
     """
 
     def __init__(
@@ -91,6 +86,7 @@ class Handle:
         route: Route,
         topology: Topology,
         buffers: Buffers,
+        travel: Travel,
         shared: SharedWeights | None = None,
     ) -> None:
         self.name = name
@@ -104,7 +100,7 @@ class Handle:
         self.watch = Watch()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
-        self._gathering: Works | None = None
+        self._gathering: Works | Decoding | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
@@ -120,6 +116,7 @@ class Handle:
         if self.gathers:
             self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
+        self.kept, self.whole = gathers_of(layout, self.full, self.zero3, topology.zero3_gather, travel, buffers.full)
         self.compute = self.full.data  # see [Note: Version counters]
         self.route = route
         self._take_values([parameter for parameter, _, _ in originals])
@@ -227,7 +224,7 @@ class Handle:
             parts = topology.grid.parts(old)
             all_gather(topology.replica, Exchange.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
-        self.watch = self.watch.moved(_MOVED)
+        self.watch = self.watch.moved(MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
             member.recut(*self._rows_of(slot, member.span.shape, member.span.face), self.watch)
         if self.gradients is not None:
@@ -243,9 +240,7 @@ class Handle:
         if self.gathers:
             self.finish_refresh()
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
-            self._gathering = all_gather(
-                self.topology.zero3_gather, Exchange.GATHER, self.full, self.zero3, name=self.label
-            )
+            self._gathering = self.kept.gather(name=self.label) or self.whole.gather(name=self.label)
         self._move_to(ShardState.GATHERING)
 
     def wait(self) -> None:
@@ -271,6 +266,7 @@ class Handle:
         self._free_full()
         self._move_to(ShardState.SHARDED)
         if edited:
+            self.kept.drop()
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
                 "embedding's max_norm); the change would be lost"
@@ -289,13 +285,9 @@ class Handle:
         return (self._full_bytes if self.gathers else 0, *self._leaves.sizes)
 
     @property
-    def gathered_bytes(self) -> int:
-        return sum(self.gathered_sizes)
-
-    @property
     def full_bytes(self) -> int:
-        """Of them, those that are there now."""
-        return (self.full.untyped_storage().nbytes() if self.gathers else 0) + self._leaves.nbytes
+        """Of them, those that are there now, and what is kept for a backward."""
+        return (self.full.untyped_storage().nbytes() if self.gathers else 0) + self._leaves.nbytes + self.kept.nbytes
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
@@ -341,6 +333,7 @@ class Handle:
         self._refuse_old_graphs()
 
     def _refuse_old_graphs(self) -> None:
+        self.kept.drop()  # has the old weights
         self._leaves.outdate()
         self._version = self._leaves.version
 
@@ -384,7 +377,7 @@ class Handle:
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
         wanted = (member.name for member in self.members if member.parameter.requires_grad)
-        return next((ValueError(_TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
+        return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen."""

@@ -28,24 +28,24 @@ __all__ = ["BackwardPass", "Call", "ForwardPass", "call_between", "inside_backwa
 class Call:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("__weakref__", "_forward", "_position", "around", "is_watched", "unit")
+    __slots__ = ("__weakref__", "_position", "around", "forward", "is_watched", "unit")
 
     def __init__(self, unit: Unit, around: tuple[Call, ...]) -> None:
         self.unit = unit
         self.around = around  # the calls that make this one, outermost first
         self.is_watched = False  # the gradients of its inputs will end its backward
-        self._forward: ForwardPass | None = None
+        self.forward: ForwardPass | None = None  # in whose order it has a place
         self._position = 0
 
     def join(self, forward: ForwardPass) -> None:
         """Take the next place in the order of a forward."""
-        self._forward, self._position = forward, len(forward.returned)
+        self.forward, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
 
     @property
     def _order(self) -> list[weakref.ref[Call]]:
         """All calls of the forward, by return; the graph keeps them."""
-        return self._forward.returned if self._forward is not None else []
+        return self.forward.returned if self.forward is not None else []
 
     @property
     def follower(self) -> Call | None:
@@ -63,12 +63,12 @@ class Call:
             for ended in (follower, *follower.around):
                 if ended is not self and ended not in self.around:
                     yield from ended.unit.handles
-        elif self._forward is not None:
-            for unit in self._forward.skipped:
+        elif self.forward is not None:
+            for unit in self.forward.skipped:
                 yield from unit.handles
 
-    def before(self, count: int) -> Sequence[Call]:
-        """The `count` calls, of units on this one's mesh, that returned before this one, nearest first."""
+    def before(self, count: int | None) -> Sequence[Call]:
+        """The `count` calls, or all, of units on this one's mesh, that returned before this one, nearest first."""
         return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
 
     @property

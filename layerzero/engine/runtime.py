@@ -83,6 +83,7 @@ class Runtime:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = Parameters(self.members, ignored)
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
+        self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
         self._running: list[Call] = []  # calls of units under way, outermost first
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
@@ -148,8 +149,8 @@ class Runtime:
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward)
-        stays = comes_back and unit in self.staying
-        if not stays and not inside_backward() and self._is_idle(unit):
+            unit.keep(self._forward)
+        if not (comes_back and unit in self.staying) and not inside_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.upcoming(1) == [unit]:
                 self._forward.kept = unit
             else:
@@ -191,7 +192,7 @@ class Runtime:
         # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
         for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
             if self._is_idle(unit):
-                unit.reshard()
+                unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
@@ -214,7 +215,7 @@ class Runtime:
     def _gather(self, unit: Unit) -> None:
         absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
         if any(handle.gathers for handle in absent):
-            self._orders[unit.topology].check(self._index[unit])
+            self._orders[unit.topology].check(self._index[unit] + unit.kept * len(self.units))
         if absent:
             unit.gather()
 
@@ -278,11 +279,11 @@ class Runtime:
             backward.open.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-        comes_again = backward is not None and any(
-            previous.unit is call.unit and previous not in backward.begun for previous in call.before(1)
-        )
-        if self._is_idle(call.unit) and not comes_again:
-            call.unit.release()
+        earlier = call.before(None if call.unit.kept else 1)  # what is kept is wanted by any of them
+        begun = earlier if backward is None else backward.begun
+        coming = [each for each in earlier if each.unit is call.unit and each not in begun]
+        if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
+            call.unit.release(() if coming else {call.forward} - {None})
         if backward is not None and (previous := call.previous) in backward.open:
             self._prefetch_before(previous)
 
@@ -330,8 +331,8 @@ class Runtime:
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""
-        in_backward = inside_backward() and not self._running  # a forward that is computed again is no backward
-        return self.gradients.main_grad(handle, slot, in_backward=in_backward)
+        # A forward that is computed again is no backward.
+        return self.gradients.main_grad(handle, slot, in_backward=inside_backward() and not self._running)
 
     def _enter_backward(self, name: str) -> BackwardPass:
         if torch.is_grad_enabled():  # the engine's own mode inside a backward
@@ -350,11 +351,8 @@ class Runtime:
             self.gradients.begin()
             if self.micro_batches.listens:
                 self.micro_batches.note_backward(reduces=self.reduces, is_first=self.gradients.empty)
-            self._backward = BackwardPass(
-                reduces=self.reduces,
-                task=torch._C._current_graph_task_id(),
-                observer=self.observer if self.observer.listens else None,
-            )
+            task, observer = torch._C._current_graph_task_id(), self.observer if self.observer.listens else None
+            self._backward = BackwardPass(reduces=self.reduces, task=task, observer=observer)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -363,10 +361,10 @@ class Runtime:
         assert backward is not None
         self.observer.end_backward()
         backward.open.clear()
+        passed = {call.forward for call in backward.begun} - {None}
         for unit in self.units:
-            gathered = any(handle.state is not ShardState.SHARDED for handle in unit.handles)
-            if gathered and not self._is_running(unit):
-                unit.release()
+            if (unit.gathered or unit.kept) and not self._is_running(unit):
+                unit.release(passed)
         self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
         self._backward = None
         if backward.reduces:

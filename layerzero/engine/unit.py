@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.comm.exchange import GATHERS, gather_name
 from layerzero.comm.order import GatherOrder
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle, ShardState
@@ -35,13 +36,14 @@ class Unit:
         topology: Topology,
         *,
         policy: MixedPrecisionPolicy,
-        reshards: bool,
+        reshards: bool | int,
     ) -> None:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
         self.topology = topology
-        self.reshards = reshards  # after a forward, whose backward gathers it again
+        self.reshards = reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
+        self._kept_for: Callable[[], object] = lambda: None  # the last forward that has kept a part of it
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._places = [
@@ -69,14 +71,25 @@ class Unit:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
+    def kept(self) -> bool:
+        """The next gather is among the ranks that have kept it."""
+        return any(handle.kept.nbytes for handle in self.handles)
+
+    @property
     def gathered_memory(self) -> Gathered:
-        return Gathered(sum(handle.gathered_bytes for handle in self.handles), self.reshards, self.topology)
+        gathered = sum(size for handle in self.handles for size in (*handle.gathered_sizes, handle.whole.size))
+        return Gathered(gathered, self.reshards, self.topology, sum(handle.kept.size for handle in self.handles))
 
     def gather(self) -> None:
         """Launch the gathers of what is not there or on its way."""
         for handle in self.handles:
-            if handle.state is ShardState.SHARDED:
-                handle.gather()
+            handle.gather()
+
+    def keep(self, forward: object) -> None:
+        """Before it is freed by a forward, for the backward of that one."""
+        self._kept_for = weakref.ref(forward)
+        for handle in self.handles:
+            handle.kept.keep()
 
     def reshard(self) -> None:
         for handle in self.handles:
@@ -99,10 +112,15 @@ class Unit:
     def cast_output(self, output: Any) -> Any:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
-    def release(self) -> None:
-        """Free the full buffer and show sharded parameters again."""
+    def release(self, passed: Collection[object] | None = None) -> None:
+        """Free the full buffer, and show sharded parameters again.
+
+        What is kept of it goes, too, unless that is for a forward that is not among those `passed`; None: in any case.
+        """
         self.show_sharded()
         self.reshard()
+        for handle in self.handles if passed is None or self._kept_for() in passed else ():
+            handle.kept.drop()
 
     def show_leaves(self) -> None:
         for parameters, attribute, member in self._places:
@@ -117,6 +135,6 @@ class Unit:
 
 
 def orders_of(units: Sequence[Unit]) -> dict[Topology, GatherOrder]:
-    """The orders in which units are gathered, by mesh: each is compared by its own ranks."""
-    labels = [unit.label for unit in units]
+    """The orders in which units are gathered, by mesh: each is compared by its own ranks. First whole, then if kept."""
+    labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
     return {unit.topology: GatherOrder(labels, unit.topology.node_control) for unit in units}

@@ -20,8 +20,8 @@ __all__ = ["report_html", "write_report"]
 _NODES = (8, 32, 128, 512, 2048, 4096)
 _SHOWN = 8  # bars and rows
 _ROWS = {  # of the timeline: by exchange
-    "gather": "gather", "hop1": "hop 1", "hop2": "hop 2", "refresh": "refresh", "fetch": "host", "store": "host",
-    "down": "host", "up": "host",
+    "gather": "gather", "regather": "gather", "hop1": "hop 1", "hop2": "hop 2", "refresh": "refresh",
+    "fetch": "host", "store": "host", "down": "host", "up": "host",
 }  # fmt: skip
 _STYLE = """
 :root { color-scheme: light dark }

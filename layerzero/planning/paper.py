@@ -54,7 +54,8 @@ class Paper:
         for plan in self.plans:
             module = plan.called[0]
             handles = plan_handles(plan, config, where.grid, averaged=ranks, has_face=lambda parameter: False)
-            found.append(PlannedUnit(plan.name, tuple(handles), where, config.reshards(plan.name, module)))
+            reshards = config.reshards(plan.name, module, where.grid.zero3_size)
+            found.append(PlannedUnit(plan.name, tuple(handles), where, reshards))
         return found
 
 

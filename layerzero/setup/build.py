@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.gathers import Travel, coded_bytes, coded_sizes, travels_coded
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
@@ -18,14 +19,24 @@ from layerzero.layout.grid import Grid
 from layerzero.setup.meshes import Site
 from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
-from layerzero.setup.planned import PlannedHandle
+from layerzero.setup.planned import PlannedHandle, Where
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
+from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.moves import carry_over
 from layerzero.tensors.strided import keeps_order
 
-__all__ = ["build_unit", "check_buffers", "check_meta", "describe", "parts_of", "plan_handles"]
+__all__ = [
+    "agree_on_codec",
+    "build_unit",
+    "check_buffers",
+    "check_codec",
+    "check_meta",
+    "describe",
+    "parts_of",
+    "plan_handles",
+]
 
 InitFn = Callable[[nn.Module], None]
 
@@ -35,7 +46,7 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
     fields = config.fingerprint()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
-        chosen = config.of_unit(plan.name, plan.called[0])
+        chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
         fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
         for found in plan.parameters:
             parameter = found.parameter
@@ -75,6 +86,36 @@ def check_buffers(plans: Sequence[UnitPlan]) -> None:
                         f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {kind_of(buffer)}, which cannot be "
                         "broadcast from rank 0: pass sync_module_states=False, and make ranks start equal"
                     )
+
+
+def check_codec(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+    """There is something to encode."""
+    computes = {
+        config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
+        for plan in plans
+        for found in plan.parameters
+    }
+    if config.gather_codec is not None and computes and not any(map(travels_coded, computes)):
+        raise ValueError(
+            f"gather_codec encodes weights in bf16 and fp16, and the model computes in {computes}: give mp_policy a "
+            "param_dtype, or leave gather_codec out"
+        )
+
+
+def agree_on_codec(
+    plans: Sequence[UnitPlan], handles: Sequence[Sequence[PlannedHandle]], config: LayerZeroConfig, site: Site
+) -> None:
+    """Raise on every rank of a mesh where codecs of one class would send unequal numbers of bytes."""
+    if config.gather_codec is None:
+        return
+    size = site.topology.zero3_size
+    told = {
+        f"bytes of gather_codec for unit {plan.name!r}": [
+            coded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
+        ]
+        for plan, unit in zip(plans, handles, strict=True)
+    }
+    agree("shard_model", told, ranks=site.topology.ranks)
 
 
 def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
@@ -135,7 +176,10 @@ def plan_handles(
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
-            planned.append(PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides))
+            coded = coded_bytes(coded_sizes(config.gather_codec, layout, grid.zero3_size, precision.compute))
+            planned.append(
+                PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
+            )
     return planned
 
 
@@ -160,6 +204,12 @@ def build_unit(
     unwritten = _still_marked(plan, was_on_meta)
     _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
+    reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
+    root_stays = not plan.name and streams_module(topology.device) is not None
+    # Also where this node shares memory: another one may not, and all ranks make the same groups.
+    keeping = None if root_stays or isinstance(reshards, bool) else topology.gather_among(reshards)
+    gathers = Where.of(topology, in_node=node is not None).gathers
+    travel = Travel(config.gather_codec, keeping) if gathers else Travel()
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -171,6 +221,7 @@ def build_unit(
             topology=topology,
             buffers=buffers,
             shared=None if node is None else node.weights.share(each.layout.numel, each.precision.compute),
+            travel=travel,
         )
         for each in planned
     ]
@@ -182,7 +233,7 @@ def build_unit(
         else:
             found.parameter.data = nothing
         found.parameter.grad = None
-    policy, reshards = config.policy_of(plan.name, plan.called[0]), config.reshards(plan.name, plan.called[0])
+    policy = config.policy_of(plan.name, plan.called[0])
     unit = Unit(plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards)
     unit.show_sharded()
     return unit, unwritten

@@ -55,8 +55,11 @@ def formula_bytes(units: Sequence[PlannedUnit]) -> dict[str, list[int]]:
             layout, compute = handle.layout, handle.precision.compute
             whole, node = layout.numel, grid.numel(layout, Extent.NODE)
             if unit.where.gathers:
-                sent = (grid.zero3_size - 1) * node * compute.itemsize
+                each = handle.coded // grid.zero3_size or node * compute.itemsize
+                sent = (grid.zero3_size - 1) * each
                 found.setdefault(Exchange.GATHER.value, []).append(sent)
+            if kept := unit.kept_of(handle):
+                found.setdefault(Exchange.REGATHER.value, []).append((unit.reshards - 1) * kept)
             if grid.replicas > 1 and handle.trainable and not layout.bounds:
                 sent = (grid.replicas - 1) * (node // grid.replicas) * compute.itemsize
                 found.setdefault(Exchange.REFRESH.value, []).append(sent)

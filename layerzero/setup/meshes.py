@@ -53,7 +53,7 @@ def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
 
     def chosen(name: str, module: nn.Module) -> DeviceMesh:
         own = _checked(mesh, name, module) if name else root
-        same = own.mesh.shape[-1] == root.mesh.shape[-1] and ranks_in(own) == ranks_in(root)
+        same = own.shape[-1] == root.shape[-1] and ranks_in(own) == ranks_in(root)
         return root if same else own
 
     return chosen
@@ -208,6 +208,12 @@ def _compare(everyone: Everyone, mesh: DeviceMesh, further: DeviceMesh | None) -
             raise ValueError(
                 f"mesh is {ranks} for some units on rank {rank}: the ranks of a mesh must have the same one for them, "
                 f"and the same part of their parameters, and be among {list(everyone.ranks)}"
+            )
+        if beside is not None and not told.keys() >= {*beside}:
+            raise ValueError(
+                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, and the root, which has "
+                f"parameters on {list(everyone.ranks)}, has none on these axes: make one of the root's parameters a "
+                "DTensor there, too (distribute_tensor with Replicate)"
             )
         if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != everyone.size:
             raise ValueError(

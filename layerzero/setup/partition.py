@@ -70,7 +70,8 @@ def partition(
             if unit_name not in plans:
                 plans[unit_name] = UnitPlan(unit_name, mesh_of(unit_name, module), [])
             plans[unit_name].called.append(module)
-    ignored = _ignored(model, ranks_in(plans[""].mesh), ignored_params or (), ignored_modules or ())
+    ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
+    ignored = _ignored(model, ranks[plans[""].mesh], ignored_params or (), ignored_modules or ())
     refuse_wrapped_parts(model, ignored)
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
@@ -84,7 +85,7 @@ def partition(
     for holders, found in _parameters(model, ignored):
         first, *others = [plans_around(holder) for holder in holders]
         owner = next(plan for plan in first if all(plan in chain for chain in others))
-        _refuse_unsupported(found, ranks_in(owner.mesh))
+        _refuse_unsupported(found, ranks[owner.mesh])
         owner.parameters.append(found)
     return list(plans.values())
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from layerzero.comm.kept import kept_bytes
 from layerzero.comm.topology import Topology
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.engine.route import Route
@@ -56,6 +57,7 @@ class PlannedHandle:
     route: Route
     in_host: bool = False  # its master and its final gradient
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
+    coded: int = 0  # bytes of all that is received where encoded shards are gathered
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
         """What the first exchange sends is a sum that waits on this rank, in one place for good."""
@@ -82,7 +84,7 @@ class PlannedUnit:
     name: str
     handles: tuple[PlannedHandle, ...]
     where: Where
-    reshards: bool  # it is freed after its forward
+    reshards: bool | int  # it is freed after its forward; an int: its backward gathers it among so many ranks
     over: Hashable = None  # what it is sharded over
 
     @property
@@ -90,10 +92,21 @@ class PlannedUnit:
         """It is there from its forward to its backward. On a device the root is needed again at once."""
         return not self.reshards or (self.where.on_device and not self.name)
 
+    def coded_of(self, handle: PlannedHandle) -> int:
+        """Bytes that a handle takes while it is gathered, beside its full buffer."""
+        return handle.coded if self.where.gathers else 0
+
+    def kept_of(self, handle: PlannedHandle) -> int:
+        """Bytes of a handle that stay from a forward to its backward."""
+        if isinstance(self.reshards, bool) or self.stays or not self.where.gathers:
+            return 0
+        return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshards)
+
     @cached_property
     def gathered_memory(self) -> Gathered:
         nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.where))
-        return Gathered(nbytes, self.reshards, self.over)
+        nbytes += sum(map(self.coded_of, self.handles))
+        return Gathered(nbytes, self.reshards, self.over, sum(map(self.kept_of, self.handles)))
 
 
 def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
@@ -113,6 +126,7 @@ def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
                     handle.route,
                     handle.to_host is not None,
                     handle.gathered_sizes[1:],
+                    handle.whole.size,
                 )
                 for handle in unit.handles
             ),

@@ -14,11 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
+from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.topology import as_data_parallel, groups_so_far
 from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
-from layerzero.setup.build import build_unit, check_buffers, check_meta, describe, parts_of, plan_handles
+from layerzero.setup.build import (
+    agree_on_codec,
+    build_unit,
+    check_buffers,
+    check_codec,
+    check_meta,
+    describe,
+    parts_of,
+    plan_handles,
+)
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.foreseen import held_bytes
 from layerzero.setup.guard import guard_optimizers
@@ -56,6 +66,7 @@ def shard_model(
     offload_optimizer: bool = False,
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
+    gather_codec: GatherCodec | None = None,
     node_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -106,8 +117,14 @@ def shard_model(
             weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
             nothing else.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
-            ``callable(name, module) -> bool``: False for the last unit spares the gather that nothing hides.
+            ``callable(name, module) -> bool | int``: False for the last unit spares the gather that nothing hides. An
+            int, as in FSDP2: until its backward a unit stays sharded over so many neighbouring ranks, a divisor of
+            `zero3_size`, and is gathered among these alone. `zero3_size` itself means True, 1 False.
         prefetch: units gathered ahead of the one that computes.
+        gather_codec: what travels in gathers instead of weights in bf16 or fp16: :class:`Float8Rows`, half the bytes,
+            or an object of your own with the methods of :class:`GatherCodec`. Forwards and backwards compute with what
+            is decoded; masters stay exact. None: the weights as they are. Where nothing is gathered (one rank, shared
+            memory) it has no effect.
         node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
             they share memory instead of sending each other weights and gradients; the log says if they cannot.
             ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
@@ -156,6 +173,7 @@ def shard_model(
             offload_optimizer=offload_optimizer,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
+            gather_codec=gather_codec,
             node_memory=node_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
@@ -171,6 +189,7 @@ def shard_model(
         )
         further = further_axes(plans)
         check_meta(plans, param_init_fn)
+        check_codec(plans, config)
         if sync_module_states:
             check_buffers(plans)
         fields = describe(model, plans, config) | groups_so_far()
@@ -187,6 +206,9 @@ def shard_model(
         for plan in plans
         for site in (sites[plan.mesh],)
     ]
+    for shared_over, site in sites.items():
+        here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
+        agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
     node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
     scratch = Scratch(Counter(), Counter())
     for shared_over, site in sites.items():

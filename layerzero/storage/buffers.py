@@ -29,16 +29,17 @@ class Gathered(NamedTuple):
     """What is there while a unit computes."""
 
     nbytes: int
-    reshards: bool  # it is freed after a forward
+    reshards: bool | int  # it is freed after a forward
     over: Hashable  # what it is gathered from
+    kept: int = 0  # bytes that stay of it from a forward to its backward
 
 
 def most_gathered(units: Sequence[Gathered], prefetch: int) -> int:
     """Bytes of the full buffers that are filled at once: the root's, those that stay, of each mesh a unit's and those
-    ahead of it.
+    ahead of it; and of what is kept of them.
     """
     root, *others = units
-    total = root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
+    total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
     for over in {unit.over for unit in others}:
         sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.over == over)
         total += sum(sizes[-1 - prefetch :])

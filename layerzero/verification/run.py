@@ -38,6 +38,7 @@ _REFUSED = {
     "mesh": "verify makes a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or nothing for every divisor of the world",
     "gradient_divide_factor": "the plain run averages over ranks, and sums differ from that by a factor",
+    "gather_codec": "the plain run has the weights as they are, and decoded ones differ from that by their rounding",
     "param_init_fn": "model_fn must return real weights, as the plain run has to start from the same",
 }
 
@@ -101,7 +102,8 @@ def verify(
             None: SGD with momentum 0.9 and rate 0.1. Adam hides wrong scales of gradients, and makes steps of full
             size out of gradients that are nothing but rounding.
         world_size: how many processes to start, 4 by default; under torchrun leave it out.
-        zero3_sizes: which S to try; None: every divisor of the world.
+        zero3_sizes: which S to try; None: every divisor of the world that a number in `reshard_after_forward` divides,
+            and 1. For a callable that returns numbers, give them.
         steps, micro_batches: optimizer steps, and batches per step and rank. All but the last micro-batch of a step run
             inside ``no_sync``.
         tolerance: largest relative difference of a parameter's gradient, relative to its largest element, and of the
@@ -149,7 +151,7 @@ def verify(
     numbers = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
     arguments: dict[str, Any] = {**functions, **numbers, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
-        arguments["zero3_sizes"] = _sizes(zero3_sizes, world)
+        arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
         way_out = "define it at the top of a module, or call verify under torchrun, which starts the processes itself"
         parts = pickled(arguments, way_out=way_out)
         report: VerifyReport = run_on_local_ranks(_verify_locally, parts, world_size=world, timeout=timeout)
@@ -159,7 +161,7 @@ def verify(
             f"world_size={world_size}, but torch.distributed is initialised with {dist.get_world_size()} ranks; "
             "leave world_size out"
         )
-    arguments["zero3_sizes"] = _sizes(zero3_sizes, world)
+    arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
     return _verify(arguments, device_type=default_device_type(), rank=dist.get_rank())
 
 
@@ -189,18 +191,28 @@ def check_arguments(
     LayerZeroConfig(**{"zero3_size": 1, **chosen, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()})
 
 
-def _sizes(zero3_sizes: Sequence[int] | None, world: int) -> list[int]:
+def _sizes(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise ValueError(f"world_size must be an int >= 1, got {world!r}")
+    kept = 1 if isinstance(reshards, bool) or callable(reshards) else reshards
     divisors = [size for size in range(1, world + 1) if world % size == 0]
-    sizes = divisors if zero3_sizes is None else list(zero3_sizes)
+    fitting = [size for size in divisors if size == 1 or size % kept == 0]
+    if fitting == [1] and kept > 1:
+        raise ValueError(
+            f"reshard_after_forward={kept} does not divide the {world} ranks of verify: start a multiple of {kept}"
+        )
+    sizes = fitting if zero3_sizes is None else list(zero3_sizes)
     for size in sizes:
         if size not in divisors:
             raise ValueError(
                 f"zero3_sizes holds {size!r}, which does not divide the {world} ranks; use some of {divisors}"
             )
+        if size not in fitting:
+            raise ValueError(
+                f"zero3_sizes holds {size!r}, which reshard_after_forward={kept} does not divide; use some of {fitting}"
+            )
     if not sizes:
-        raise ValueError(f"zero3_sizes is empty; use some of {divisors}")
+        raise ValueError(f"zero3_sizes is empty; use some of {fitting}")
     return sizes
 
 

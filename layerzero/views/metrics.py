@@ -10,7 +10,7 @@ from statistics import median
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.exchange import Exchange, Ledger
+from layerzero.comm.exchange import GATHERS, Exchange, Ledger
 from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
@@ -21,7 +21,7 @@ __all__ = ["metrics"]
 
 _SHOWN = 3  # ranks that were waited for most
 _ALONG = {  # exchanges by the axis that carries them
-    "zero3": (Exchange.GATHER, Exchange.HOP1, Exchange.NODE_SUM, Exchange.HAND_OVER),
+    "zero3": (*GATHERS, Exchange.HOP1, Exchange.NODE_SUM, Exchange.HAND_OVER),
     "replica": (Exchange.HOP2, Exchange.REFRESH),
 }
 
@@ -46,9 +46,9 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     - ``layerzero/memory/KIND``: bytes that are held now; the kinds of :class:`layerzero.MemoryReport`
     - ``layerzero/bytes/AXIS``: sent to ``zero3`` (the node), ``replica`` (other nodes), ``control``; ``across``: along
       axes of tensor parallelism
-    - ``layerzero/wait_seconds/EXCHANGE``: that the host has waited for ``gather``, ``hop1``, ``hop2``, ``refresh``,
-      ...; next to nothing on devices, whose streams wait. In shared memory ``hand_over`` takes the place of ``gather``
-      and ``refresh``: for the others to have read the old weights, and written the new ones
+    - ``layerzero/wait_seconds/EXCHANGE``: that the host has waited for ``gather``, ``regather``, ``hop1``, ``hop2``,
+      ``refresh``, ...; next to nothing on devices, whose streams wait. In shared memory ``hand_over`` takes the place
+      of ``gather`` and ``refresh``: for the others to have read the old weights, and written the new ones
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: of the model's optimizers; a step is skipped where
       gradients are forgotten that nobody has stepped, as a ``GradScaler`` lets them be
 

@@ -49,6 +49,8 @@ class _Stage:
         self._storages = {
             unit: [_storages(handle.gathered_sizes(unit.where)) for handle in unit.handles] for unit in units
         }
+        self._coded = {unit: _storages([unit.coded_of(handle) for handle in unit.handles]) for unit in units}
+        self._kept = {unit: _storages([unit.kept_of(handle) for handle in unit.handles]) for unit in units}
 
     def forward(self) -> None:
         for unit in self._outermost():
@@ -68,10 +70,10 @@ class _Stage:
                 self._prefetch_before(returned, index)
             self._wait(unit)
             if following is not None and unit not in self._by_return(following):
-                self._free(following)
+                self._release(following)
                 self._prefetch_before(returned, index)
         for unit in returned:
-            self._free(unit)
+            self._release(unit)
 
     def _prefetch_before(self, returned: Sequence[PlannedUnit], index: int) -> None:
         earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
@@ -87,6 +89,8 @@ class _Stage:
         for inner in self._inner[unit]:
             self._call(inner)
         if not unit.stays:
+            for kept in self._kept[unit]:
+                self._lend(*kept)
             self._free(unit)
 
     def _outermost(self) -> Iterator[PlannedUnit]:
@@ -97,11 +101,17 @@ class _Stage:
         return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
 
     def _gather(self, unit: PlannedUnit) -> None:
-        for full, *_ in self._storages[unit]:
+        each = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
+        for (full, *_), coded, (kept, _) in each:
+            decodes = not full[0].nbytes() and not kept.nbytes()
             self._lend(*full)
+            if decodes:
+                self._lend(*coded)
 
     def _wait(self, unit: PlannedUnit) -> None:
-        for _, *strided in self._storages[unit]:
+        for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
+            if coded.nbytes():
+                self.pool.reclaim(coded)
             for each in strided:
                 self._lend(*each)
 
@@ -114,6 +124,12 @@ class _Stage:
             for storage, _ in (*strided, full):
                 if storage.nbytes():
                     self.pool.reclaim(storage)
+
+    def _release(self, unit: PlannedUnit) -> None:
+        self._free(unit)
+        for storage, _ in self._kept[unit]:
+            if storage.nbytes():
+                self.pool.reclaim(storage)
 
 
 def _on_mesh_of(unit: PlannedUnit, others: Iterable[PlannedUnit]) -> list[PlannedUnit]:

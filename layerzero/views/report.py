@@ -23,11 +23,11 @@ class MemoryReport:
     """Bytes on this rank, by kind.
 
     Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
-    ``full_buffer`` (gathered units), ``idle_buffer`` (memory that gathered units take turns in, while none is there; at
-    most the root's, one unit's and those of the units gathered ahead of it),
-    ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0 where it rests in
-    the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer``
-    (measured only). With `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``full_buffer`` (gathered units, and what `reshard_after_forward` keeps of them), ``idle_buffer`` (memory that these
+    take turns in, while none is there; at most the root's, one unit's, those of the units gathered ahead of it, and
+    those that stay), ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0
+    where it rests in the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received),
+    ``optimizer`` (measured only). With `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and
     ``host_optimizer`` in host memory, and 0 of these on the device.
 
     Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and the gradients that
@@ -76,7 +76,8 @@ class TrafficReport:
     """What this rank has sent since the last reset.
 
     Attributes:
-        calls: by exchange: ``gather``, ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
+        calls: by exchange: ``gather``, ``regather`` (for a backward, among as many ranks as `reshard_after_forward`
+            says), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
             (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``,
             ``collect`` and ``hand_back`` (whole parameters, to their owners and back, inside the node).
             Where the ranks of a node share memory, ``node_sum`` takes the place of ``hop1``, and there are no gathers;
@@ -166,7 +167,7 @@ def measure(runtime: Runtime) -> dict[str, int]:
         measured["zero3_shard"] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
         where = "host_" if handle.to_host is not None else ""
         measured[f"{where}zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
-        measured["full_buffer"] += handle.full_bytes
+        measured["full_buffer"] += handle.full_bytes + handle.whole.nbytes
         if handle.gradients is not None:
             final = handle.gradients.final.place
             measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes

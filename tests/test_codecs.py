@@ -1,0 +1,379 @@
+"""What travels in gathers instead of the weights: ``shard_model(gather_codec=...)``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import layerzero
+from layerzero.comm.codecs import Block
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import different, full_parameters
+from tests.support.ranks import mesh_of, run_ranks, run_sharing
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WIDTH = 64
+MOST = 2.0**-4  # of the largest number of a row: what float8_e4m3fn may be off by
+
+
+class AsTheyAre:
+    """Of a user: the weights, with nothing between them."""
+
+    def nbytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
+        return dtype.itemsize * sum(block.numel for block in blocks)
+
+    def encode(self, shard: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+        assert out.dtype == torch.uint8 and len(out) == self.nbytes(blocks, shard.dtype) and out.data_ptr() % 16 == 0
+        for part, block in self._parts(out, blocks, shard.dtype):
+            part.copy_(block.of(shard).reshape(-1))
+
+    def decode(self, encoded: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+        assert len(encoded) == self.nbytes(blocks, out.dtype)
+        for part, block in self._parts(encoded, blocks, out.dtype):
+            block.of(out).copy_(part.view(block.rows, block.length))
+
+    @staticmethod
+    def _parts(encoded: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> list[tuple[Tensor, Block]]:
+        found, start = [], 0
+        for block in blocks:
+            end = start + block.numel * dtype.itemsize
+            found.append((encoded[start:end].view(dtype), block))
+            start = end
+        return found
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float()
+
+
+def shard(size: int = 4, **settings: Any) -> nn.Module:
+    return layerzero.shard_model(Net(), mesh=mesh_of(size), units={Layer}, **({"mp_policy": BF16} | settings))
+
+
+def batch(rank: int, step: int, micro_batch: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * (step % 4) + 10 * micro_batch + rank)
+    x = torch.randn(16, WIDTH, generator=generator)
+    return x, x[:, :8].mul(2).tanh()
+
+
+def train(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), model)
+    losses = []
+    for step in range(steps):
+        for micro_batch in range(2):
+            x, y = batch(rank, step, micro_batch)
+            with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_is_off_by_a_sixteenth_of_the_largest_of_its_row_at_most(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    codec = layerzero.Float8Rows()
+    blocks = [Block(0, 5, 40), Block(208, 7, 1), Block(224, 3, 16), Block(280, 0, 9), Block(280, 2, 15)]
+    shard = torch.randn(320).mul(torch.logspace(-4, 4, 320)).to(dtype)
+    shard[40:80] = 0
+    encoded = torch.full((codec.nbytes(blocks, dtype),), 77, dtype=torch.uint8)
+    assert len(encoded) == 5 * (40 + 4) + 2 * 7 + 3 * (16 + 4) + 2 * 30
+    codec.encode(shard, blocks, encoded)
+    found = torch.full_like(shard, -1)
+    codec.decode(encoded, blocks, found)
+    for block in blocks:
+        given, back = block.of(shard).float(), block.of(found).float()
+        if block.length < 16:
+            assert torch.equal(given, back), "as they are"
+        elif block.rows:
+            most = given.abs().amax(1, keepdim=True)
+            assert ((given - back).abs() <= MOST * most).all()
+            assert not torch.equal(given, back)
+    assert not found[40:80].any(), "a row of zeros"
+    assert (found[200:208] == -1).all() and (found[215:224] == -1).all(), "what lies between is nobody's"
+    for odd in (float("nan"), float("inf")):
+        shard[3] = odd
+        codec.encode(shard, blocks, encoded)
+        codec.decode(encoded, blocks, found)
+        assert not found[:40].isfinite().any() and found[80:200].isfinite().all(), "nothing is hidden"
+
+
+def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
+    """Every number of float8_e4m3fn, times scales whose products have to be rounded."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    exact = numbers.view(torch.float8_e4m3fn).float()
+    scales = torch.logspace(-3, 1, 37)
+    encoded = torch.cat([scales.view(torch.uint8), numbers.repeat(37)])
+    for dtype in (torch.bfloat16, torch.float16):
+        found = torch.zeros(37 * 256, dtype=dtype)
+        layerzero.Float8Rows().decode(encoded, [Block(0, 37, 256)], found)
+        expected = (exact * scales[:, None]).to(dtype)
+        assert torch.equal(found.view(37, 256).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+        assert expected.isfinite().sum() == 37 * 254
+
+
+def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody counts: torch's temporaries, as its profiler sees them."""
+    torch.manual_seed(0)
+    codec, blocks = layerzero.Float8Rows(), [Block(0, 500, 1000), Block(500_000, 3, 100_000)]
+    shard = torch.randn(800_000).bfloat16()
+    at_once = torch.empty(codec.nbytes(blocks, shard.dtype), dtype=torch.uint8)
+    codec.encode(shard, blocks, at_once)
+    monkeypatch.setattr(layerzero.Float8Rows, "_AT_ONCE", 50_000)
+    encoded, found = torch.empty_like(at_once), torch.empty_like(shard)
+    for code in (
+        lambda: codec.encode(shard, blocks, encoded),
+        lambda: codec.decode(encoded, blocks, found),
+    ):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            code()
+        memory = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        assert memory and max(accumulate(memory)) < 12 * 100_000, "one long row at a time"
+    assert torch.equal(encoded, at_once)
+    assert ((found - shard).abs() <= MOST * shard.abs().max()).all()
+
+
+def _seen(rank: int) -> None:
+    """What a forward computes with, beside the masters in bf16; the same on all ranks."""
+    for kept in (True, 2):
+        model = shard(gather_codec=layerzero.Float8Rows(), reshard_after_forward=kept)
+        train(model, rank, 2)
+        seen: dict[str, Tensor] = {}
+
+        def look(module: nn.Module, args: object, seen: dict[str, Tensor] = seen) -> None:
+            seen |= {f"{id(module)} {name}": p.detach().clone() for name, p in module.named_parameters()}
+
+        for layer in model.layers:
+            layer.register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(batch(rank, 0)[0])
+        masters = full_parameters(model)
+        off = 0.0
+        for index, layer in enumerate(model.layers):
+            for name, _ in layer.named_parameters():
+                exact, got = masters[f"layers.{index}.{name}"].bfloat16().float(), seen[f"{id(layer)} {name}"].float()
+                if exact.ndim == 1:
+                    assert torch.equal(got, exact), name
+                else:
+                    off = max(off, ((got - exact).abs() / exact.abs().amax(1, keepdim=True)).max().item())
+        assert 0 < off <= MOST, off
+        bits = torch.cat([value.view(torch.int16).flatten() for value in seen.values()]).long()
+        told = [torch.empty_like(bits) for _ in range(4)]
+        dist.all_gather(told, bits)
+        assert all(torch.equal(each, bits) for each in told)
+
+
+def test_all_ranks_compute_with_the_same_decoded_weights() -> None:
+    run_ranks(_seen, world_size=4)
+
+
+def _learns(rank: int) -> None:
+    plain, coded = (train(shard(size=2, gather_codec=codec), rank, 40) for codec in (None, layerzero.Float8Rows()))
+    assert plain[-1] < plain[0] / 5, "it learns"
+    assert plain != coded
+    for ours, theirs in zip(coded, plain, strict=True):
+        assert abs(ours - theirs) < 0.1 * plain[0], (ours, theirs)
+    assert coded[-1] < coded[0] / 5 and coded[-1] < 1.5 * plain[-1]
+
+
+def test_training_goes_down_alike() -> None:
+    run_ranks(_learns, world_size=4)
+
+
+def _own(rank: int) -> None:
+    for settings in ({}, {"size": 2, "accumulation": "full"}, {"reshard_after_forward": 2}, {"prefetch": 2}):
+        found = []
+        for codec in (None, AsTheyAre()):
+            model = shard(gather_codec=codec, **settings)
+            train(model, rank)
+            found.append(full_parameters(model))
+        assert not different(*found), settings
+
+
+def test_a_codec_of_the_user_that_changes_nothing_changes_no_bit() -> None:
+    run_ranks(_own, world_size=4)
+
+
+def _beside_tensor_parallel(rank: int) -> None:
+    """Rows of what tp has cut along both dims, and of what it copies."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cut = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    weights, losses, sent = [], [], []
+    for codec in (None, AsTheyAre(), layerzero.Float8Rows()):
+        model = layerzero.shard_model(
+            parallelize_module(Net(), mesh["tp"], cut),
+            mesh=mesh["dp"],
+            units={Layer},
+            mp_policy=BF16,
+            gather_codec=codec,
+        )
+        losses.append(train(model, mesh["dp"].get_local_rank()))
+        weights.append(full_parameters(model))
+        layerzero.traffic(model, reset=True)
+        model(batch(rank, 0)[0])
+        traffic = layerzero.traffic(model)
+        assert traffic.predicted["gather"] == traffic.bytes["gather"]
+        sent.append(traffic.bytes["gather"])
+    assert not different(weights[1], weights[0]) and losses[1] == losses[0]
+    assert different(weights[2], weights[0])
+    for ours, theirs in zip(losses[2], losses[0], strict=True):
+        assert abs(ours - theirs) < 0.05 * theirs
+    assert sent[2] < 0.62 * sent[0], sent  # the rows of a half are shorter, and have a scale each
+
+
+def test_rows_that_tensor_parallelism_has_cut_are_encoded_too() -> None:
+    run_ranks(_beside_tensor_parallel, world_size=4)
+
+
+# --- bytes ---
+
+
+def _counted(rank: int) -> None:
+    for size, codec, kept in (
+        (2, layerzero.Float8Rows(), True),
+        (4, layerzero.Float8Rows(), 2),
+        (4, AsTheyAre(), True),
+    ):
+        sent = []
+        for each in (None, codec):
+            model = shard(size=size, gather_codec=each, reshard_after_forward=kept)
+            train(model, rank, 2)
+            report = layerzero.memory(model)
+            measured = {kind: nbytes for kind, nbytes in report.measured.items() if kind != "optimizer"}
+            assert measured == report.predicted, report
+            assert report.measured_peak == report.predicted_peak, report
+            layerzero.traffic(model, reset=True)
+            model(batch(rank, 0)[0]).sum().backward()
+            traffic = layerzero.traffic(model)
+            assert traffic.predicted["gather"] == traffic.bytes["gather"]
+            sent.append(traffic)
+        handles = runtime_of(model).handles
+        gathers = 1 if kept == 2 else 2
+        assert sent[1].bytes["gather"] == gathers * sum(h.whole.size for h in handles) * (size - 1) // size
+        assert sent[1].bytes.get("regather") == sent[0].bytes.get("regather"), "what is kept has been decoded"
+        ratio = sent[1].bytes["gather"] / sent[0].bytes["gather"]
+        assert ratio < 0.58 if isinstance(codec, layerzero.Float8Rows) else 0.9 < ratio < 1.1, ratio
+
+
+def test_bytes_and_memory_are_those_that_are_predicted() -> None:
+    run_ranks(_counted, world_size=4)
+
+
+def _without_gathers(rank: int) -> None:
+    for size in (1, 2):
+        plain, coded = (shard(size=size, gather_codec=codec) for codec in (None, layerzero.Float8Rows()))
+        for model in (plain, coded):
+            train(model, rank)
+        assert not different(full_parameters(coded), full_parameters(plain))
+        assert not layerzero.traffic(coded).calls.get("gather")
+
+
+def test_where_nothing_is_gathered_it_has_no_effect() -> None:
+    run_sharing(_without_gathers, world_size=2)
+
+
+# --- settings ---
+
+
+class Lies(AsTheyAre):
+    def nbytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> Any:
+        return "many"
+
+
+class Bits(AsTheyAre):
+    """Of one class, with settings of its own."""
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
+
+    def nbytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
+        return super().nbytes(blocks, dtype) + self._spare
+
+    def encode(self, shard: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+        assert blocks and len(out) == self.nbytes(blocks, shard.dtype)
+        super().encode(shard, blocks, out[: len(out) - self._spare])
+
+
+@dataclass(frozen=True)
+class Shifted(AsTheyAre):
+    """Of one size, whatever is set."""
+
+    by: int
+
+
+def _refused(rank: int) -> None:
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (
+            {"gather_codec": "float8"},
+            TypeError,
+            "must be an object with the methods nbytes, encode, decode .*got 'float8'",
+        ),
+        ({"gather_codec": object()}, TypeError, "layerzero.Float8Rows"),
+        ({"gather_codec": layerzero.Float8Rows}, TypeError, "must be an object with .*got <class .*Float8Rows"),
+        ({"gather_codec": Lies()}, TypeError, "Lies.nbytes must return a number of bytes, got 'many'"),
+        (
+            {"gather_codec": layerzero.Float8Rows(), "mp_policy": None},
+            ValueError,
+            "encodes weights in bf16 and fp16, and the model computes in .*float32.*param_dtype",
+        ),
+    ]
+    for settings, kind, text in refused:
+        with pytest.raises(kind, match=text):
+            shard(size=2, **settings)
+    with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec"):
+        shard(size=2, gather_codec=layerzero.Float8Rows() if rank else None)
+    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of gather_codec for unit ''"):
+        shard(size=2, gather_codec=Bits(16 if rank else 32))
+    with pytest.raises(ValueError, match=r"ranks disagree.*gather_codec.*Shifted\(by="):
+        shard(size=2, gather_codec=Shifted(rank))
+
+
+def test_what_is_no_codec_or_has_nothing_to_encode_is_refused() -> None:
+    run_ranks(_refused, world_size=2)
+
+
+def test_a_file_names_the_one_that_is_here(tmp_path: Path) -> None:
+    path = tmp_path / "layerzero.yaml"
+    path.write_text("gather_codec: float8_rows\n")
+    config = layerzero.LayerZeroConfig.from_yaml(path)
+    assert isinstance(config.gather_codec, layerzero.Float8Rows)
+    assert copy.copy(config).arguments()["gather_codec"] is config.gather_codec
+    path.write_text("gather_codec: int4\n")
+    with pytest.raises(ValueError, match="gather_codec is 'int4'; a file can say float8_rows"):
+        layerzero.LayerZeroConfig.from_yaml(path)
