@@ -134,6 +134,20 @@ def _refused_extra(rank: int, folder: str) -> None:
     other, other_optimizer = sharded_net(2)
     with pytest.raises((ValueError, RuntimeError), match="belongs to another model"):
         checkpoint.save(f"{folder}/refused", other, optimizer)
+    teacher = layerzero.shard_model(torch.nn.Linear(3, 3), mesh=mesh_of(2))
+    like = r"extra\.teacher is cut like 'weight' of another sharded model; store its full_tensor"
+    with pytest.raises((TypeError, RuntimeError), match=like):
+        checkpoint.save(f"{folder}/refused", model, optimizer, {"teacher": teacher.weight.detach()})
+    namesake = layerzero.shard_model(torch.nn.ModuleDict({"first": torch.nn.Linear(9, 9)}), mesh=mesh_of(2))
+    with pytest.raises((TypeError, RuntimeError), match=r"cut like 'first\.weight' of another sharded model"):
+        checkpoint.save(f"{folder}/refused", model, optimizer, {"teacher": namesake["first"].weight.detach()})
+    twin, _ = sharded_net(2, seed=1)  # cut as the model is, so that a load can cut it so
+    checkpoint.save(f"{folder}/twin", model, optimizer, {"teacher": twin.first.weight.detach()})
+    loaded = checkpoint.load(f"{folder}/twin", model, optimizer)["teacher"]
+    assert torch.equal(loaded.full_tensor(), twin.first.weight.detach().full_tensor())
+    whole = {"teacher": teacher.weight.detach().full_tensor()}
+    checkpoint.save(f"{folder}/teacher", model, optimizer, whole)
+    assert torch.equal(checkpoint.load(f"{folder}/teacher", model, optimizer)["teacher"], whole["teacher"])
     with pytest.raises((ValueError, RuntimeError), match="path is"):
         checkpoint.save(f"{folder}/refused-{rank}", model, optimizer)
     with layerzero.unsharded(model), pytest.raises(RuntimeError, match="unsharded"):
@@ -143,7 +157,7 @@ def _refused_extra(rank: int, folder: str) -> None:
 
 def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_refused_extra, str(tmp_path))
-    assert list(tmp_path.iterdir()) == [], "and leaves nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher", "twin"], "and leaves nothing"
 
 
 def _refused_by_one_module(rank: int, folder: str) -> None:

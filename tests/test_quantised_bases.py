@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import layerzero
+from layerzero.checkpoint.convert import export_model
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing
@@ -45,8 +48,77 @@ class Int8(torch.Tensor):
         return func(*tree_map_only(cls, lambda t: t.whole(), args), **(kwargs or {}))
 
 
+class Flat(Int8):
+    """Says what it is made of, as torch's convention has it: one of them is of a class, too."""
+
+    bits = 8
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["numbers", "scale"], {"bits": self.bits, "dtype": self.dtype}
+
+
+class Nested(Flat):
+    """With scales that are of a class themselves."""
+
+    outer: Flat
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Nested:
+        made: Nested = Int8.__new__(cls, numbers, scale)  # type: ignore[assignment]
+        made.outer = Flat(numbers[:2].clone(), scale[:2].clone())
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["numbers", "scale", "outer"], None
+
+
 def _quantised() -> tuple[Tensor, Tensor]:
     return torch.randint(-127, 127, (WIDTH, WIDTH), dtype=torch.int8), torch.rand(WIDTH, 1, dtype=FP64) / 100
+
+
+class Odd(Flat):
+    """What it says of itself depends on `way`."""
+
+    way = "raises"
+
+    @property
+    def fresh(self) -> Tensor:
+        return self.scale.clone()
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if self.way == "raises":
+            raise ArithmeticError("no way to say it")
+        if self.way == "no tensor":
+            return ["numbers", "way"], None
+        if self.way == "made when asked for":
+            return ["numbers", "fresh"], None
+        return ["numbers", "scale"], {"a device": torch.device("cuda", 3), "a tensor": {"a table": self.scale}}
+
+
+class OnDevice(Flat):
+    """Says where it is, as torch's own arguments of tensors do."""
+
+    where = torch.device("cuda", 1)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["numbers", "scale"], [self.where, self.dtype]
+
+
+class Stateful(nn.Module):
+    """With a state beside its tensors, which is a tensor of a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def get_extra_state(self) -> Tensor:
+        return Flat(*_quantised())
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError(state)
 
 
 class Adapted(nn.Module):
@@ -54,11 +126,11 @@ class Adapted(nn.Module):
 
     UNIT = True
 
-    def __init__(self, *, as_class: bool) -> None:
+    def __init__(self, *, as_class: bool, kind: type[Int8] = Int8) -> None:
         super().__init__()
         numbers, scale = _quantised()
         if as_class:
-            self.weight = nn.Parameter(Int8(numbers, scale), requires_grad=False)
+            self.weight = nn.Parameter(kind(numbers, scale), requires_grad=False)
         else:
             self.weight = nn.Parameter(numbers, requires_grad=False)
             self.scale = nn.Parameter(scale, requires_grad=False)  # frozen, and sharded
@@ -72,9 +144,9 @@ class Adapted(nn.Module):
 
 
 class Base(nn.Module):
-    def __init__(self, *, as_class: bool = False) -> None:
+    def __init__(self, *, as_class: bool = False, kind: type[Int8] = Int8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Adapted(as_class=as_class) for _ in range(2))
+        self.layers = nn.ModuleList(Adapted(as_class=as_class, kind=kind) for _ in range(2))
         self.mask = nn.Parameter(torch.ones(WIDTH, dtype=torch.bool), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,6 +204,138 @@ def _not_saved(rank: int, folder: Path) -> None:
 
 def test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused(tmp_path: Path) -> None:
     run_ranks(_not_saved, tmp_path, world_size=2)
+
+
+def _adapted(kind: type[Int8], seed: int, size: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = shard(Base(as_class=True, kind=kind), size=size, ignored_params="unsupported")
+    return model, layerzero.shard_optimizer(torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), model)
+
+
+def _in_parts(rank: int, folder: Path) -> None:
+    for kind in (Flat, Nested):
+        path = folder / kind.__name__
+        model, optimizer = _adapted(kind, 0, 2)
+        one_pass(model, rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        layerzero.checkpoint.save(path, model, optimizer)
+        fresh, other = _adapted(kind, 1, 4)
+        assert not torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
+        layerzero.checkpoint.load(path, fresh, other)
+        for one, two in zip(model.layers, fresh.layers, strict=True):
+            assert torch.equal(one.weight.numbers, two.weight.numbers) and torch.equal(
+                one.weight.scale, two.weight.scale
+            )
+            if kind is Nested:
+                assert torch.equal(one.weight.outer.numbers, two.weight.outer.numbers)
+        for net, its_optimizer in ((model, optimizer), (fresh, other)):
+            one_pass(net, rank, 1)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+        assert torch.equal(fresh(batch(rank, 0)), model(batch(rank, 0)))
+    flat, nested = folder / "Flat", folder / "Nested"
+    before = fresh.layers[0].weight.numbers.clone()
+    for path, model, match in (
+        (flat, fresh, r"layers.0.weight: expected .*Nested of .*outer: .*Flat of .*the checkpoint has .*Flat of"),
+        (nested, _adapted(Flat, 1, 2)[0], r"layers.0.weight: expected .*Flat of .*the checkpoint has .*Nested of"),
+        (flat, shard(Base(), ignored_params="unsupported"), r"layers.0.weight: expected a tensor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            layerzero.checkpoint.load(path, model)
+    with mock.patch.object(Flat, "bits", 4), pytest.raises(ValueError, match=r"'bits': 4.* has .*'bits': 8"):
+        layerzero.checkpoint.load(flat, _adapted(Flat, 1, 2)[0])
+    assert torch.equal(fresh.layers[0].weight.numbers, before)
+    with pytest.raises(ValueError, match=r"layers.0.weight \(2 like it\) is a tensor of a class of its own"):
+        export_model(flat, folder / "whole.safetensors")
+    with mock.patch.object(Flat, "bits", object()), pytest.raises(TypeError, match="a tensor of a class of its own"):
+        layerzero.checkpoint.save(folder / "odd", _adapted(Flat, 1, 2)[0])
+    with pytest.raises(TypeError, match=r"extra.base: a Flat, a tensor of a class of its own"):
+        layerzero.checkpoint.save(folder / "odd", model, extra={"base": Flat(*_quantised())})
+
+
+def test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out(tmp_path: Path) -> None:
+    run_ranks(_in_parts, tmp_path, world_size=WORLD)
+
+
+def _numbers(model: Any) -> list[Tensor]:
+    return [part.clone() for layer in model.layers for part in (layer.weight.numbers, layer.weight.scale)]
+
+
+def _odd(rank: int, folder: Path) -> None:
+    for way, match in (
+        ("raises", r"layers.0.weight: .*Odd.__tensor_flatten__ has failed: ArithmeticError: no way to say it"),
+        ("no tensor", "layers.0.weight: a Odd, a tensor of a class of its own"),
+        ("made when asked for", "layers.0.weight: a Odd, a tensor of a class of its own"),
+        ("holds a tensor", "layers.0.weight: a Odd, a tensor of a class of its own"),
+    ):
+        model = _adapted(Odd, 0, 2)[0]
+        with mock.patch.object(Odd, "way", way), pytest.raises(TypeError, match=match):
+            layerzero.checkpoint.save(folder / "odd", model)
+    with pytest.raises(TypeError, match=r"_extra_state: a Flat, a tensor of a class of its own"):
+        layerzero.checkpoint.save(folder / "odd", layerzero.shard_model(Stateful(), zero3_size=1))
+    with (
+        mock.patch.object(Odd, "way", "raises" if rank == 1 else "no tensor"),
+        pytest.raises((TypeError, RuntimeError)),
+    ):
+        layerzero.checkpoint.save(folder / "odd", model)
+    assert not (folder / "odd").exists()
+    # Wherever it is, it is the same.
+    layerzero.checkpoint.save(folder / "there", saved := _adapted(OnDevice, 0, 2)[0])
+    here = _adapted(OnDevice, 1, 2)[0]
+    with mock.patch.object(OnDevice, "where", torch.device("cuda", 2 + rank)):
+        layerzero.checkpoint.load(folder / "there", here)
+        layerzero.checkpoint.save(folder / "elsewhere", here)
+    assert all(map(torch.equal, _numbers(here), _numbers(saved)))
+    # One that cannot be filled, and a checkpoint that has plain values under its name.
+    torch.manual_seed(0)
+    plain = Base()
+    for layer in plain.layers:
+        layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=FP64), requires_grad=False)
+        del layer.scale
+    layerzero.checkpoint.save(folder / "plain", shard(plain, ignored_params="unsupported"))
+    for kind, text in (
+        (Int8, "a Int8 does not say"),
+        (Flat, "expected .*Flat of .* the checkpoint has something else"),
+    ):
+        with pytest.raises(ValueError, match=rf"layers.0.weight: {text}"):
+            layerzero.checkpoint.load(folder / "plain", _adapted(kind, 0, 2)[0])
+
+
+def test_classes_that_say_less_than_what_they_are_are_refused(tmp_path: Path) -> None:
+    run_ranks(_odd, tmp_path, world_size=2)
+
+
+def _all_or_nothing(rank: int, folder: Path) -> None:
+    model, _ = _adapted(Flat, 0, 2)
+    pending = layerzero.checkpoint.save_async(folder / "saved", model)
+    expected = _numbers(model)
+    for layer in model.layers:
+        layer.weight.numbers.zero_()  # what is written is what was there
+    pending.wait()
+    whole = _adapted(Flat, 1, 2)[0]
+    layerzero.checkpoint.load(folder / "saved", whole)
+    assert all(map(torch.equal, _numbers(whole), expected))
+    other, _ = _adapted(Flat, 1, 2)
+    other.layers[0].weight.scale = other.layers[0].weight.scale[:1].clone()  # of the same settings, so to say
+    before = _numbers(other)
+    with pytest.raises(ValueError, match=r"scale of layers.0.weight: expected shape \[1, 1\]"):
+        layerzero.checkpoint.load(folder / "saved", other)
+    assert all(map(torch.equal, _numbers(other), before))
+    with pytest.warns(UserWarning, match="left out") if rank == 0 else nullcontext():
+        layerzero.checkpoint.load(folder / "saved", other, strict=False)
+    assert all(map(torch.equal, _numbers(other), [*before[:2], *expected[2:]]))
+    shared, _ = _adapted(Flat, 1, 2)
+    shared.layers[1].weight.scale = shared.layers[0].weight.scale
+    with pytest.raises(ValueError, match=r"scale of layers.0.weight and scale of layers.1.weight are one parameter"):
+        layerzero.checkpoint.load(folder / "saved", shared)
+    layerzero.checkpoint.save(folder / "shared", shared)
+    layerzero.checkpoint.load(folder / "shared", whole)
+    assert all(map(torch.equal, _numbers(whole), _numbers(shared)))
+
+
+def test_a_tensor_of_a_class_is_loaded_in_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
+    run_ranks(_all_or_nothing, tmp_path, world_size=2)
 
 
 def test_integer_bases_go_into_checkpoints_and_out(tmp_path: Path) -> None:

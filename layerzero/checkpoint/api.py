@@ -22,6 +22,7 @@ from layerzero.checkpoint.collecting import Collected, agree_on_state, collect, 
 from layerzero.checkpoint.common import LostEachOther, PathLike, check_usable, told
 from layerzero.checkpoint.files import NameTaken, refuse_to_replace
 from layerzero.checkpoint.folder import next_sequence, tidy
+from layerzero.checkpoint.names import Apart
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
@@ -32,7 +33,7 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 
-__all__ = ["PendingSave", "per_rank", "save", "save_async"]
+__all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
 
 
 def per_rank(value: object) -> PerRank:
@@ -93,6 +94,15 @@ def save(
     runtime = runtime_of(model)
     how = _How(keep_last, overwrite, require_finite)
     _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control.group)
+
+
+def save_with(
+    apart: Apart | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
+) -> None:
+    """:func:`save` of a model of which other ranks have something else under the same names."""
+    runtime = runtime_of(model)
+    how = _How(keep_last=None, overwrite=False, require_finite=True)
+    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.everyone.control.group)
 
 
 def save_async(
@@ -202,7 +212,14 @@ class _Job:
     keep_last: int | None
 
 
-def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, how: _How) -> _Job:
+def _prepare(
+    path: Path,
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    extra: object,
+    how: _How,
+    apart: Apart | None = None,
+) -> _Job:
     rank = runtime.everyone.control.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": Scheme.best().algorithm, **asdict(how)}
@@ -219,7 +236,7 @@ def _prepare(path: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, e
             if not how.overwrite:
                 raise NameTaken.at(path)
             refuse_to_replace(path)
-        state = collect(runtime, optimizer, extra, require_finite=how.require_finite)
+        state = collect(runtime, optimizer, extra, require_finite=how.require_finite, apart=apart)
     except Exception as error:
         failure = error
     agree_on_state("checkpoint.save", runtime, fields | state.digests, failure)

@@ -24,6 +24,7 @@ from layerzero.checkpoint.randomness import random_states
 from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.owned import Owned
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.reliability.bits import place_sum
 from layerzero.reliability.numbers import few_names
@@ -128,9 +129,9 @@ class Chain:
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
-                    at = None if optimizer.is_owned(name) else places[name]
+                    owned = optimizer.owned(name)
                     for key, value in sorted(values.items()):
-                        part = _sum_of(value, at)
+                        part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
                         sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
         runtime.everyone.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
@@ -203,6 +204,16 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
         items = [_sum_of(item, None) * _odd(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return torch.tensor(_odd(repr(value)), dtype=torch.int64)
+
+
+def _sum_of_owned(value: Any, owned: Owned) -> Tensor:
+    """What this rank, the owner of a parameter, adds for an entry of its state."""
+    if isinstance(value, Tensor) and value.ndim:
+        return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
+    if isinstance(value, (list, tuple)):
+        items = [_sum_of_owned(item, owned) * _odd(str(place)) for place, item in enumerate(value)]
+        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
+    return _sum_of(value, None) if owned.leads else _nothing()
 
 
 def _odd(text: str) -> int:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.common import agree_or_raise
 from layerzero.checkpoint.files import CheckpointError
-from layerzero.checkpoint.names import encode_all, trained_rows
+from layerzero.checkpoint.names import Apart, encode_all, trained_rows
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.reliability.numbers import few_names, not_finite
@@ -24,8 +24,8 @@ class Collected(NamedTuple):
 
     Attributes:
         document: the same on all ranks, but for what only the first one's is looked at for.
-        tensors: by key, what this rank offers: what is sharded, and from the first rank everything else.
-        own: its :class:`PerRank` values.
+        tensors: by key, what this rank offers: what is sharded, and from the first rank that has it everything else.
+        own: its :class:`PerRank` values, and its own entries of :class:`Joint` ones.
         digests: by path, of every value that must be the same on all ranks.
         bad: names of what is not finite.
     """
@@ -38,17 +38,24 @@ class Collected(NamedTuple):
 
 
 def collect(
-    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, require_finite: bool = True
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    extra: object,
+    *,
+    require_finite: bool = True,
+    apart: Apart | None = None,
 ) -> Collected:
     """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
     if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
         raise RuntimeError(torn)
     rank = runtime.everyone.control.rank
-    document, encoder = encode_all(runtime, optimizer, extra, rank=rank)
+    document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
     tensors = {
         key: tensor
         for key, tensor in encoder.tensors.items()
-        if rank == 0 or isinstance(tensor, DTensor) or key.startswith(f"rank{rank}.")
+        if (encoder.tells if key in encoder.apart else rank == 0)
+        or isinstance(tensor, DTensor)
+        or key.startswith(f"rank{rank}.")
     }
     bad = not_finite(trained_rows(runtime, encoder.tensors))
     if bad and require_finite:

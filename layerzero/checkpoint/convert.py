@@ -26,6 +26,7 @@ from layerzero.checkpoint.files import (
     remove,
 )
 from layerzero.checkpoint.folder import next_sequence
+from layerzero.checkpoint.parts import is_table
 from layerzero.checkpoint.pretrained import find_safetensors
 from layerzero.checkpoint.storage import Contents, check_entry, opened, pieces
 from layerzero.checkpoint.values import DTYPES, references
@@ -130,7 +131,14 @@ def export_model(
 
 def model_keys(contents: Contents, *, averages: bool) -> dict[str, str]:
     """The keys of the model's tensors by name; see :func:`export_model`."""
-    keys = _keys(contents.document["model"])
+    model = contents.document["model"]
+    if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
+        raise ValueError(
+            f"{classes[0]} ({len(classes)} like it) is a tensor of a class of its own, which one file of plain tensors "
+            "cannot hold: load the checkpoint into the model, and save layerzero.full_state_dict(model, "
+            "trainable_only=True)"
+        )
+    keys = _keys(model)
     if not averages:
         return keys
     extra = contents.document["extra"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from layerzero.checkpoint.checks import ranks_that_saved
 from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable
 from layerzero.checkpoint.files import CheckpointError, Manifest
+from layerzero.checkpoint.names import Apart
 from layerzero.checkpoint.reading import Files
 from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state import Restore
@@ -62,16 +63,25 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
 
 
 def prepare_load(
-    path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
+    path: PathLike,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    strict: bool = True,
+    apart: Apart | None = None,
 ) -> PreparedLoad:
-    """All of :func:`load` that changes nothing: where it returns, all ranks have found everything right."""
+    """All of :func:`load` that changes nothing: where it returns, all ranks have found everything right.
+
+    Args:
+        apart: as the checkpoint was saved with; None: all ranks have the same parameters.
+    """
     path = Path(path)
 
     def opened(runtime: Runtime) -> Source:
         control = runtime.everyone.control
         return Files(Manifest.read(path), rank=control.rank, ranks=control.size)
 
-    return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict)
+    return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
 
 
 class Source(Protocol):
@@ -100,6 +110,7 @@ def prepare_from(
     optimizer: ShardedOptimizer | None,
     *,
     strict: bool,
+    apart: Apart | None = None,
 ) -> PreparedLoad:
     """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
@@ -122,7 +133,7 @@ def prepare_from(
                 "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
                 *(path, ranks, control.size),
             )
-        restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice)
+        restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:
             raise ValueError(printable(f"{path} does not fit: " + "; ".join(restore.problems)))
     except Exception as error:

@@ -24,7 +24,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.checks import StoredTensor
-from layerzero.checkpoint.names import Names
+from layerzero.checkpoint.names import Apart, Names
+from layerzero.checkpoint.parts import is_made_of_others, is_table, parts_of
 from layerzero.checkpoint.reading import same_columns
 from layerzero.checkpoint.stepping import GroupCheck, as_kept, key_of
 from layerzero.checkpoint.storage import Contents
@@ -53,6 +54,7 @@ class Restore:
     Args:
         rank: of this rank among those that saved, if they were as many; else None.
         twice: the source can be read a second time, into memory of the model and the optimizer.
+        apart: what of the model is something else on other ranks, of which the checkpoint has all.
 
     Attributes:
         problems: what does not fit, a line each; those entries are left out.
@@ -68,6 +70,7 @@ class Restore:
         *,
         rank: int | None,
         twice: bool = False,
+        apart: Apart | None = None,
     ) -> None:
         self.problems: list[str] = []
         self.tensors: dict[str, Tensor] = {}
@@ -75,13 +78,14 @@ class Restore:
         self._optimizer = optimizer
         self._document = contents.document
         self._stored = contents.tensors
-        self._names = Names(runtime)
+        self._names = Names(runtime, apart)
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._landings: list[_Landing] = []
         self._uses: dict[str, list[RowSpan | None]] = {}  # by key: how it is cut; None: not
         self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
+        self._parts: dict[int, tuple[str, str]] = {}  # by id, what tensors of classes are made of: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
         self._kept: dict[str, Mapping[str, Any]] = {}  # the same: examples of what the optimizer keeps, where known
@@ -107,14 +111,50 @@ class Restore:
             target = self._names.targets[names[0]]
             if not found:
                 self.problems.append(f"missing: {' = '.join(names)}")
+            elif isinstance(target, Tensor) and is_made_of_others(target):
+                self._plan_parts(found, target, stored)
             elif isinstance(target, Tensor):
                 self._plan_tensor(found, target, stored)
             else:
                 self._states.append((target, stored[found[0]]))
                 for reference in references(stored[found[0]], rank=self._rank):
                     self._use(str(key_of(reference)), None)
-        for name in sorted(stored.keys() - self._names.targets.keys()):
-            self.problems.append(f"unexpected: {name}")
+        unexpected = sorted(stored.keys() - self._names.targets.keys())
+        self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
+
+    def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
+        """A tensor of a class of its own, which is whole on every rank: all of it, or nothing."""
+        name, entry = names[0], stored[names[0]]
+        if (told := parts_of(name, target)) is None:
+            self.problems.append(
+                f"{name}: a {type(target).__name__} does not say which plain tensors are to be filled: make it anew as "
+                "it was made, and load the rest with strict=False"
+            )
+            return
+        said, parts = told
+        if not is_table(entry) or entry["of"] != said or entry["tensors"].keys() != parts.keys():
+            found = entry["of"] if is_table(entry) else "something else"
+            self.problems.append(f"{name}: expected {said} of {sorted(parts)}, the checkpoint has {found}")
+            return
+        if odd := [other for other in names if stored[other] != entry]:
+            self.problems.append(f"{name} and {odd[0]} are one parameter here, and two in the checkpoint")
+            return
+        keys = {part: key_of(reference) for part, reference in entry["tensors"].items()}
+        problems = {
+            part: "expected a tensor"
+            if key is None
+            else _misfit(self._stored[key], parts[part].shape, parts[part].dtype)
+            for part, key in keys.items()
+        }
+        if wrong := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
+            self.problems += wrong
+            return
+        for part, key in keys.items():
+            self._use(str(key), None)
+            self._landings.append(_Landing(str(key), parts[part]))
+            first, its_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
+            if its_key != key:
+                self._twins.append((first, its_key, f"{part} of {name}", str(key)))
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.member_of(target)
@@ -161,6 +201,8 @@ class Restore:
         state: dict[str, Any] = {}
         held = optimizer.state_by_name()
         for name, values in stored.get("state", {}).items():
+            if self._names.apart.is_elsewhere(name):
+                continue
             if name not in here:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
@@ -171,14 +213,14 @@ class Restore:
                 f"{entry} of {name} in the optimizer: {problem}"
                 for entry, key in keys.items()
                 if self._stored[key].shape
-                and not optimizer.is_owned(here[name])  # then it has what shapes it likes
+                and optimizer.owned(here[name]) is None  # then it has what shapes it likes
                 and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
             inside = {
                 entry: [str(key_of(reference)) for reference in references(values[entry], rank=self._rank)]
                 for entry in values.keys() - keys
             }
-            if not optimizer.is_owned(here[name]):
+            if optimizer.owned(here[name]) is None:
                 odd_ones = [entry for entry, found in inside.items() if found]
                 wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in odd_ones]
             odd = check_of[here[name]].state_problems(values, len(shape))
@@ -214,6 +256,8 @@ class Restore:
 
     def _plan_extra(self, reference: Mapping[str, str]) -> None:
         key, like = str(key_of(reference)), reference.get("like")
+        if like is not None and self._names.apart.is_elsewhere(like):
+            return
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
         if like is not None and (member is None or member.span.true_shape != stored.shape):
@@ -249,7 +293,7 @@ class Restore:
         return sharded(rows, first, Watch())
 
     def _read(self, key: str) -> Any:
-        """What was read for `key`; None where it does not fit."""
+        """What was read for `key`; None where it does not fit, or belongs to other ranks."""
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | Member) -> Tensor:

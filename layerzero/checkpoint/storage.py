@@ -116,7 +116,7 @@ class Writer(StorageWriter):
     Args:
         path: of the checkpoint, which is there at the end and not before.
         document: from the first rank, all of it; other ranks' are not looked at.
-        own: this rank's :class:`PerRank` values.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`Joint` ones.
         finite: all that is trained on this rank is.
         sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
         overwrite: a checkpoint that is at `path` may go.

@@ -5,6 +5,7 @@ JSON has no tuples, no integer keys, no infinities. Such values become an object
     {"$tensor": KEY}                    a whole tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
     {"$sharded": KEY, "like": NAME}     a sharded tensor, cut like the parameter NAME
     {"$per_rank": [VALUE, ...]}         one value for each rank that saved
+    {"$joint": INDEX, "common": VALUE}  until all ranks have told what they have of it; see Joint
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}
 """
@@ -31,8 +32,10 @@ __all__ = [
     "DTYPES",
     "Decoder",
     "Encoder",
+    "Joint",
     "PerRank",
     "dtype_named",
+    "has_own_memory",
     "has_own_values",
     "is_deeper",
     "references",
@@ -64,24 +67,40 @@ class PerRank:
     value: object
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A table or a list of which all ranks have a common part, and some entries of their own: one in the checkpoint."""
+
+    common: dict[str, Any] | list[Any]
+    own: dict[str, Any] | list[Any]
+
+
 @dataclass
 class Encoder:
     """Turns values into JSON, and collects their tensors.
 
     Attributes:
+        is_apart: whether a parameter is another one on other ranks, so that only own entries can have its rows.
+        tells: of the ranks that have the same own entries of a :class:`Joint`, this one tells them.
         tensors: by key, what the JSON refers to.
-        own: this rank's :class:`PerRank` values as JSON, in the order in which they were met.
+        own: this rank's :class:`PerRank` values, and what is its own of a :class:`Joint`, as JSON, in the order in
+            which they were met.
+        apart: the keys of tensors in such entries.
         digests: by path, of every value that must be the same on all ranks.
     """
 
     rank: int
     name_of: Callable[[LocalRows], str]  # of the parameter that a sharded tensor is cut like
+    is_apart: Callable[[str], bool] = lambda name: False
+    tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
+    apart: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that is met twice is stored once
     _key_at: dict[str, str] = field(default_factory=dict)  # by path, of whole tensors
     _prefix: str = ""
+    _in_own: bool = False
 
     def encode(self, value: Any, path: str) -> Any:
         """The JSON of `value`; `path` names it in messages, and its tensors in the checkpoint.
@@ -91,6 +110,8 @@ class Encoder:
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
+        if isinstance(value, Joint):
+            return self._joint(value, path)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if type(value) in (dict, OrderedDict, Counter):
@@ -138,7 +159,7 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
-        if not isinstance(tensor, (DTensor, LocalRows)) and not _has_own_memory(tensor):
+        if not isinstance(tensor, (DTensor, LocalRows)) and not has_own_memory(tensor):
             raise TypeError(
                 f"{path}: a {type(tensor).__name__}, a tensor of a class of its own, cannot be put into a safetensors "
                 "file; save what is trained, layerzero.full_state_dict(model, trainable_only=True), and make the rest "
@@ -151,14 +172,27 @@ class Encoder:
                 key += "'"
             self._keys[self._prefix, id(tensor)] = key
             self.tensors[key] = tensor
+            if self._in_own:
+                self.apart.add(key)
         if isinstance(tensor, DTensor):
             rows = tensor._local_tensor
             if not isinstance(rows, LocalRows):
                 raise TypeError(f"{path}: a DTensor that layerzero has not made; store its full_tensor()")
             if self._prefix:
                 raise TypeError(f"{path}: a sharded tensor belongs to all ranks; take it out of per_rank")
-            return {"$sharded": key, "like": self.name_of(rows)}
-        if not self._prefix:
+            try:
+                like = self.name_of(rows)
+            except LookupError:
+                raise TypeError(
+                    f"{path} is cut like {rows.span.name!r} of another sharded model; store its full_tensor()"
+                ) from None
+            if self.is_apart(like) and not self._in_own:
+                raise TypeError(
+                    f"{path} is cut like {like}, which is another parameter on other ranks: take it out of extra. "
+                    "Averages of such weights come into checkpoints with ShardedMegatronOptimizer(ema_decay=...)"
+                )
+            return {"$sharded": key, "like": like}
+        if not self._prefix and not self._in_own:
             self.digests[path] = ""  # filled by `digest_tensors`, where somebody compares
             self._key_at[path] = key
         return {"$tensor": key}
@@ -174,8 +208,18 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
+    def _joint(self, joint: Joint, path: str) -> Any:
+        common = self.encode(joint.common, path)
+        self._in_own = True
+        try:
+            own = self.encode(joint.own, path)
+        finally:
+            self._in_own = False
+        self.own.append(own if self.tells else type(own)())
+        return {"$joint": len(self.own) - 1, "common": common}
+
     def _note(self, path: str, encoded: Any) -> None:
-        if not self._prefix:
+        if not self._prefix and not self._in_own:
             self.digests[path] = repr(encoded)
 
     def digest_tensors(self, path: str) -> None:
@@ -257,13 +301,18 @@ def has_own_values(value: Any) -> bool:
 
 
 def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
-    """`value` with each ``{"$per_rank": index}`` filled with what the ranks have there."""
+    """`value` with each ``{"$per_rank": index}`` and ``{"$joint": index}`` filled with what the ranks have there."""
     if isinstance(value, list):
         return [with_all_ranks(item, owns) for item in value]
     if not isinstance(value, dict):
         return value
     if "$per_rank" in value:
         return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
+    if "$joint" in value:
+        common, parts = value["common"], [own[value["$joint"]] for own in owns]
+        if isinstance(common, list):
+            return [*common, *(item for part in parts for item in part)]
+        return common | {key: item for part in parts for key, item in part.items()}
     return {key: with_all_ranks(item, owns) for key, item in value.items()}
 
 
@@ -285,7 +334,8 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def _has_own_memory(tensor: Tensor) -> bool:
+def has_own_memory(tensor: Tensor) -> bool:
+    """It is not of a class that answers for itself, and may keep its values elsewhere."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

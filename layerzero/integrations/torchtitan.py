@@ -109,7 +109,7 @@ def parallelize(
         "units": _units_of(model, parallel_dims),
         "mp_policy": MixedPrecisionPolicy(weights, sums, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
-        "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward),
+        "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims),
         "param_init_fn": lambda module: None,  # torchtitan draws them afterwards, on all ranks alike
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
@@ -147,7 +147,7 @@ def _refuse_others(
         raise ValueError("CUDA graphs would replay a step without its exchanges: use --training.disable_cuda_graphs")
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(
-            f"spmd_backend={parallelism.spmd_backend!r} makes other things than parameters of all parameters: use "
+            f"spmd_backend={parallelism.spmd_backend!r} changes parameters that only data-parallel ranks share: use "
             "--parallelism.spmd_backend partial_dtensor"
         )
     if training.enable_cpu_offload:
@@ -184,11 +184,22 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
     return unit_of
 
 
-def _reshards(when: str) -> bool | Callable[[str, nn.Module], bool]:
-    """torchtitan's policy; by default all but the head, which the backward needs at once."""
+def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
+    """torchtitan's policy, or a number of ranks; by default all but the head, which the backward needs at once.
+
+    Experts are freed where their fewer ranks cannot be divided by that number.
+    """
     if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
-    return when == "always"
+    if isinstance(when, str) and when not in ("always", "never"):
+        raise ValueError(
+            f"fsdp_reshard_after_forward is {when!r}; use 'default', 'always', 'never' or a number of ranks"
+        )
+    if isinstance(when, str):
+        return when == "always"
+    if parallel_dims.ep_enabled and parallel_dims.get_mesh(["efsdp"]).size() % when:
+        return lambda name, module: True if _EXPERTS.fullmatch(name) else when
+    return when
 
 
 class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from layerzero import checkpoint
+from layerzero.checkpoint.api import save_with
 from layerzero.checkpoint.files import (
     CheckpointError,
     NameTaken,
@@ -29,7 +29,9 @@ from layerzero.checkpoint.files import (
 )
 from layerzero.checkpoint.folder import clear_leftovers
 from layerzero.checkpoint.loading import PreparedLoad, prepare_load
+from layerzero.checkpoint.names import Apart
 from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.experts import experts_of
 from layerzero.megatron.groups import ProcessGroups, tell_all, together
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.places import places_of
@@ -59,7 +61,7 @@ def save(
         TypeError, ValueError: what ``layerzero.checkpoint.save`` raises; RuntimeError on the ranks of other stages.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
-    _together("save", groups, _refuse_experts(groups))
+    experts = _experts("save", groups, model_chunks)
     mine = new_token()
     token = tell_all(groups, mine)[0]
     first, partial = token == mine, partial_of(folder, token)
@@ -68,12 +70,13 @@ def save(
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
-        for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
+        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
-            average = None if ema is None else ema.state_dict()
-            known = {"places": places_of(chunk), "chunks": len(model_chunks)}  # of this one; in this part of the model
-            checkpoint.save(part, chunk, inner, {"extra": extra, "grad_scaler": scale, "ema": average, **known})
+            average = None if ema is None else _stored_average(ema.state_dict(), apart)
+            known = {"places": places_of(chunk, apart), "chunks": len(model_chunks)}  # of this one; in this part
+            told = {"extra": extra, "grad_scaler": scale, "ema": average, **known}
+            save_with(apart, part, chunk, inner, told)
     except Exception as error:
         failure = error
     try:
@@ -93,32 +96,35 @@ def load(
 ) -> Any:
     """Put a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; returns its `extra`.
 
-    Data-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call this.
+    Data-parallel and expert-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call
+    this.
 
     Raises:
         FileNotFoundError, CheckpointError, ValueError: there is no complete checkpoint of this layout at `path`, a part
             of it is damaged or does not fit, on whichever stage; nothing has been changed on any.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    failure = _refuse_experts(groups)
+    experts = _experts("load", groups, model_chunks)
+    failure: Exception | None = None
     parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
-    if failure is None and not (folder / _MARKER).exists():
+    if not (folder / _MARKER).exists():
         failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
-    elif failure is None and (missing := [part.name for part in parts if not part.exists()]):
+    elif missing := [part.name for part in parts if not part.exists()]:
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
     _together("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
-        for index, (chunk, part) in enumerate(zip(model_chunks, parts, strict=True)):
-            prepared.append(prepare_load(part, chunk, None if optimizer is None else optimizer.sharded[index]))
+        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+            inner = None if optimizer is None else optimizer.sharded[index]
+            prepared.append(prepare_load(part, chunk, inner, apart=apart))
     except Exception as error:
         failure = error
     _together("load", groups, failure)
     result: Any = None
     try:
-        for index, each in enumerate(prepared):
+        for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
             result = each.commit()
-            _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"))
+            _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
     _together("load", groups, failure)
@@ -127,21 +133,31 @@ def load(
     return result["extra"]
 
 
-def _refuse_experts(groups: ProcessGroups) -> Exception | None:
-    if groups.expert_zero1 is None:
-        return None
-    return ValueError(
-        "layerzero.megatron.save and load keep one part for all data-parallel ranks, and with expert parallelism these "
-        "have different experts: use Megatron's own format, torch_dist, with sharded_state_dict of chunks and optimizer"
-    )
+def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[Apart]:
+    """What of each chunk is something else on other data-parallel ranks."""
+    found: list[Apart] = []
+    failure: Exception | None = None
+    try:
+        found = [experts_of(chunk) for chunk in model_chunks]
+    except Exception as error:
+        failure = error
+    _together(call, groups, failure)
+    return found
 
 
-def _take_average(ema: EMA | None, saved: Any) -> None:
+def _stored_average(state: Mapping[str, Any], apart: Apart) -> dict[str, Any]:
+    """An average's state, with the averages by stored name."""
+    return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
+
+
+def _take_average(ema: EMA | None, saved: Any, apart: Apart) -> None:
     """Where the checkpoint has none, the next update copies the weights, as the first one does."""
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
     elif ema is not None:
-        ema.load_state_dict(saved)
+        own = {apart.stored(name): name for name in ema.state_dict()["averages"]}
+        here = {name: rows for name, rows in saved["averages"].items() if not apart.is_elsewhere(name)}
+        ema.load_state_dict({**saved, "averages": {own.get(name, name): rows for name, rows in here.items()}})
 
 
 def _make_room(folder: Path, partial: Path) -> Exception | None:

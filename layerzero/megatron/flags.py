@@ -167,7 +167,7 @@ _RULES: dict[str, _Rule] = {
     "--use-megatron-fsdp": _Rule(_is_set("use_megatron_fsdp"), _WRAPPER),
     "--optimizer": _Rule(
         lambda args: args.optimizer not in ("adam", "sgd"),
-        "needs whole matrices, which layerzero has on tensor-parallel ranks in parts only; use adam or sgd",
+        "has not been tried in Megatron's loop; use adam or sgd",
     ),
     "--use-distributed-optimizer": _Rule(
         lambda args: _saves(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,

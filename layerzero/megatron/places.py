@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from layerzero.checkpoint.names import Apart
+from layerzero.checkpoint.values import Joint
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
 
@@ -20,12 +22,15 @@ def module_name(name: str) -> str:
     return name
 
 
-def places_of(chunk: ShardedChunk) -> dict[str, Any]:
+def places_of(chunk: ShardedChunk, apart: Apart) -> dict[str, Any] | Joint:
     """By name: the parameter's name in the whole model, its shape there, and the runs of rows that it has of it.
 
+    Args:
+        apart: what it calls experts that are others on other data-parallel ranks.
+
     Returns:
-        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, plain data and the
-        same on all data-parallel ranks; ``{"because": text}`` where the modules do not say it.
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, plain data and, but
+        for such experts, the same on all data-parallel ranks; ``{"because": text}`` where the modules do not say it.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
@@ -38,20 +43,22 @@ def places_of(chunk: ShardedChunk) -> dict[str, Any]:
         _, found = describe(chunk.module, members, metadata, of_all_ranks=True)
     except Exception as error:  # a save is none the worse for it
         return {"because": f"{type(error).__name__}: {error}"}
-    places: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for member in members:
         if member.name not in found:
             return {"because": f"its modules do not say where {member.name!r} belongs"}
         where, dims = found[member.name], len(member.span.shape)
-        name = module_name(member.name)
+        stored = apart.stored(member.name)
+        name = module_name(stored)
         # The last stage's copy of the word embeddings has their key; elsewhere keys may be named for other modules.
         copied = getattr(member.leaf, "shared", False)
-        places[name] = {
+        (own if apart.is_apart(stored) else common)[name] = {
             "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
             "shape": list(where.pieces[0][1].global_shape[-dims:]),
             "pieces": [[rows.start, rows.stop, list(piece.global_offset[-dims:])] for rows, piece in where.pieces],
         }
-    return places
+    return Joint(common, own)
 
 
 def layer_of(name: str) -> str:

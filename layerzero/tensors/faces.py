@@ -17,10 +17,11 @@ A plain parameter beside such DTensors has a face, too: it is a copy on each ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,7 @@ class Face:
     stride: tuple[int, ...]
     shown: DeviceMesh  # of what users see: the further axes, then (zero3, replica)
     dressed: bool  # the module computes with a DTensor; else with a plain tensor, all copies of one
+    held: tuple[int, int] | None = None  # an axis, and the one place on it that has everything; see `of_state`
 
     @classmethod
     def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> Face:
@@ -72,8 +74,18 @@ class Face:
 
     @cached_property
     def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        sizes, offsets = self._box_without(None if self.held is None else self.held[0])
+        return sizes if self._holds else (0, *sizes[1:]), offsets
+
+    def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and offsets of this rank's part, if one axis did not cut it."""
+        placements = [Replicate() if at == axis else each for at, each in enumerate(self.placements)]
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
         return tuple(sizes), tuple(offsets)
+
+    @property
+    def _holds(self) -> bool:
+        return self.held is None or self._coordinate[self.held[0]] == self.held[1]
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -104,7 +116,41 @@ class Face:
         return any(isinstance(each, Shard) for each in self.placements)
 
     def cut_like(self, other: Face) -> bool:
-        return (self.shape, self.placements) == (other.shape, other.placements) and self.mesh == other.mesh
+        alike = (self.shape, self.placements, self.held) == (other.shape, other.placements, other.held)
+        return alike and self.mesh == other.mesh
+
+    # One axis of several
+
+    def cut_by(self, axis: int) -> int | None:
+        """The dim along which an axis cuts the parameter; None where it does not."""
+        placement = self.placements[axis]
+        if not isinstance(placement, Shard) or self.mesh.size(axis) == 1:
+            return None
+        return placement.dim % len(self.shape)
+
+    def place_on(self, axis: int) -> int:
+        """This rank's."""
+        return self._coordinate[axis]
+
+    def joined(self, axis: int) -> tuple[int, ...]:
+        """The shape that the parts of the ranks along one axis have together."""
+        return self._box_without(axis)[0]
+
+    def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> Face:
+        """Of a tensor in the state of the optimizer, where one rank has updated the parameter.
+
+        Along `axis`, the rank at `place` has all of it. Another axis that cuts the parameter cuts it into matrices of a
+        stack, and the tensor likewise.
+        """
+        cut = [axis == at or self.cut_by(at) is not None for at in range(self.mesh.ndim)]
+        return replace(
+            self,
+            placements=tuple(Shard(0) if each else Replicate() for each in cut),
+            shape=tuple(shape),
+            stride=tuple(torch.empty(tuple(shape), device="meta").stride()),
+            dressed=False,
+            held=None if axis is None else (axis, place),
+        )
 
     # Between a part and the whole
 
@@ -130,7 +176,20 @@ class Face:
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor of all parts. All ranks of the further axes must call this."""
+        if self.held is not None:
+            return self._from_holder(part)
         return self._as_dtensor(part).full_tensor() if self.is_cut else part  # type: ignore[no-any-return]
+
+    def _from_holder(self, part: Tensor) -> Tensor:
+        assert self.held is not None
+        axis, place = self.held
+        told = part.detach().clone(memory_format=torch.contiguous_format)
+        if not self._holds:
+            told = part.new_empty(self.joined(axis))
+        if told.numel():  # as bytes: backends do not know all dtypes
+            dist.broadcast(told.view(-1).view(torch.uint8), group=self.mesh.get_group(axis), group_src=place)
+        rest = tuple(Replicate() if at == axis else each for at, each in enumerate(self.placements))
+        return replace(self, placements=rest, held=None).whole(told)
 
     def _as_dtensor(self, part: Tensor) -> DTensor:
         meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)

@@ -6,7 +6,16 @@ from typing import Any
 
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["EXPLAINED", "cut_elsewhere", "moves_rows"]
+__all__ = ["EXPLAINED", "MOVED", "TOO_COARSE", "cut_elsewhere", "moves_rows"]
+
+MOVED = (
+    "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
+    "them from the parameter now"
+)
+TOO_COARSE = (
+    "parameter {!r} was frozen when it was sharded, and its master is {}, too coarse to train; unfreeze it before "
+    "shard_model, or convert it to float32 before"
+)
 
 
 def moves_rows(what: str, span: RowSpan) -> str:
