@@ -10,18 +10,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.network import Node
 from benchmarks.worker import Job
 
-__all__ = ["RanksFailed", "run_job"]
+__all__ = ["RanksFailed", "meeting", "run_job"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TAIL = 1500  # characters of a failed rank's output that are worth keeping
+_PORT = 29500  # where no other process is
 
 
 class RanksFailed(RuntimeError):
@@ -37,10 +41,9 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
     Raises:
         RanksFailed: see there.
     """
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, meeting(nodes) as store:
         processes = [
-            _start(replace(job, folder=folder), nodes, rank, port, Path(folder)) for rank in range(job.task.ranks)
+            _start(replace(job, folder=folder), nodes, rank, store, Path(folder)) for rank in range(job.task.ranks)
         ]
         try:
             _wait(processes, Path(folder), timeout)
@@ -54,18 +57,41 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.task.ranks)]
 
 
-def _start(job: Job, nodes: Sequence[Node], rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def meeting(nodes: Sequence[Node]) -> Iterator[dict[str, str]]:
+    """The variables by which ranks find the store that they meet in.
+
+    A port that is looked up and let go, for a rank to listen on some seconds later, may be somebody else's by then:
+    each process group listens on one of its own. So the store of one machine is served from here, as torchrun's agent
+    serves it. In the namespace of an emulated node is nobody else, and nobody is given a port below the ephemeral ones.
+    """
+    address = nodes[0].address
+    if nodes[0].prefix:
+        yield {"MASTER_ADDR": address, "MASTER_PORT": str(_PORT)}
+        return
+    with socket.create_server((address, 0)) as listening:
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    yield {"MASTER_ADDR": address, "MASTER_PORT": str(port), **agents}
+    del store  # served until then
+
+
+def _start(
+    job: Job, nodes: Sequence[Node], rank: int, store: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     node_size = job.task.ranks // len(nodes)
     node = nodes[rank // node_size]
     environment = {
         **os.environ,
+        **store,
         "PYTHONPATH": str(_ROOT),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % node_size),
         "WORLD_SIZE": str(job.task.ranks),
         "LOCAL_WORLD_SIZE": str(node_size),
-        "MASTER_ADDR": nodes[0].address,
-        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": node.interface,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
@@ -105,9 +131,3 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float
 
 def _tail(folder: Path, rank: int) -> str:
     return Path(folder, f"{rank}.log").read_text(errors="replace")[-_TAIL:].strip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

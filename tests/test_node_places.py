@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import serve
 
 _SCRIPT = """
 import logging, sys
@@ -46,7 +47,9 @@ def _ranks(folder: Path, *before: str) -> list[str]:
     """What two ranks print, each started by the command `before`."""
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": "2"}
+    store = serve()
+    environment = {**os.environ, "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     processes = [
         subprocess.Popen(
             [*before, sys.executable, str(script)],
@@ -60,12 +63,6 @@ def _ranks(folder: Path, *before: str) -> list[str]:
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     return [printed.strip() for printed, _ in outputs]
-
-
-def _free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 def test_memory_is_shared_by_default(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,12 @@ def _run(folder: Path, *arguments: str, restarts: int, kept: str = "--checkpoint
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(restarts), str(EXAMPLE), kept, str(folder), *arguments]
     known = {key: value for key, value in os.environ.items() if key != MENDED}
-    known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=known | environment, capture_output=True, text=True, timeout=240, check=False)
+    known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    for _ in range(3):  # with MENDED, torchrun looks up a free port, and a rank listens on it some seconds later
+        done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=240, check=False)
+        if "EADDRINUSE" not in done.stderr:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -45,7 +50,7 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _run(tmp_path_factory.mktemp("calm") / "run", restarts=1)
 
 
-@pytest.mark.parametrize(("seed", "kept"), [(3, "--checkpoints"), (4, "--checkpoints"), (4, "--snapshots")])
+@pytest.mark.parametrize(("seed", "kept"), [(3, "--checkpoints"), (4, "--snapshots")])  # rank 0, and rank 1
 def test_a_killed_run_is_started_again_and_ends_with_the_same_bits(
     never_stopped: str, tmp_path: Path, seed: int, kept: str
 ) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 import layerzero
 from benchmarks import network
+from benchmarks.launch import meeting
 from benchmarks.simulation.record import Settings, train_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -108,9 +108,11 @@ def measure(plan: Plan, *, two_nodes: bool) -> Iterator[Measured]:
 
 
 def _run_ranks(plan: Plan, nodes: Sequence[network.Node]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    with meeting(nodes) as store:
+        _run_beside(store, plan, nodes)
+
+
+def _run_beside(store: Mapping[str, str], plan: Plan, nodes: Sequence[network.Node]) -> None:
     ranks_of_node = plan.ranks // len(nodes)
     processes = []
     for rank in range(plan.ranks):
@@ -118,8 +120,7 @@ def _run_ranks(plan: Plan, nodes: Sequence[network.Node]) -> None:
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(plan.ranks),
-            "MASTER_ADDR": nodes[0].address,
-            "MASTER_PORT": str(port),
+            **store,
             "GLOO_SOCKET_IFNAME": node.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(_ROOT),
