@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +75,12 @@ def load_corpus(*, max_bytes: int = 8_000_000, root: str | Path | None = None) -
 
 def source_files(root: Path) -> list[str]:
     """Names of the .py files worth reading, relative to `root`, with forward slashes on every system."""
-    names = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
-    return [
-        name.as_posix()
-        for name in names
-        if not SKIPPED_PARTS.intersection(name.parts) and not name.name.startswith("_sysconfigdata")
-    ]
+    found: list[str] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIPPED_PARTS]  # which may hold more than all others
+        paths = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return found
 
 
 def is_held_out(name: str) -> bool:

@@ -58,7 +58,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
     rank, handles = dist.get_rank(), [handle for handle in runtime_of(model).handles if handle.members]
     guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
     missed: list[str] = []
-    tried: set[str] = set()
+    tried: set[tuple[str, int]] = set()
     step = 0
 
     def seen(what: str, victim: int, wanted: dict[str, Any] | None) -> None:
@@ -70,7 +70,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
         said = [(each.kind, each.ranks, each.handle, each.parameter) for each in guard.found]
         dist.broadcast_object_list(boxes := [wanted], src=victim)
         if boxes[0] is not None:  # what the victim knows of its own flip
-            tried.add(what)
+            tried.add((what, victim))
             expected = boxes[0]
             hits = [
                 each
@@ -94,7 +94,12 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
             if rank == victim:
                 wanted = _hit(what, handles, optimizer, number, low=low)
             seen(what, victim, wanted)
-    assert guard.looked == step and tried == set(KINDS)
+    assert guard.looked == step
+    assert {what for what, _ in tried} == set(KINDS)
+    has_rows = any(places(handle, Extent.RANK) for handle in handles)
+    dist.all_gather_object(able := [False] * dist.get_world_size(), has_rows)
+    assert {victim for _, victim in tried} == {each for each, has in enumerate(able) if has}, sorted(tried)
+    assert sum(able) >= 3, able
     return missed
 
 

@@ -81,15 +81,19 @@ class _Run:
 
 
 def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
-    """Flips in each step but the first, on each rank that can; of how many handles, and steps that were repeated."""
+    """Flips in each step but the first, on each rank that can; of how many handles, and steps that were repeated.
+
+    Of two kinds, of which each rank has one, and in every other case the other.
+    """
     calm, run, flips, repeated, handles = _Run(case), _Run(case), torch.zeros(()), 0, set()
     guard = layerzero.guard_bits(run.model, run.optimizer, every=1)
-    for step in range(9):
+    for step in range(5):
+        weights = (step + CASES.index(case)) % 2
         for each in (calm, run):
-            if each is run and step % 2 and rank == step // 2:
+            if each is run and weights and rank == step - 1:
                 flips += run.flip("compute weights", step)
             each.backward(step)
-        if step and step % 2 == 0 and rank == step // 2 - 1:
+        if not weights and rank == step - 1:
             flips += run.flip("gradient", step)
         calm.step()
         try:
@@ -110,7 +114,7 @@ def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_repeated_step_has_the_bits_of_one_without_a_fault_whatever_the_meshes(case: Case) -> None:
     for flips, repeated, handles in run_ranks(_repeated, case):
-        assert repeated == flips >= 7 and handles > 1
+        assert repeated == flips >= 3 and handles > 1
 
 
 def _lost(rank: int, case: Case) -> str:

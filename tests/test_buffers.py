@@ -91,7 +91,7 @@ def _steady(rank: int) -> None:
             assert len(grown) == 1, f"{settings}: every step allocates as much"
             continue
         assert counts[2:] == [counts[2]] * 4, (settings, counts)
-        root, unit = (runtime_of(model).handles[index].gathered_bytes for index in (0, 1))
+        root, unit = (sum(runtime_of(model).handles[index].gathered_sizes) for index in (0, 1))
         together = 6 if "reshard_after_forward" in settings else 1 + settings.get("prefetch", 1)
         assert pools.full.parked_bytes == root + together * unit, (settings, pools.full.parked_bytes)
         assert layerzero.memory(model).measured["idle_buffer"] == pools.full.parked_bytes

@@ -278,7 +278,10 @@ CASES: dict[str, Case] = {
     "negative prefetch": Case(partial(_shard, prefetch=-1), ValueError, ("prefetch", "-1", r"\b0\b|negative")),
     "fractional prefetch": Case(partial(_shard, prefetch=0.5), BAD, ("prefetch", r"0\.5|float", "int")),
     "reshard_after_forward of wrong type": Case(
-        partial(_shard, reshard_after_forward=2), TypeError, ("reshard_after_forward", "2|int", "bool")
+        partial(_shard, reshard_after_forward="2"), TypeError, ("reshard_after_forward", "2", "bool", "number of ranks")
+    ),
+    "reshard_after_forward of no divisor": Case(
+        partial(_shard, reshard_after_forward=3), ValueError, ("reshard_after_forward", "3", "zero3_size", "use one of")
     ),
     "state assigned": Case(
         lambda: _shard().load_state_dict(integer_net().state_dict(), assign=True),

@@ -121,18 +121,18 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, Fuse, int], None], bool | None]] 
 }
 
 
-def _train(rank: int, fail: Any, reentrant: bool | None, settings: dict[str, Any], accumulated: int) -> Any:
-    """Three steps of two micro-batches; in the second and third, `fail` comes first, after some accumulation."""
+def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[str, Any], accumulated: int) -> Any:
+    """Three steps of two micro-batches; in the second and third, one of `fails` comes first, with some accumulated."""
     model, fuse = _make(reentrant)
     shard(model, **settings)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(3):
-        if fail is not None and step:
+        if fails and step:
             with layerzero.no_sync(model):
                 for micro_batch in range(accumulated):
                     one_pass(model, rank, 20 + micro_batch)
             with pytest.raises(LookupError, match="blown"):
-                fail(model, fuse, rank)
+                fails[step - 1](model, fuse, rank)
             optimizer.zero_grad()
         with layerzero.no_sync(model):
             one_pass(model, rank, step)
@@ -143,18 +143,21 @@ def _train(rank: int, fail: Any, reentrant: bool | None, settings: dict[str, Any
     return full_parameters(model)
 
 
-def _fail_in_every_mode(rank: int, name: str) -> None:
-    fail, reentrant = FAILURES[name]
+def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
+    """Two failures in a run, and in another mode the other way round."""
+    names = [name for name, (_, kind) in FAILURES.items() if kind is reentrant]
     for index, settings in enumerate((*MODES, {"size": 4})):
         accumulated = index % 2
-        expected = _train(rank, None, reentrant, settings, accumulated)
-        ours = _train(rank, fail, reentrant, settings, accumulated)
-        assert not different(ours, expected), (name, settings, accumulated)
+        expected = _train(rank, [], reentrant, settings, accumulated)
+        for first in range(0, len(names), 2):
+            two = [names[first], names[(first + 1) % len(names)]][:: 1 if index < 2 else -1]
+            ours = _train(rank, [FAILURES[name][0] for name in two], reentrant, settings, accumulated)
+            assert not different(ours, expected), (two, settings, accumulated)
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(name: str) -> None:
-    run_ranks(_fail_in_every_mode, name, world_size=WORLD, pg_timeout=20)
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant checkpoint", "checkpoint"])
+def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(reentrant: bool | None) -> None:
+    run_ranks(_fail_in_every_mode, reentrant, world_size=WORLD, pg_timeout=20)
 
 
 def _interrupt(rank: int) -> None:

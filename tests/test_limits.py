@@ -40,7 +40,8 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_refusals.py::test_ways_out_work",
         "test_quantised_bases.py::test_what_is_left_out_is_frozen",
     ),
-    "`layerzero.checkpoint` of a model with such tensors": (
+    "`layerzero.checkpoint` of a model with tensors of a class": (
+        "test_quantised_bases.py::test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out",
         "test_quantised_bases.py::test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused",
         "test_quantised_bases.py::test_adapters_are_trained_on_bases_that_cannot_be",
     ),
@@ -161,6 +162,12 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_experts.py::test_experts_without_tokens_on_some_ranks_train_like_one_process",
         "test_graphs.py::test_graph_has_the_gradients_of_one_process",
     ),
+    "Ranks of a node that find different units kept": (
+        "test_kept.py::test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang",
+    ),
+    "Units inside checkpoints with `use_reentrant=True`": (
+        "test_kept.py::test_units_inside_reentrant_checkpoints_are_not_kept",
+    ),
     "A different number of backwards": (
         "test_absence.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
         "test_absence.py::test_one_batch_less_before_a_step_is_named_as_such",
@@ -224,6 +231,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "`shard_optimizer` of an optimizer that needs whole parameters": (
         "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
+        "test_matrix_cells.py::test_a_second_optimizer_that_needs_more_comes_before_the_first_step",
     ),
     "Of whole parameters: the optimizer's own methods": (
         "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
@@ -232,13 +240,13 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "Of a whole parameter, setting": (
         "test_matrix_rules.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
+        "test_matrix_cells.py::test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks",
     ),
     "Optimizers around optimizers": (
         "test_optimizer_wrapper.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
     ),
-    "Optimizers that need whole parameters, in models": (
-        "test_tensor_parallel.py::test_what_cannot_be_right_is_one_error_on_all_ranks",
-        "test_expert_parallel.py::test_meshes_that_do_not_fit_are_one_error_on_all_ranks",
+    "Whole parameters that a further axis cuts unevenly": (
+        "test_matrix_meshes.py::test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks",
     ),
     "torch's own `clip_grad_norm_` where": ("test_expert_parallel.py::test_users_see_all_experts",),
     "Optimizers whose `step` needs a closure": (
@@ -313,8 +321,15 @@ COVERED: dict[str, tuple[str, ...]] = {
     "The groups of a backend that does not tell": (
         "test_third_party_backend.py::test_groups_have_the_timeout_that_the_backend_tells_or_torchs",
     ),
+    "**Unnoticed:** with `gather_codec`": (
+        "test_codecs.py::test_all_ranks_compute_with_the_same_decoded_weights",
+        "test_codecs.py::test_where_nothing_is_gathered_it_has_no_effect",
+        "test_codecs.py::test_coding_takes_scratch_for_some_rows_at_once",
+        "test_codecs.py::test_what_is_no_codec_or_has_nothing_to_encode_is_refused",
+    ),
     "Each sharded model makes five process groups": (
         "test_limits_loops.py::test_each_model_makes_five_process_groups",
+        "test_matrix_cells.py::test_cells_are_made_once_and_before_rows_move",
     ),
     "Units whose calls cannot be foreseen": (
         "test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",

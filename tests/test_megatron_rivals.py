@@ -18,6 +18,7 @@ import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk
+from layerzero.megatron import checkpoint as parts
 from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import run_ranks
@@ -145,7 +146,7 @@ def _corners(rank: int, folder: Path) -> None:
     with pytest.raises((TypeError, RuntimeError), match="cannot be put into a checkpoint"):
         layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
     with (
-        mock.patch.object(checkpoint, "save", _elsewhere if rank == 1 else checkpoint.save),
+        mock.patch.object(parts, "save_with", _elsewhere if rank == 1 else parts.save_with),
         pytest.raises(
             CheckpointError, match=r"lacks \['layout-1-2-tensor-000-stage-001-chunk-000', .*do all ranks share"
         ),
@@ -175,7 +176,7 @@ def test_a_checkpoint_with_one_damaged_stage_changes_none(tmp_path: Path) -> Non
     run_ranks(_damaged_on_one_stage, tmp_path, world_size=2)
 
 
-def _elsewhere(path: Path, *args: Any) -> None:
+def _elsewhere(apart: Any, path: Path, *args: Any) -> None:
     """As on a rank with a disk of its own: the first rank does not see what this one has written."""
     _save(path, *args)
     shutil.rmtree(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -110,11 +111,12 @@ def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
 # The engine
 
 
-def _train(mesh: Any, rank: int, *, pattern: tuple[bool, ...], **settings: Any) -> tuple[Any, nn.Module]:
+def _train(mesh: Any, rank: int, *, patterns: Sequence[tuple[bool, ...]], **settings: Any) -> tuple[Any, nn.Module]:
+    """A step for each pattern: which of its micro-batches are inside no_sync."""
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     seen = []
-    for step in range(3):
+    for step, pattern in enumerate(patterns):
         for index, inside in enumerate(pattern):
             with layerzero.no_sync(model) if inside else nullcontext():
                 integer_loss(model, integer_batch(step=step, micro_batch=index, rank=rank)).backward()
@@ -126,10 +128,10 @@ def _train(mesh: Any, rank: int, *, pattern: tuple[bool, ...], **settings: Any) 
 
 def _same_bits(rank: int, size: int, mode: str) -> None:
     policies = [{}, {"mp_policy": _policy(torch.bfloat16)}]
-    patterns = [(False,), (True, True, False), (True, False, True)]
-    for policy, pattern in itertools.product(policies, patterns):
-        case = (size, mode, bool(policy), pattern)
-        settings = {"pattern": pattern, "accumulation": mode, **policy}
+    some, kept, left = (False,), (True, True, False), (True, False, True)
+    for policy in policies:
+        case = (size, mode, bool(policy))
+        settings = {"patterns": (some, kept, left, left, kept, some), "accumulation": mode, **policy}
         expected, _ = _train(mesh_of(size), rank, **settings)
         with late():
             seen, _ = _train(mesh_of(size), rank, offload_grads=True, **settings)
@@ -142,14 +144,17 @@ def _policy(reduce: torch.dtype) -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_offloading_changes_no_bit_though_every_copy_is_late(size: int, mode: str) -> None:
-    run_ranks(_same_bits, size, mode, world_size=WORLD)
+# Each route of engine/route.py.
+@pytest.mark.parametrize(
+    ("world_size", "size", "mode"),
+    [(2, 1, "sharded"), *itertools.product((2,), (2,), MODES), *itertools.product((WORLD,), (2,), MODES)],
+)
+def test_offloading_changes_no_bit_though_every_copy_is_late(world_size: int, size: int, mode: str) -> None:
+    run_ranks(_same_bits, size, mode, world_size=world_size)
 
 
 def _without_waits(rank: int) -> None:
-    settings = {"pattern": (True, True, False), "accumulation": "full"}
+    settings = {"patterns": [(True, True, False)] * 2, "accumulation": "full"}
     expected, _ = _train(mesh_of(2), rank, **settings)
     with late(), mock.patch.object(_Slabs, "wait", lambda self, slab: None):
         seen, _ = _train(mesh_of(2), rank, offload_grads=True, **settings)
@@ -172,8 +177,8 @@ def _odd_graphs(rank: int, setting: str) -> None:
         "retained": Case(blocks, partial(run_script, script="F0 R0 B0")),
     }
     with late():
-        for (name, case), mode in itertools.product(cases.items(), MODES):
-            compare(rank, name, case, accumulation=mode, **{setting: True})
+        for name, case in cases.items():
+            compare(rank, name, case, *({"accumulation": mode} for mode in MODES), **{setting: True})
         by_unit = {"accumulation": lambda name, module: MODES[len(name) % 2 if "1" in name else 0]}
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
@@ -225,11 +230,7 @@ def _where_it_lies(rank: int) -> None:
             for micro_batch in range(3):
                 transfers.stores = transfers.fetches = 0
                 with layerzero.no_sync(model) if micro_batch < 2 else nullcontext():
-                    one_pass(
-                        model,
-                        rank,
-                        step,
-                    )
+                    one_pass(model, rank, step)
                 if micro_batch < 2:
                     assert transfers.stores == len(handles), f"{mode}: every unit takes part"
                     first = micro_batch == 0

@@ -21,6 +21,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.engine.hooks import runtime_of
 from layerzero.storage.host import HostPlace
+from tests import test_scaler
 from tests.support.graphs import (
     WORLD,
 )
@@ -69,21 +70,31 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, pattern: t
 
 
 def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
-    for policy, pattern, grads in itertools.product(({}, {"mp_policy": LOW}), ((False,), (True, False)), (False, True)):
+    steps = range(1, 5)  # those with something of their own, and what they leave to the next
+    for policy, pattern in itertools.product(({}, {"mp_policy": LOW}), ((False,), (True, False))):
         settings = {"accumulation": mode, **policy}
         model = _shard(zero3_size, **settings)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        expected = _train(model, optimizer, rank, range(6), pattern)
-        with late():
-            model = _shard(zero3_size, offload_optimizer=True, offload_grads=grads, **settings)
-        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-        seen = _train(model, optimizer, rank, range(6), pattern)
-        for index, (ours, theirs) in enumerate(zip(seen, expected, strict=True)):
-            assert not different(ours, theirs), (mode, bool(policy), pattern, grads, index)
+        expected = _train(model, optimizer, rank, steps, pattern)
+        for grads in (False, True):
+            with late():
+                model = _shard(zero3_size, offload_optimizer=True, offload_grads=grads, **settings)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            seen = _train(model, optimizer, rank, steps, pattern)
+            for index, (ours, theirs) in enumerate(zip(seen, expected, strict=True)):
+                assert not different(ours, theirs), (mode, bool(policy), pattern, grads, index)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+# Each route of engine/route.py.
+@pytest.mark.parametrize(
+    ("world_size", "zero3_size", "mode"),
+    [
+        (1, 1, "sharded"),
+        (2, 1, "sharded"),
+        *itertools.product((2,), (2,), MODES),
+        *itertools.product((4,), (2,), MODES),
+    ],
+)
 def test_the_host_updates_with_the_bits_of_the_device(world_size: int, zero3_size: int, mode: str) -> None:
     run_ranks(_same_bits, zero3_size, mode, world_size=world_size)
 
@@ -174,3 +185,19 @@ def _refused(rank: int) -> None:
 
 def test_what_cannot_be_updated_by_the_host_is_refused() -> None:
     run_ranks(_refused, world_size=2)
+
+
+def _scaled(rank: int, zero3_size: int, references: list[test_scaler.Reference]) -> list[Any]:
+    seen = []
+    for mode, clip in (("sharded", "layerzero"), ("full", None)):
+        with late():
+            settings = {"accumulation": mode, "mp_policy": test_scaler.POLICIES["fp16"]}
+            model, optimizer = test_scaler.shard(mesh_of(zero3_size), offload_optimizer=True, **settings)
+        seen += test_scaler.follow(model, optimizer, rank, references, clip, f"S={zero3_size} {mode}", exact=True)
+    return seen
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_a_loss_scale_of_gradients_in_the_host_is_that_of_one_process(zero3_size: int) -> None:
+    seen = run_ranks(_scaled, zero3_size, test_scaler.reference(torch.float16))
+    assert all(each == seen[0] for each in seen)

@@ -79,6 +79,7 @@ SETTINGS: list[dict[str, object]] = [
     {"zero3_size": 2, "mp_policy": BF16, "offload_grads": True, "offload_optimizer": True, "accumulation": "full"},
     {"zero3_size": 2, "mp_policy": BF16, "prefetch": 3},
     {"zero3_size": 2, "mp_policy": BF16, "reshard_after_forward": False},
+    {"zero3_size": 4, "mp_policy": BF16, "reshard_after_forward": 2},
     {"zero3_size": 2, "mp_policy": BF16, "replica_reduce_dtype": torch.bfloat16},
 ]
 

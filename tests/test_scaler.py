@@ -162,33 +162,49 @@ def momentum_of(optimizer: Optimizer) -> dict[str, DTensor]:
     return {name: values["momentum_buffer"] for name, values in optimizer.state_dict()["state"].items()}
 
 
+def follow(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rank: int,
+    references: list[Reference],
+    clip: str | None,
+    case: str,
+    exact: bool,
+) -> list[object]:
+    """Train beside the steps of one process; what all ranks see alike."""
+    scaler, seen = make_scaler(), []
+    for step, theirs in enumerate(references):
+        where = f"{case}, step {step}"
+        version = [plain(p).clone() for p in model.parameters()]
+        backward(model, scaler, rank, step)
+        assert model.unused.grad is None, where
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norm = CLIPS[clip](model, 1e6)  # so large a norm is kept that finite gradients stay as they are
+            tolerance = 1e-6 if exact else 1e-3
+            torch.testing.assert_close(norm.item(), theirs.norm, equal_nan=True, rtol=tolerance, atol=0)
+            seen.append(str(norm.item()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(scaler.state_dict())
+        assert scaler.state_dict() == theirs.scaler, where
+        assert_rows(dict(model.named_parameters()), theirs.parameters, where, exact=exact)
+        assert_rows(momentum_of(optimizer), theirs.momentum, where, exact=exact)
+        if not math.isfinite(SPIKES[step]):
+            assert all(map(torch.equal, version, map(plain, model.parameters()))), f"{where} was not skipped"
+    return seen
+
+
 def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Reference]]) -> object:
     mesh, seen = layerzero.init_mesh(zero3_size), []
     for precision, accumulation, clip in CASES:
         policy = POLICIES[precision]
         model, optimizer = shard(mesh, mp_policy=policy, accumulation=accumulation)
-        scaler = make_scaler()
         exact = "wire" not in precision  # a sum of micro-batches or ranks that travels as fp16 may be rounded
-        for step, theirs in enumerate(references[policy.param_dtype or torch.float32]):
-            case = f"S={zero3_size} {precision} {accumulation} clipped by {clip}, step {step}"
-            version = [plain(p).clone() for p in model.parameters()]
-            backward(model, scaler, rank, step)
-            assert model.unused.grad is None, case
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                norm = CLIPS[clip](model, 1e6)  # so large a norm is kept that finite gradients stay as they are
-                tolerance = 1e-6 if exact else 1e-3
-                torch.testing.assert_close(norm.item(), theirs.norm, equal_nan=True, rtol=tolerance, atol=0)
-                seen.append(str(norm.item()))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            seen.append(scaler.state_dict())
-            assert scaler.state_dict() == theirs.scaler, case
-            assert_rows(dict(model.named_parameters()), theirs.parameters, case, exact=exact)
-            assert_rows(momentum_of(optimizer), theirs.momentum, case, exact=exact)
-            if not math.isfinite(SPIKES[step]):
-                assert all(map(torch.equal, version, map(plain, model.parameters()))), f"{case} was not skipped"
+        case = f"S={zero3_size} {precision} {accumulation} clipped by {clip}"
+        theirs = references[policy.param_dtype or torch.float32]
+        seen += follow(model, optimizer, rank, theirs, clip, case, exact)
     return seen, model.spike.to_local().numel()
 
 

@@ -94,10 +94,7 @@ CASES: dict[str, Case] = {
 
 
 def _compare_sizes(rank: int, name: str) -> None:
-    for settings in MODES:
-        compare(rank, name, CASES[name], **settings)
-    for size in (1, 4):
-        compare(rank, name, CASES[name], size=size)
+    compare(rank, name, CASES[name], *MODES, {"size": 1}, {"size": 4})
 
 
 @pytest.mark.parametrize("name", CASES)

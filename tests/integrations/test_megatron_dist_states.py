@@ -147,6 +147,7 @@ def test_megatron_and_layerzero_load_each_others_checkpoints(case: Case, metadat
 
 
 EXPERTS = DATA.but(
+    layers=2,
     settings=(
         ("num_moe_experts", 4),
         ("moe_router_topk", 2),

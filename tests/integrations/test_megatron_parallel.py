@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import layerzero.megatron
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.groups import _failure
 from layerzero.megatron.weights import replicas_agree
@@ -35,7 +34,7 @@ def assert_equal_but_for_rounding(ours: Run, theirs: Run, case: Case) -> None:
 
 # Context parallelism
 
-CONTEXT = Case(cp=2, steps=4, layers=2, optimizer="sgd")
+CONTEXT = Case(cp=2, layers=2, optimizer="sgd")
 
 
 def of_whole_batches(case: Case, result: Run) -> Run:
@@ -113,7 +112,7 @@ def experts(**settings: Any) -> tuple[tuple[str, Any], ...]:
     return tuple({**mixture, **settings}.items())
 
 
-MIXTURE = Case(steps=4, layers=2, optimizer="sgd", micro_batches=2, settings=experts())
+MIXTURE = Case(layers=2, optimizer="sgd", micro_batches=2, settings=experts())
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def _starves(rank: int, cases: list[Case]) -> None:
 
 
 def test_experts_that_no_token_reaches() -> None:
-    many = MIXTURE.but(steps=3, settings=experts(num_moe_experts=32, moe_aux_loss_coeff=0.01))
+    many = MIXTURE.but(settings=experts(num_moe_experts=32, moe_aux_loss_coeff=0.01))
     run_ranks(_starves, [many, many.but(zero3_size=4, accumulation="full", optimizer="adam")])
 
 
@@ -232,15 +231,12 @@ def test_experts_apart_under_a_loss_scale() -> None:
     run_ranks(_mixtures, [half, half.but(accumulation="full", per_token=True)])
 
 
-def _beside_megatrons_loop(rank: int, folder: str) -> None:
+def _beside_megatrons_loop(rank: int) -> None:
     case = APART.but(steps=1)
     with megatron(case):
         chunks, optimizer = make_ours(case)
         assert {group["is_expert_parallel"] for group in optimizer.param_groups} == {False, True}
         assert replicas_agree(chunks)
-        for call in (layerzero.megatron.save, layerzero.megatron.load):
-            with pytest.raises(ValueError, match=r"torch_dist, with sharded_state_dict"):
-                call(folder, chunks, optimizer)
         experts = [handle for handle in runtime_of(chunks[0]).handles if handle.topology.data_parallel == 2]
         assert len(experts) == case.layers
         if rank == 2:
@@ -250,8 +246,8 @@ def _beside_megatrons_loop(rank: int, folder: str) -> None:
             raise _failure(3, range(12), range(0, 12, 4)) or AssertionError
 
 
-def test_experts_apart_in_megatrons_loop(tmp_path: Path) -> None:
-    run_ranks(_beside_megatrons_loop, f"{tmp_path}/none")
+def test_experts_apart_in_megatrons_loop() -> None:
+    run_ranks(_beside_megatrons_loop)
 
 
 def _refuses(rank: int, settings: dict[str, int], match: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -132,27 +133,54 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module, case: object) -> None:
-    """`alone` has added up the gradients of all ranks. In fp64, with its fp64 masters, rounding hides nothing."""
-    theirs = {name: p.grad.div_(WORLD) for name, p in alone.named_parameters() if p.grad is not None}
-    exact = all(p.dtype == torch.float64 for p in alone.parameters())
+    """`alone` has added up the gradients of all ranks."""
+    _assert_gradients(model, _mean_gradients(alone), case)
+
+
+def _mean_gradients(alone: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.div_(WORLD) for name, p in alone.named_parameters() if p.grad is not None}
+
+
+def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], case: object) -> None:
+    """In fp64, with its fp64 masters, rounding hides nothing."""
+    exact = all(p.dtype == torch.float64 for p in model.parameters())
     close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(full_gradients(model), theirs, msg=lambda text: f"{case}: {text}", **close)
+    torch.testing.assert_close(full_gradients(model), expected, msg=lambda text: f"{case}: {text}", **close)
 
 
-def compare(rank: int, name: str, case: Case, **settings: Any) -> None:
+def compare(rank: int, name: str, case: Case, *others: dict[str, Any], **settings: Any) -> None:
+    """Train with `settings`, or with each of `others`, beside one process, which trains once."""
     torch.manual_seed(0)
-    alone = case.make()
-    model = shard(copy.deepcopy(alone), **((case.settings or {}) | settings))
-    optimizer, optimizer_alone = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
-    for step in range(2):
+    start = case.make()
+    found = [_train_alone(copy.deepcopy(start), case) if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    for each in others or ({},):
+        _compare_one(rank, name, case, copy.deepcopy(start), settings | each, found[0])
+
+
+def _compare_one(
+    rank: int, name: str, case: Case, model: nn.Module, settings: dict[str, Any], expected: list[dict[str, Tensor]]
+) -> None:
+    shard(model, **((case.settings or {}) | settings))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step, gradients in enumerate(expected):
         case.step(model, rank, step)
-        for r in range(WORLD):
-            case.step(alone, r, step)
-        assert_same_gradients(model, alone, (name, settings, step))
+        _assert_gradients(model, gradients, (name, settings, step))
         assert layerzero.memory(model).measured["full_buffer"] == 0, (name, settings, step)
-        for each in (optimizer, optimizer_alone):
-            each.step()
-            each.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_alone(alone: nn.Module, case: Case) -> list[dict[str, Tensor]]:
+    """The mean gradients of two steps."""
+    optimizer, found = sgd(alone), []
+    for step in range(2):
+        for rank in range(WORLD):
+            case.step(alone, rank, step)
+        found.append({name: gradient.clone() for name, gradient in _mean_gradients(alone).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 MODES = (

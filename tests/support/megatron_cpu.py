@@ -58,12 +58,18 @@ def cpu_instead_of_cuda() -> Iterator[None]:
 
 
 def _import_megatron() -> tuple[Any, Any, Any]:
-    with warnings.catch_warnings():
+    """It compiles small functions as it is imported, for which torch imports its compiler: that takes longest."""
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile", _as_it_is):
         warnings.simplefilter("ignore")  # about what is not installed beside Megatron, and what torch deprecates
         import megatron.core.optimizer  # noqa: PLC0415, F401
         from megatron.core.tensor_parallel import random  # noqa: PLC0415
         from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415
     return random, moe_utils, token_dispatcher
+
+
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    """In place of ``torch.compile``, as a decorator with and without arguments."""
+    return _as_it_is if function is None else function
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

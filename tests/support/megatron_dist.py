@@ -19,7 +19,7 @@ from tests.support.megatron_ranks import (
 
 Make = Callable[[Case], tuple[list[nn.Module], Any]]
 GATED = (("gated_linear_unit", True),)  # its first linear layer is stored in two pieces
-DATA = Case(zero3_size=2, settings=GATED)
+DATA = Case(zero3_size=2, micro_batches=2, settings=GATED)
 BEFORE, AFTER = [0, 1], [2, 3]  # steps
 
 

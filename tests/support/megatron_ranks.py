@@ -41,7 +41,7 @@ class Case:
     chunks: int = 1
     zero3_size: int = 2
     micro_batches: int = 4
-    steps: int = 5
+    steps: int = 3
     tied: bool = True
     dtype: str = "float32"
     optimizer: str = "adam"

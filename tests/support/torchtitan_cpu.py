@@ -53,14 +53,27 @@ with warnings.catch_warnings():  # of torch, about itself
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models import llama3, qwen3
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
     from torchtitan.trainer import Trainer
 
-__all__ = ["NoTokenizer", "RandomTokens", "mixture", "on_cpu", "summing", "tiny"]
+__all__ = [
+    "HEADS",
+    "LAYERS",
+    "VOCABULARY",
+    "WIDTH",
+    "NoTokenizer",
+    "RandomTokens",
+    "mixture",
+    "on_cpu",
+    "summing",
+    "tiny",
+]
 
-VOCABULARY = 2048
+VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 256, 16, 64, 4, 2
 
 
 @contextmanager
@@ -122,20 +135,43 @@ class RandomTokens(BaseDataLoader):  # type: ignore[misc]
 
 
 def mixture(folder: str) -> Trainer.Config:
-    """As :func:`tiny`, with experts."""
-    return tiny(folder, config=qwen3_moe_debug())
+    """As :func:`tiny`, with experts: of eight, two for each token."""
+    config, width = qwen3_moe_debug(), WIDTH // HEADS
+    sizes = {"dim": WIDTH, "n_heads": HEADS, "n_kv_heads": 2, "head_dim": width}
+    experts = {"num_experts": 8, "top_k": 2, "moe_hidden_dim": WIDTH, "moe_comm_backend": "standard"}
+    rope = CosSinRoPE.Config(dim=width, max_seq_len=SEQUENCE, theta=1e6)
+    config.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=LAYERS, **sizes, **experts, attn_backend="flex", rope=rope
+    )
+    return tiny(folder, config=config)
 
 
-def tiny(folder: str, *, steps: int = 3, layers: int = 2, config: Trainer.Config | None = None) -> Trainer.Config:
-    """torchtitan's debug llama of fewer layers, on random tokens, with two micro-batches a step on 2 x 2 ranks."""
-    config = config or llama3_debugmodel()
+def _llama() -> Trainer.Config:
+    config, width = llama3_debugmodel(), WIDTH // HEADS
+    rope = ComplexRoPE.Config(dim=width, max_seq_len=SEQUENCE, theta=5e5, scaling="llama")
+    config.model_spec.model.layers = llama3._build_llama3_layers(
+        n_layers=LAYERS, dim=WIDTH, n_heads=HEADS, hidden_dim=2 * WIDTH, attn_backend="flex", rope=rope
+    )
+    return config
+
+
+def tiny(folder: str, *, steps: int = 3, config: Trainer.Config | None = None) -> Trainer.Config:
+    """torchtitan's debug llama, smaller, on random tokens, with two micro-batches a step on 2 x 2 ranks.
+
+    Its own 256 columns, 64 experts and eight chunks of a loss take minutes, and show nothing else.
+    """
+    config = config or _llama()
     config.dump_folder = folder
     config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
-    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    model = config.model_spec.model
+    model.dim, model.vocab_size, model.norm.normalized_shape = WIDTH, VOCABULARY, WIDTH
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, WIDTH
+    model.lm_head.in_features, model.lm_head.out_features = WIDTH, VOCABULARY
+    config.loss.num_chunks, config.loss.loss_fn.global_vocab_size = 4, VOCABULARY
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others are compiled
     config.training.local_batch_size, config.training.global_batch_size = 2, 16
-    config.training.seq_len, config.training.steps = 32, steps
+    config.training.seq_len, config.training.steps = SEQUENCE, steps
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
     config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps = 2, 10
