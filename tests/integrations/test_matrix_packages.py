@@ -20,6 +20,9 @@ from tests.test_matrix_checkpoints import train
 from tests.test_matrix_optimizers import Wide, step_of
 
 NAMES = ("SOAP", "Shampoo", "Lamb", "CAME", "StableAdamW", "MARS")
+SETTINGS: dict[str, dict[str, float]] = {
+    "Shampoo": {"matrix_eps": 1.0},  # a root of a matrix that is nearly singular is no number on some processors
+}
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None, reason="needs pytorch_optimizer, installed with --no-deps"
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 def _build(name: str, model: nn.Module) -> Optimizer:
     import pytorch_optimizer  # noqa: PLC0415 - not there on every machine
 
-    return getattr(pytorch_optimizer, name)(model.parameters(), lr=0.01)
+    return getattr(pytorch_optimizer, name)(model.parameters(), lr=0.01, **SETTINGS.get(name, {}))
 
 
 def _train(rank: int, zero3_size: int) -> None:
@@ -40,7 +43,9 @@ def _train(rank: int, zero3_size: int) -> None:
         for step in range(4):
             step_of(model, [ours], [rank], step, 1.0, zero3_size)
             step_of(net, [theirs], range(4), step, 0.25, zero3_size)
-        wrong = different(full_parameters(model), dict(net.named_parameters()))
+        expected = dict(net.named_parameters())
+        assert all(p.isfinite().all() for p in expected.values()), f"{name} has no numbers in one process"
+        wrong = different(full_parameters(model), expected)
         assert not wrong, f"{name}: {wrong}"
 
 
