@@ -8,8 +8,8 @@ decides nothing but when.
 
 On a device the streams are the device's own: the host hands over and waits for nothing. gloo's `wait` blocks the host,
 so there the streams are played: the program does what is due whenever it comes by (:meth:`Streams.play`), at the latest
-when somebody needs the result. A trial with worker threads as streams used the same CPU time, and which of both had the
-shorter steps could not be told (docs/notes/tried.md); pools and sums would need locks, so nothing was changed.
+when somebody needs the result. Worker threads as streams were at most a few percent faster in a trial
+(docs/notes/tried.md); pools and sums would need locks, and traces and plans another idea of the host.
 Backends that run on the CPU and are not gloo may want one order over all their groups: for them everything is done at
 once, where it is handed over.
 """
