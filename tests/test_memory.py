@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -87,15 +88,18 @@ def _assert_predicted(model: nn.Module, case: object) -> None:
     assert report.measured_peak == report.predicted_peak, (case, report)
 
 
-def _slow(pending: PendingSum) -> bool:
-    """Nothing has ended before somebody waits for it."""
-    return False
+_wait = PendingSum.wait
 
 
-def _fast(pending: PendingSum) -> bool:
-    """All has ended as soon as somebody asks."""
-    pending.wait()
-    return True
+def _slow(pending: PendingSum, **how: bool) -> None:
+    """Nothing has ended before the program waits for it."""
+    time.sleep(0.02)
+    _wait(pending, **how)
+
+
+def _fast(pending: PendingSum, **how: bool) -> None:
+    """As fast as it goes."""
+    _wait(pending, **how)
 
 
 def _predicted(rank: int, sizes: Sequence[int]) -> None:
@@ -103,9 +107,9 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
         # One unit more than may be in flight, and the root.
         model = shard(_seeded(max(reduction.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
         pool, optimizer = runtime_of(model).buffers.scratch, None
-        for done, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
-            case = (size, policy, mode, done, micro_batches)
-            with mock.patch.object(PendingSum, "done", done), _in_use(pool) as most:
+        for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
+            case = (size, policy, mode, wait, micro_batches)
+            with mock.patch.object(PendingSum, "wait", wait), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
             assert all(count <= pool.foreseen[size] for size, count in most.items()), (case, most, pool.foreseen)
             _assert_predicted(model, case)
@@ -221,7 +225,7 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(node_memory: str |
 def _notices(rank: int) -> None:
     """More reductions in flight than was planned for take more memory than was predicted."""
     model = shard(_seeded(8), size=2)
-    with mock.patch.object(PendingSum, "done", _slow), mock.patch.object(reduction, "IN_FLIGHT", (3, 8)):
+    with mock.patch.object(PendingSum, "wait", _slow), mock.patch.object(reduction, "IN_FLIGHT", (3, 8)):
         _train(model, rank, (1, 1))
     with pytest.raises(AssertionError):
         _assert_predicted(model, "")

@@ -16,7 +16,6 @@ from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, p
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.program import (
-    Advance,
     Compute,
     Exchange,
     Launch,
@@ -115,12 +114,15 @@ def test_a_reduction_hides_behind_the_next_unit_and_only_one_hop_1_is_left_in_fl
     assert seconds(reduction(0, 100.0, addition=0.5), Settle()) == 1.5
 
 
-def test_hop_2_follows_hop_1_when_the_host_looks() -> None:
+def test_hop_2_follows_hop_1_by_itself_and_additions_share_the_processor() -> None:
     chain = reduction(0, 100.0, 5.0)  # 1 s, then 4 x 5 bytes at 10 a second: 2 s
     assert seconds(chain, Settle()) == 3.0
-    assert seconds(chain, Compute(1.0), Advance(), Compute(2.0), Settle()) == 3.0, "looked at in time"
-    assert seconds(chain, Compute(3.0), Settle()) == 5.0, "nobody looked"
-    assert seconds(chain, Compute(0.5), Advance(), Compute(2.5), Settle()) == 5.0, "looked at too early"
+    assert seconds(chain, Compute(3.0), Settle()) == 3.0, "behind what is computed"
+    assert seconds(chain, Compute(1.5), Settle()) == 3.0
+    adding = reduction(0, 100.0, addition=1.0)
+    assert seconds(adding, Compute(1.0), Settle()) == 2.0
+    assert seconds(adding, Compute(2.0), Settle()) == 3.0, "half of it while the sum is made"
+    assert seconds(adding, adding, Compute(1.0), Settle()) == 4.0, "the second launch waits for the first sum"
 
 
 def step(micro_batches: int) -> list[Operation]:

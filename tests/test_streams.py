@@ -129,10 +129,10 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]
         made.append(tell_all(*args))
         return made[-1]
 
-    def seen(works: Works) -> None:
+    def seen(works: Works, **how: bool) -> None:
         if works.issued.lane is control and works in [heard.work for heard in made]:
             waited.append(works)
-        wait(works)
+        wait(works, **how)
 
     with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.comm.census.tell_all", launch):
         for step in range(5):

@@ -35,6 +35,7 @@ from layerzero.comm.node_pool import Arrival, NodePool
 from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
 from layerzero.storage.buffers import BufferPool
+from layerzero.storage.streams import Unexplained
 
 __all__ = [
     "Exchange",
@@ -44,6 +45,7 @@ __all__ = [
     "Works",
     "all_gather",
     "all_reduce",
+    "awaited_by_host",
     "broadcast",
     "lost",
     "reduce_scatter",
@@ -151,16 +153,36 @@ class Works:
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
 
-    def wait(self) -> None:
-        """Raises LostExchange where a rank did not come to it, or is gone."""
+    def wait(self, *, beside: bool = False) -> None:
+        """Raises LostExchange where a rank did not come to it, or is gone.
+
+        `beside`: the program does not wait, a thread does.
+        """
         began = time.perf_counter()
         try:
-            with nullcontext() if self.flight is None else self.flight.waiting():
+            with nullcontext() if self.flight is None or beside else self.flight.waiting():
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
+            if beside:
+                raise Unexplained(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
-        self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
+        if self.flight is not None:
+            self.flight.arrived()
+        if not beside:
+            self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
+
+
+@contextmanager
+def awaited_by_host(
+    ledger: Ledger, exchange: Exchange, name: str, issued: Sequence[Issued], number: int
+) -> Iterator[None]:
+    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched."""
+    began = time.perf_counter()
+    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].flight if issued[number:] else None):
+        yield
+    found = issued[number].exchange if issued[number:] else exchange
+    ledger.waited[found.value] += time.perf_counter() - began
 
 
 @dataclass
@@ -172,11 +194,8 @@ class PendingSum:
     parts: Callable[[], Iterable[Tensor]]  # each 1-D [n]; their sum is the result, after `wait`
     give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
 
-    def done(self) -> bool:
-        return self.work.done()
-
-    def wait(self) -> None:
-        self.work.wait()
+    def wait(self, *, beside: bool = False) -> None:
+        self.work.wait(beside=beside)
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""

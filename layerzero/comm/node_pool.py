@@ -19,7 +19,6 @@ far can always go on.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -78,7 +77,6 @@ class NodePool(BufferPool):
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
             memory.numbers_of(rank, 2 * _RING) for rank in range(memory.size)
         ]
-        self._lock = threading.Lock()
         self.allocated_bytes = memory.committed
         self._foreseen_bytes = memory.committed
 

@@ -14,8 +14,9 @@ that is left of the first then counts for what is around it.
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch.autograd import profiler
 
 from layerzero.storage.device import Clock
+from layerzero.storage.streams import StreamThread
 
 __all__ = ["Flight", "Mark", "Observer", "Recorder"]
 
@@ -33,24 +35,29 @@ _NAP = 2e-4  # seconds
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that the host did from `began` to `ended`, which are stamps of the recorder's clock."""
+    """Something that a thread of the host did from `began` to `ended`, which are stamps of the recorder's clock."""
 
-    kind: str  # "launch", "wait", "begin" or "end"
+    kind: str  # "launch", "wait", "add", "begin" or "end"
     name: str  # of a unit
     began: Any
     ended: Any
-    phase: str = ""  # of "begin" and "end": "forward", "backward", "update" or "add"
-    flight: Flight | None = None  # of "launch" and "wait"
+    phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
+    flight: Flight | None = None  # of "launch", "wait" and "add"
+    beside: bool = False  # a thread of the engine's did it
 
 
 class Recorder:
-    """The marks of one trace, in program order."""
+    """The marks of one trace, in the order in which they ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.marks: list[Mark] = []
-        self.flights = 0
         self.flying: list[Flight] = []  # those that threads of the backend report on
+
+    def mark(self, kind: str, name: str, began: Any, *, flight: Flight) -> None:
+        """Something of an exchange ends now."""
+        beside = isinstance(threading.current_thread(), StreamThread)
+        self.marks.append(Mark(kind, name, began, self.clock.now(), flight=flight, beside=beside))
 
     def drain(self, seconds: float = math.inf) -> None:
         """Wait, so long at most, until no thread of a backend has anything to report.
@@ -75,14 +82,10 @@ class Flight:
         self.ranks = ranks
         self.name = name
         self.bytes = sent
-        self.number = -1  # of the flights of a trace
         self._works = 0  # whose ends are heard of
         self._landings: list[Any] = []  # when they ended
         self._observer = observer
         self._recorder = observer.recorder
-        if self._recorder is not None:
-            self.number = self._recorder.flights
-            self._recorder.flights += 1
 
     @property
     def landed(self) -> Any:
@@ -99,13 +102,23 @@ class Flight:
     def waiting(self) -> Iterator[None]:
         with self._seen("wait", "layerzero.wait "):
             yield
+
+    def arrived(self) -> None:
+        """Somebody has waited for it."""
         if self._recorder is not None and not self._works:
             self._works = 1
             self._landings.append(self._recorder.clock.now())
 
-    def adding(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def adding(self) -> Iterator[None]:
         """While what has been received is added up."""
-        return self._observer.during("add", f"{self.exchange} {self.name}")
+        with self._seen("add", "layerzero.add "):
+            yield
+
+    def was_awaited(self, began: Any) -> None:
+        """The program has waited, since then, for what another thread did with it."""
+        if self._recorder is not None:
+            self._recorder.mark("wait", self.name, began, flight=self)
 
     def follow(self, works: Sequence[Any]) -> None:
         """Note when the last of the works ends; where the clock or the backend cannot tell, when it was waited for."""
@@ -130,7 +143,7 @@ class Flight:
                 yield
         finally:
             if recorder is not None:
-                recorder.marks.append(Mark(kind, self.name, began, recorder.clock.now(), flight=self))
+                recorder.mark(kind, self.name, began, flight=self)
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,16 @@ class Observer:
             yield
         finally:
             self.end(key)
+
+    @contextmanager
+    def awaiting(self, exchange: str, name: str, flight: Callable[[], Flight | None]) -> Iterator[None]:
+        """The program waits for an exchange that another thread launches and adds up; `flight`: when it is known."""
+        recorder = self.recorder
+        began = None if recorder is None else recorder.clock.now()
+        with _profiled(f"layerzero.wait {exchange} {name}".rstrip()):
+            yield
+        if began is not None and (found := flight()) is not None:
+            found.was_awaited(began)
 
     def _close(self) -> object:
         span = self._open.pop()

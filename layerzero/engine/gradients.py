@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, PendingSum, reduce_scatter
+from layerzero.comm.collectives import Exchange, Issued, PendingSum, awaited_by_host, reduce_scatter
 from layerzero.comm.topology import Topology
 from layerzero.engine.route import Leg, Route
 from layerzero.engine.sums import Sum
@@ -294,35 +295,41 @@ class Carry:
         self._legs = legs
         self._pending: PendingSum | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
+        self._issued: list[Issued] = []  # the exchanges so far
+        self._beside = False  # somebody else than the program waits for them
 
     def hand_to(self, streams: Streams) -> None:
         """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py.
 
-        Hop 2 is launched by one stream, whether hop 1 comes before it or not: where only some handles have a hop 1 to
-        go ("full" ones, after no_sync), two streams would launch on the replica axis in an order that timing decides.
+        Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
+        those that follow one: else timing would decide their order on the replica axis.
         """
-        stream = streams.launches if self._legs[0].exchange is Exchange.HOP1 else streams.node
+        self._beside = streams.beside
+        stream = streams.launches
         stream.wait(streams.landed())
+        if self._legs[0].exchange is Exchange.HOP2:
+            stream.wait(streams.node.mark())
         stream.run(partial(self._launch, self._legs[0], is_first=True))
-        for leg, following in zip(self._legs, (*self._legs[1:], None), strict=True):
+        for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
             launched = stream.mark()
             stream = streams.node if leg.exchange is Exchange.HOP1 else streams.replica
             stream.wait(launched)
             stream.wait(self)
             stream.run(partial(self._go_on, leg, following))
-            self.landings.append(stream.mark())
+            self.landings.append(stream.mark(partial(self._awaited, leg, number)))
         self.gradients.carried = self.landings[-1]
 
-    # For the streams: the exchange in flight
+    def _awaited(self, leg: Leg, number: int) -> AbstractContextManager[None]:
+        """Around the program's waiting for what a thread does."""
+        return awaited_by_host(self.gradients.topology.ledger, leg.exchange, self.gradients.label, self._issued, number)
 
-    def done(self) -> bool:
-        return self._pending is None or self._pending.done()
+    # For the streams: the exchange in flight
 
     def wait(self) -> None:
         """A failure ends the carry: what is left of it does nothing."""
         if self._pending is not None:
             try:
-                self._pending.wait()
+                self._pending.wait(beside=self._beside)
             except BaseException:
                 self._pending = None
                 self._end_leases()
@@ -332,9 +339,10 @@ class Carry:
         """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
         if self._pending is not None:  # else it has failed
             pending, self._pending = self._pending, None
-            self._land(leg, pending, is_last=following is None)
-            if following is not None:
-                self._launch(following, is_first=False)
+            with self.gradients.waiting.place.guard:
+                self._land(leg, pending, is_last=following is None)
+                if following is not None:
+                    self._launch(following, is_first=False)
 
     def _launch(self, leg: Leg, *, is_first: bool) -> None:
         gradients = self.gradients
@@ -356,6 +364,7 @@ class Carry:
         self._pending = reduce_scatter(
             lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label, parts=parts
         )
+        self._issued.append(self._pending.work.issued)
 
     def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
         target, final = self.gradients.sums[leg.stop], self.gradients.final

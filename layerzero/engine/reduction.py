@@ -6,20 +6,21 @@ arrives may differ between ranks (unused parameters, data-dependent paths). Hand
 order, and in each backward that exchanges anything every handle is started exactly once: early where it is ready and
 its predecessors have started, at the end of the pass otherwise, with zeros for what never arrived.
 
-When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So the
-order of launches is hop 1, hop 2, hop 1, hop 2 by handle, whenever gradients arrive and however long exchanges take; on
-gloo, which has threads for each group, that is the order on each lane, and the lanes overlap as they can.
+When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So
+each lane has one order of launches, whenever gradients arrive and however long exchanges take, and lanes overlap as
+they can; on a device all launches have one order: hop 1, hop 2, hop 1, hop 2 by handle.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from layerzero.comm.topology import Topology
 from layerzero.engine.gradients import Carry, Gradients
 from layerzero.storage.device import streams_module
-from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, PlayedStreams, Streams
+from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, Streams, ThreadStreams
 
 __all__ = ["IN_FLIGHT", "ReductionQueue", "streams_of"]
 
@@ -33,7 +34,7 @@ def streams_of(topology: Topology) -> Streams:
     """On what the reductions of a model run; see [Note: Streams] in storage/streams.py."""
     if streams_module(topology.device) is not None:
         return DeviceStreams(topology.device)
-    return PlayedStreams() if topology.zero3_reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
+    return ThreadStreams() if topology.zero3_reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
 
 
 class ReductionQueue:
@@ -47,15 +48,10 @@ class ReductionQueue:
         self._landings: list[deque[Awaited]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
-        """Start every handle whose gradients are complete and whose predecessors have started; play what is due."""
-        order, streams = self.order, self.streams
+        """Start every handle whose gradients are complete and whose predecessors have started."""
+        order = self.order
         while self._next < len(order) and order[self._next].round.complete:
-            carry = self._next_carry(across_replicas=across_replicas)
-            if carry is not None:
-                carry.hand_to(streams)
-                streams.play()
-                self._follow(carry)
-        streams.play()
+            self._start(self._next_carry(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start what is left, wait for everything; ends the pass."""
@@ -78,7 +74,13 @@ class ReductionQueue:
     def settle(self) -> None:
         """What follows comes after everything in flight."""
         try:
+            for landings in self._landings:
+                self.streams.bound(landings, 0)
             self.streams.settle()
+        except BaseException:
+            with suppress(Exception):  # what follows from it
+                self.streams.settle()
+            raise
         finally:
             for gradients in self._carried:
                 gradients.carried = None
@@ -91,8 +93,9 @@ class ReductionQueue:
         if gradients.carried is not None:
             gradients.carried.wait()
             gradients.carried = None
-        while gradients.blocked and self.streams.step():
-            pass
+        for landings in self._landings:  # of others, which hold what it needs
+            while gradients.blocked and landings:
+                landings.popleft().wait()
 
     def abandon(self) -> None:
         """End the pass after a backward that failed.
@@ -113,12 +116,8 @@ class ReductionQueue:
 
     def _start(self, carry: Carry | None) -> None:
         if carry is not None:
+            self.streams.check()
             carry.hand_to(self.streams)
-            self.streams.play()
-            self._follow(carry)
-
-    def _follow(self, carry: Carry) -> None:
-        """One more is on its way."""
-        for landings, landed, most in zip(self._landings, carry.landings, IN_FLIGHT, strict=False):
-            landings.append(landed)
-            self.streams.bound(landings, most)
+            for landings, landed, most in zip(self._landings, carry.landings, IN_FLIGHT, strict=False):
+                landings.append(landed)
+                self.streams.bound(landings, most)

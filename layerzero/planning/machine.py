@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from layerzero.engine.reduction import IN_FLIGHT
 from layerzero.planning.program import (
-    Advance,
     Compute,
     Exchange,
     Launch,
@@ -37,7 +36,7 @@ from layerzero.planning.program import (
 __all__ = ["Machine", "Outcome", "Span", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "norm")
-_IN_FLIGHT = dict(enumerate(IN_FLIGHT, 1))  # by exchanges launched; those beyond it go their way
+_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of an exchange; those beyond it go their way
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,7 @@ class _Task:
     what: str = "compute"
     name: str = ""
     began: float = 0.0
+    then: Callable[[], None] | None = None  # when it ends
 
     @property
     def done(self) -> bool:
@@ -169,30 +169,39 @@ class _World:
         self._active: list[_Task] = []
         self._lanes: defaultdict[str, deque[_Task]] = defaultdict(deque)
 
-    def launch(self, exchange: Exchange) -> _Task:
+    def launch(self, exchange: Exchange, then: Callable[[], None] | None = None) -> _Task:
         self._outcome.calls[exchange.kind] += 1
         self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
         latency, demands = self._machine.latency(exchange), self._machine.demands(exchange)
-        task = _Task(latency, demands, exchange.kind, exchange.unit)
-        lane = self._lanes[exchange.lane]
-        lane.append(task)
-        if len(lane) == 1:
-            self._begin(task)
-            self._drop_done()
+        task = _Task(latency, demands, exchange.kind, exchange.unit, then=then)
+        self._queue(exchange.lane, task)
         return task
 
     def compute(self, seconds: float, what: What = ("", "")) -> None:
-        task = _Task(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
+        task = _computing(seconds, what)
         self._begin(task)
-        self.until(task)
+        self.until(lambda: task.done)
+
+    def compute_beside(self, thread: str, seconds: float, what: What, then: Callable[[], None]) -> None:
+        """A thread computes, after all that it was given before."""
+        task = _computing(seconds, what)
+        task.then = then
+        self._queue(thread, task)
+
+    def _queue(self, lane: str, task: _Task) -> None:
+        waiting = self._lanes[lane]
+        waiting.append(task)
+        if len(waiting) == 1:
+            self._begin(task)
+            self._drop_done()
 
     def _begin(self, task: _Task) -> None:
         task.began = self.now
         self._active.append(task)
 
-    def until(self, task: _Task) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         self._drop_done()
-        while not task.done:
+        while not done():
             self._go_on()
 
     def _go_on(self) -> None:
@@ -223,26 +232,57 @@ class _World:
         self._drop_done()
 
     def _drop_done(self) -> None:
-        """End what is done, and begin what waited for it on its lane."""
-        for task in self._active:
-            if task.done and self.now > task.began:
-                self._outcome.spans.append(Span(task.what, task.name, task.began, self.now))
-        self._active = [task for task in self._active if not task.done]
-        for lane in self._lanes.values():
-            while lane and lane[0].done:
-                lane.popleft()
-                if lane and not lane[0].done:
-                    self._begin(lane[0])
+        """End what is done, and begin what waited for it: on its lane, and what follows from it."""
+        ended = [task for task in self._active if task.done]
+        while ended:
+            self._active = [task for task in self._active if not task.done]
+            for task in ended:
+                if self.now > task.began:
+                    self._outcome.spans.append(Span(task.what, task.name, task.began, self.now))
+            for lane in self._lanes.values():
+                while lane and lane[0].done:
+                    lane.popleft()
+                    if lane:
+                        self._begin(lane[0])
+            for task in ended:
+                then, task.then = task.then, None
+                if then is not None:
+                    then()
+            ended = [task for task in self._active if task.done]
+
+
+def _computing(seconds: float, what: What) -> _Task:
+    return _Task(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
 
 
 class _Running:
-    """A reduction under way; see [Note: What a recording leaves open]."""
+    """A reduction under way, which goes on by itself; see [Note: What a recording leaves open].
 
-    def __init__(self, reduction: Reduce, task: _Task) -> None:
-        self.rest = list(zip(reduction.exchanges[1:], reduction.additions, strict=False))
-        self.last = reduction.additions[-1]
-        self.task = task
-        self.launched = 1
+    Attributes:
+        landed: exchanges that have been added up.
+    """
+
+    def __init__(self, reduction: Reduce, world: _World, launch: float) -> None:
+        self.landed = 0
+        self.exchanges = reduction.exchanges
+        self._additions = reduction.additions
+        self._world = world
+        self._launch = launch
+        self._send()
+
+    def _send(self) -> None:
+        self._world.launch(self.exchanges[self.landed], self._add)
+
+    def _add(self) -> None:
+        exchange, addition = self.exchanges[self.landed], self._additions[self.landed]
+        last = self.landed + 1 == len(self.exchanges)
+        seconds = addition.seconds + (0.0 if last else self._launch)
+        self._world.compute_beside(f"{exchange.axis} sums", seconds, addition.what, self._land)
+
+    def _land(self) -> None:
+        self.landed += 1
+        if self.landed < len(self.exchanges):
+            self._send()
 
 
 class _Host:
@@ -258,18 +298,20 @@ class _Host:
         if isinstance(operation, Compute):
             self._compute(operation)
         elif isinstance(operation, Launch):
-            self._tasks[operation.number] = self._launch(operation.exchange)
+            self.world.compute(self._machine.launch)
+            self._tasks[operation.number] = self.world.launch(operation.exchange)
         elif isinstance(operation, Wait):
-            self._wait(self._tasks.pop(operation.number))
+            task = self._tasks.pop(operation.number)
+            self._wait(lambda: task.done, task.what)
         elif isinstance(operation, Reduce):
-            self._running.append(_Running(operation, self._launch(operation.exchanges[0])))
-            self._make_room(1)
-            self._advance()
-        elif isinstance(operation, Advance):
-            self._advance()
+            self.world.compute(self._machine.launch)
+            self._running.append(_Running(operation, self.world, self._machine.launch))
+            for place in range(len(operation.exchanges)):
+                self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
         elif isinstance(operation, Settle):
-            while self._running:
-                self._step(min(self._running, key=lambda running: running.launched))
+            for place in range(max((len(running.exchanges) for running in self._running), default=0)):
+                self._make_room(place, 0)
+            self._running.clear()
         elif isinstance(operation, StepEnd):
             self.outcome.step_ends.append(self.world.now)
             self.outcome.waits.append(self._waits)
@@ -279,40 +321,14 @@ class _Host:
         self.outcome.computed += operation.seconds
         self.world.compute(operation.seconds, operation.what)
 
-    def _launch(self, exchange: Exchange) -> _Task:
-        self.world.compute(self._machine.launch)
-        return self.world.launch(exchange)
-
-    def _wait(self, task: _Task) -> None:
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
         before = self.world.now
-        self.world.until(task)
+        self.world.until(done)
         self.outcome.waited += self.world.now - before
-        self._waits[task.what] += self.world.now - before  # type: ignore[assignment]
+        self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
-    # The rules of layerzero/engine/reduction.py
-
-    def _advance(self) -> None:
-        ahead = None
-        for running in list(self._running):
-            if (ahead is not None and ahead.launched <= running.launched) or not running.task.done:
-                ahead = running
-                continue
-            self._step(running)
-            ahead = running if running in self._running else ahead
-
-    def _step(self, running: _Running) -> None:
-        self._wait(running.task)
-        if running.rest:
-            exchange, addition = running.rest.pop(0)
-            self._compute(addition)
-            running.task = self._launch(exchange)
-            running.launched += 1
-            self._make_room(running.launched)
-        else:
-            self._compute(running.last)
-            self._running.remove(running)
-
-    def _make_room(self, launched: int) -> None:
-        waiting = [running for running in self._running if running.launched == launched]
-        if len(waiting) > _IN_FLIGHT.get(launched, len(waiting)):
-            self._step(waiting[0])
+    def _make_room(self, place: int, most: int) -> None:
+        """As layerzero/engine/reduction.py: wait for the oldest of those whose exchange of this place is under way."""
+        under_way = [each for each in self._running if each.landed <= place < len(each.exchanges)]
+        for running in under_way[: max(0, len(under_way) - most)]:
+            self._wait(lambda running=running: running.landed > place, running.exchanges[place].kind)  # type: ignore[misc]

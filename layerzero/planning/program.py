@@ -3,10 +3,10 @@
 A program comes from the schedule that the engine recorded (:func:`layerzero.trace`), from a formula, or by hand.
 
 [Note: What a recording leaves open]
-The engine looks whether a reduction's exchange is done, and goes on if it is not. What a recording shows is the answer
-on the machine where it was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of the
-recording, and the simulated host decides anew, by the rules of ``engine/reduction.py``: :class:`Reduce` starts
-a reduction, :class:`Advance` carries on what is done, :class:`Settle` waits for all.
+When an exchange is added up and the next one launched, and for how long the host waits for it, depends on the machine
+where a recording was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of it, and the
+simulated machine decides anew, by the rules of ``engine/reduction.py``: :class:`Reduce` starts a reduction, which goes
+on by itself, and :class:`Settle` waits for all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from layerzero.views.trace import TraceEvent
 
 __all__ = [
-    "Advance",
     "Compute",
     "Exchange",
     "Launch",
@@ -85,11 +84,6 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Advance:
-    pass
-
-
-@dataclass(frozen=True)
 class Settle:
     pass
 
@@ -99,7 +93,7 @@ class StepEnd:
     """The optimizer's update is done."""
 
 
-Operation = Compute | Launch | Wait | Reduce | Advance | Settle | StepEnd
+Operation = Compute | Launch | Wait | Reduce | Settle | StepEnd
 
 
 @dataclass(frozen=True)
@@ -145,25 +139,21 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     owed = False  # reductions may be under way that nobody has settled
     cursor = events[0].start if events else 0.0
     for event in events:
-        adding = bool(spans) and spans[-1][0] == "add"  # counted in the reduction
-        if event.start > cursor and not adding:
-            phase, name, number = spans[-1] if spans else (f"after {last[0]}", last[1], last[2])
-            program.append(Compute((event.start - cursor) / 1e6, (phase, name), number))
-        cursor = max(cursor, event.end)
+        if not event.beside:
+            if event.start > cursor:
+                phase, name, number = spans[-1] if spans else (f"after {last[0]}", last[1], last[2])
+                program.append(Compute((event.start - cursor) / 1e6, (phase, name), number))
+            cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
-        ends_reductions = event.kind == "wait" or (event.kind == "begin" and event.phase != "add")
-        if owed and ends_reductions and not backward:
+        if owed and event.kind in ("wait", "begin") and not event.beside and not backward:
             program.append(Settle())
             owed = False
         if event.kind == "begin":
             spans.append((event.phase, event.name, begun))
             begun += 1
-            if event.phase == "backward" and owed:
-                program.append(Advance())
         elif event.kind == "end":
-            span = spans.pop()
-            last = last if span[0] == "add" else span
-            if span[0] == "update":
+            last = spans.pop()
+            if last[0] == "update":
                 program.append(StepEnd())
         elif event.number in in_reduction:
             if event.kind == "launch" and event.number in reductions:
@@ -178,36 +168,21 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, Reduce]:
     """By the number of their first exchange. A hop 2 belongs to the hop 1 that was added up just before it."""
-    additions = _additions(events)
+    additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, Reduce] = {}
-    added = -1  # the exchange whose additions have just ended
-    waited = -1
+    added = -1  # the last hop 1 that was added up, until its hop 2 is launched
     for event in events:
-        if event.kind == "wait":
-            waited = event.number
-        elif event.kind == "end" and event.phase == "add":
-            added = waited
-            continue
-        elif event.kind == "launch" and event.exchange in ("hop1", "hop2"):
-            exchange = _exchange(event)
-            addition = Compute(
-                additions.get(event.number, 0.0), ("add", f"{event.exchange} {event.name}"), event.number
-            )
+        if event.exchange == "hop1" and event.kind == "add":
+            added = event.number
+        elif event.exchange in ("hop1", "hop2") and event.kind == "launch":
+            exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
+            addition = Compute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)
             if before is not None and event.exchange == "hop2" and before.exchanges[0].unit == event.name:
                 found[added] = Reduce((*before.exchanges, exchange), (*before.additions, addition))
+                added = -1
             else:
                 found[event.number] = Reduce((exchange,), (addition,))
-        added = -1
-    return found
-
-
-def _additions(events: Sequence[TraceEvent]) -> dict[int, float]:
-    """Seconds of additions after each exchange, by its number: they follow the wait for it at once."""
-    found = {}
-    for wait, begin, end in zip(events, events[1:], events[2:], strict=False):
-        if wait.kind == "wait" and (begin.kind, begin.phase) == ("begin", "add") and end.kind == "end":
-            found[wait.number] = (end.start - begin.start) / 1e6
     return found
 
 

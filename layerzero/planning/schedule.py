@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from layerzero.planning.program import (
-    Advance,
     Compute,
     Exchange,
     Launch,
@@ -119,8 +118,6 @@ class _Rank:
         for index, unit in enumerate(order):
             begun = yield from self._gather_ahead(order, begun, index)
             yield from self._wait_for(unit)
-            if self._owes:
-                yield Advance()
             yield self._compute("backward", unit, unit.backward)
             if index:
                 yield from self._reduce(unit, first=first, last=last)

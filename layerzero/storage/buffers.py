@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -68,6 +69,7 @@ class BufferPool:
         self._order = StreamOrder.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
+        self._lock = threading.Lock()  # reductions take and give in threads of theirs
         self.allocated_bytes = 0
 
     @property
@@ -78,12 +80,14 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
-        idle = self._idle[key]
         if self._order is None:
-            if not idle:
-                more = max(1, self.foreseen.get(key, 0) - self._made[key])
-                idle.extend((self._make(numel, dtype), None) for _ in range(more))
-            return idle.pop()[0]
+            with self._lock:
+                idle = self._idle[key]
+                if not idle:
+                    more = max(1, self.foreseen.get(key, 0) - self._made[key])
+                    idle.extend((self._make(numel, dtype), None) for _ in range(more))
+                return idle.pop()[0]
+        idle = self._idle[key]
         if idle and self._made[key] >= _SLOTS:
             buffer, given = idle.popleft()
             self._order.wait(given)
@@ -98,7 +102,8 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         mark = None if self._order is None else self._order.mark()
-        self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
+        with self._lock:
+            self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
 
 
 class StoragePool:

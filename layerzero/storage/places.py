@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -34,10 +35,12 @@ class Place(ABC):
     Attributes:
         lasting: an opened tensor stays valid when other places are opened.
         fixed: every opened tensor is the same one.
+        guard: to be held where its memory must not be given to another place between two calls.
     """
 
     lasting = True
     fixed = False
+    guard: AbstractContextManager[object] = nullcontext()
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel = numel

@@ -6,10 +6,14 @@ the largest unit. There are two of them, for the unit whose backward runs and fo
 their way out or in meanwhile. A unit that needs a slab takes the one that was not used for longer; what is in there and
 not yet in the host is carried there first. A copy comes after all that the current stream was given before, after what
 other streams have done in the slab, and after the copies from and to it: nobody waits but streams.
+
+On the CPU threads end exchanges that read slabs, while the program takes slabs for other units: each holds a lock for
+what it does, so that a slab stays with a unit until its next exchange has been launched.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +106,7 @@ class _SlabPlace(Place):
     def __init__(self, slabs: _Slabs, unit: Hashable, numel: int, dtype: torch.dtype) -> None:
         super().__init__(numel, dtype)
         self._slabs = slabs
+        self.guard = slabs.lock
         self._tenant = slabs.tenant_of(unit)
         self._place = self._tenant.add(self, numel * dtype.itemsize)  # bytes of a slab
         self._host: Tensor | None = None  # [numel], from the first store on
@@ -115,20 +120,27 @@ class _SlabPlace(Place):
 
     @property
     def blocked(self) -> bool:
-        return self._tenant.slab is None and self._slabs.free_slab() is None
+        with self.guard:
+            return self._tenant.slab is None and self._slabs.free_slab() is None
 
     def open(self, *, keep: bool) -> Tensor:
-        device = self._enter(keep=keep)
-        assert self._tenant.slab is not None
-        self._slabs.wait(self._tenant.slab)
-        self._newer = True
-        return device
+        with self.guard:
+            device = self._enter(keep=keep)
+            assert self._tenant.slab is not None
+            self._slabs.wait(self._tenant.slab)
+            self._newer = True
+            return device
 
     def prefetch(self, *, keep: bool) -> None:
-        if not self.blocked:
-            self._enter(keep=keep)
+        with self.guard:
+            if not self.blocked:
+                self._enter(keep=keep)
 
     def close(self, *, keep: bool) -> None:
+        with self.guard:
+            self._close(keep=keep)
+
+    def _close(self, *, keep: bool) -> None:
         if keep and self._newer:
             assert self._device is not None and self._tenant.slab is not None
             if self._host is None:
@@ -140,7 +152,7 @@ class _SlabPlace(Place):
 
     def leave(self) -> None:
         """Another unit takes the slab."""
-        self.close(keep=True)
+        self._close(keep=True)
         self._device = None
 
     def _enter(self, *, keep: bool) -> Tensor:
@@ -192,6 +204,7 @@ class _Slabs:
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
+        self.lock = threading.RLock()
         self._slabs = [_Slab() for _ in range(_SLABS)]  # the one used last comes last
         self._tenants: dict[Hashable, _Tenant] = {}
 

@@ -6,35 +6,54 @@ stream waits for a mark of another. Everything that a handle's reduction needs i
 the program, so what is done, and in which order on each stream, is a function of the program; how fast an exchange is
 decides nothing but when.
 
-On a device the streams are the device's own: the host hands over and waits for nothing. gloo's `wait` blocks the host,
-so there the streams are played: the program does what is due whenever it comes by (:meth:`Streams.play`), at the latest
-when somebody needs the result. Worker threads as streams were at most a few percent faster in a trial
-(docs/notes/tried.md); pools and sums would need locks, and traces and plans another idea of the host.
+On a device the streams are the device's own: the host hands over and waits for nothing. gloo's `wait` blocks whoever
+calls it, so there worker threads play the streams (:class:`ThreadStreams`), and the host waits where it needs a result.
 Backends that run on the CPU and are not gloo may want one order over all their groups: for them everything is done at
 once, where it is handed over.
+
+[Note: Threads and what they share]
+What a reduction sums up is its handle's own, and the host leaves it alone until the last mark has passed. So threads
+and host share nothing but pools, slabs and records of what happened, each of which has a lock or one writer an entry.
+The first exchange of a reduction is launched by the host, in the order of the program: sums that wait in slabs are
+brought in for it, and a thread that did so later might take the slab in which the next gradients are being written.
+A failure in a thread is kept, what depends on it does nothing, and the host raises it where it next hands over or
+waits for a thread. If it waits for a gather meanwhile, that one fails, too, and tells more: who does what elsewhere.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 
 from layerzero.storage.device import streams_module
 
-__all__ = ["Awaited", "DeviceStreams", "ImmediateStreams", "PlayedStreams", "Stream", "Streams"]
+__all__ = [
+    "Awaited",
+    "DeviceStreams",
+    "ImmediateStreams",
+    "Stream",
+    "StreamThread",
+    "Streams",
+    "ThreadStreams",
+    "Unexplained",
+]
 
-Operation = Callable[[], None]
+Operation = Callable[[], object]
+Waiting = Callable[[], AbstractContextManager[None]]
+
+_PATIENCE = 5.0  # seconds for exchanges in flight when a model or the process ends
 
 
 class Awaited(Protocol):
     """Something that ends: an exchange, a mark."""
-
-    def done(self) -> bool:
-        """It has ended. Asked by played streams only."""
 
     def wait(self) -> None:
         """What is done from here on comes after it."""
@@ -52,104 +71,40 @@ class Stream(ABC):
         """What is given from here on is done after `awaited`."""
 
     @abstractmethod
-    def mark(self) -> Awaited:
-        """Ends when all is done that was given so far."""
+    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
+        """Ends when all is done that was given so far; `waiting` is around the time that the host waits for it."""
 
 
 class Streams(ABC):
     """The streams of a model's reductions: launches, what arrives from the node, and from the replicas.
 
-    A stream waits for marks of those before it only.
+    A stream waits for marks of those before it, and `launches` for those of `node`.
     """
 
     launches: Stream
     node: Stream
     replica: Stream
+    beside = False  # what waits on them is not the program
 
     @abstractmethod
     def landed(self) -> Awaited:
         """All that the program has computed so far: the gradients that have arrived."""
-
-    def play(self) -> None:  # noqa: B027 - a device needs no help
-        """Do what is due, and wait for nothing."""
-
-    def step(self) -> bool:
-        """Do one thing more, waiting for what it needs; False if nothing is left to do."""
-        return False
 
     def bound(self, marks: deque[Awaited], most: int) -> None:
         """Forget the oldest of `marks` until `most` are left, where the host runs ahead of them: waiting for each."""
         while len(marks) > most:
             marks.popleft()
 
+    def check(self) -> None:  # noqa: B027 - most fail where they are handed over
+        """Raise what has failed beside the program."""
+
     @abstractmethod
     def settle(self) -> None:
         """What the program does from here on comes after all that was given to any stream."""
 
 
-# Played by the host
-
-
-class _PlayedMark:
-    def __init__(self, stream: _PlayedStream) -> None:
-        self._stream = stream
-        self._passed = False
-
-    def done(self) -> bool:
-        return self._passed
-
-    def wait(self) -> None:
-        while not self._passed:
-            self._stream.step()
-
-    def pass_by(self) -> None:
-        self._passed = True
-
-
-class _PlayedStream(Stream):
-    def __init__(self) -> None:
-        self._due: deque[tuple[Awaited | None, Operation | None]] = deque()  # what is awaited, or what is done
-
-    def run(self, operation: Operation) -> None:
-        self._due.append((None, operation))
-
-    def wait(self, awaited: Awaited) -> None:
-        self._due.append((awaited, None))
-
-    def mark(self) -> _PlayedMark:
-        mark = _PlayedMark(self)
-        self._due.append((None, mark.pass_by))
-        return mark
-
-    @property
-    def idle(self) -> bool:
-        return not self._due
-
-    def play(self) -> None:
-        due = self._due
-        while due:
-            awaited, operation = due[0]
-            if awaited is not None and not awaited.done():
-                return
-            due.popleft()  # first: a failure ends it, too
-            if awaited is not None:
-                awaited.wait()
-            elif operation is not None:
-                operation()
-
-    def step(self) -> None:
-        awaited, operation = self._due.popleft()
-        if awaited is not None:
-            awaited.wait()
-        elif operation is not None:
-            operation()
-
-
 class _Nothing:
     """What has ended before it is asked for."""
-
-    def done(self) -> bool:
-        return True
 
     def wait(self) -> None:
         pass
@@ -158,36 +113,127 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-class PlayedStreams(Streams):
-    """Streams that the program itself plays."""
+# Threads of the host
+
+
+class _ThreadMark:
+    """A place in what a thread does. Waited for by the host, or by another thread."""
+
+    def __init__(self, failures: _Failures, waiting: Waiting) -> None:
+        self.passed = threading.Event()
+        self._failures = failures
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        if not self.passed.is_set():
+            with self._waiting():
+                self.passed.wait()
+        self._failures.check()
+
+
+class Unexplained(RuntimeError):
+    """An error of a thread, of which the host is to find out more where it comes to it: it may know better by then."""
+
+    def __init__(self, error: Exception, explain: Callable[[Exception], Exception]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.explain = explain
+
+
+class _Failures:
+    """What threads have raised, oldest first."""
 
     def __init__(self) -> None:
-        self.launches = _PlayedStream()
-        self.node = _PlayedStream()
-        self.replica = _PlayedStream()
-        self._all = (self.launches, self.node, self.replica)
+        self._found: deque[BaseException] = deque()
+
+    def add(self, error: BaseException) -> None:
+        self._found.append(error)
+
+    def check(self) -> None:
+        """Raise the first one, once; the others followed from it."""
+        if self._found:
+            first = self._found.popleft()
+            self._found.clear()
+            if isinstance(first, Unexplained):
+                raise first.explain(first.error) from first.error
+            raise first
+
+
+class StreamThread(threading.Thread):
+    """Plays a stream. It holds nothing of a model but what it was given."""
+
+    def __init__(self, name: str, failures: _Failures) -> None:
+        super().__init__(name=f"layerzero {name}", daemon=True)
+        self.given: SimpleQueue[Operation | None] = SimpleQueue()
+        self._failures = failures
+
+    def run(self) -> None:
+        with torch.no_grad():
+            while (operation := self.given.get()) is not None:
+                try:
+                    operation()
+                except BaseException as error:
+                    self._failures.add(error)
+                del operation
+
+    def end(self) -> None:
+        """When a model or the process ends, which must not go while a thread is inside a backend."""
+        if self.is_alive():
+            self.given.put(None)
+            if self is not threading.current_thread():
+                self.join(_PATIENCE)
+
+
+class _ThreadStream(Stream):
+    def __init__(self, name: str, failures: _Failures) -> None:
+        self.thread = StreamThread(name, failures)
+        self._failures = failures
+
+    def run(self, operation: Operation) -> None:
+        if self.thread.ident is None:
+            self.thread.start()
+        self.thread.given.put(operation)
+
+    def wait(self, awaited: Awaited) -> None:
+        self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
+
+    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
+        if self.thread.ident is None:
+            return _NOTHING
+        mark = _ThreadMark(self._failures, waiting)
+        self.run(mark.passed.set)
+        return mark
+
+
+class ThreadStreams(Streams):
+    """Streams that threads play; see [Note: Threads and what they share]."""
+
+    beside = True
+
+    def __init__(self) -> None:
+        self._failures = _Failures()
+        self.launches = _ImmediateStream()
+        self.node = _ThreadStream("node", self._failures)
+        self.replica = _ThreadStream("replica", self._failures)
+        self._threads = (self.node, self.replica)
+        for stream in self._threads:
+            weakref.finalize(self, stream.thread.end)
 
     def landed(self) -> Awaited:
         return _NOTHING
 
-    def play(self) -> None:
-        for stream in self._all:
-            stream.play()
-
-    def step(self) -> bool:
-        for stream in self._all:  # the next hop 2 is on its way before an earlier one is waited for
-            if not stream.idle:
-                stream.step()
-                return True
-        return False
-
     def bound(self, marks: deque[Awaited], most: int) -> None:
-        while marks and (len(marks) > most or marks[0].done()):
+        while len(marks) > most:
             marks.popleft().wait()
 
+    def check(self) -> None:
+        self._failures.check()
+
     def settle(self) -> None:
-        while self.step():
-            pass
+        for mark in [stream.mark() for stream in self._threads]:
+            if isinstance(mark, _ThreadMark):
+                mark.passed.wait()
+        self._failures.check()
 
 
 # Done where it is handed over
@@ -200,7 +246,7 @@ class _ImmediateStream(Stream):
     def wait(self, awaited: Awaited) -> None:
         awaited.wait()
 
-    def mark(self) -> Awaited:
+    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
         return _NOTHING
 
 
@@ -225,9 +271,6 @@ class _DeviceMark:
         self._module = module
         self._events = events
 
-    def done(self) -> bool:
-        raise AssertionError("nothing asks a device how far it is")
-
     def wait(self) -> None:
         current = self._module.current_stream()
         for event in self._events:
@@ -247,7 +290,7 @@ class _DeviceStream(Stream):
         with self._module.stream(self._stream):
             awaited.wait()
 
-    def mark(self) -> _DeviceMark:
+    def mark(self, waiting: Waiting = nullcontext) -> _DeviceMark:
         return _DeviceMark(self._module, (self._stream.record_event(),))
 
 

@@ -22,26 +22,28 @@ from layerzero.storage.device import Clock
 __all__ = ["Trace", "TraceEvent", "trace"]
 
 _COMPUTE_ROW = "units"
+_SUMS_ROW = "sums, {} axis"
 _FORMAT = 1  # of the file's "layerzero" part
 _PATIENCE = 5.0  # seconds for exchanges in flight when a process ends whose trace ended with an exception
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One thing that this rank's host did. Times are microseconds since the trace began.
+    """One thing that this rank's host did, by its start. Times are microseconds since the trace began.
 
     Attributes:
-        kind: ``"begin"`` and ``"end"`` of a span, ``"launch"`` of an exchange, ``"wait"`` for one.
-        name: the unit, ``"optimizer"``, or ``""`` where an exchange serves no unit; of an ``"add"`` the exchange too.
+        kind: ``"begin"`` and ``"end"`` of a span, ``"launch"`` of an exchange, ``"wait"`` for one, ``"add"`` of what
+            one has brought.
+        name: the unit, ``"optimizer"``, or ``""`` where an exchange serves no unit.
         start, end: of what the host did; of a span's begin and end they are equal.
-        phase: of a span: ``"forward"``, ``"backward"``, ``"update"``, or ``"add"``, in which what an exchange has
-            brought is added up.
-        number: of an exchange: its launch and its wait have the same one.
+        phase: of a span: ``"forward"``, ``"backward"`` or ``"update"``.
+        number: of an exchange, in the order of launches: its launch, its wait and its add have the same one.
         exchange, axis: as in :func:`layerzero.traffic`.
         lane: the communicator; exchanges of a lane are issued in the same order on all of its ranks.
         ranks: on the lane.
         bytes: that this rank sends, as in :func:`layerzero.traffic`.
         completed: of a launch: when the exchange was done; None if it was not when the body of the trace raised.
+        beside: done by a thread of layerzero's, while the program went on.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class TraceEvent:
     ranks: int = 0
     bytes: int = 0
     completed: float | None = None
+    beside: bool = False
 
 
 class Trace:
@@ -63,7 +66,8 @@ class Trace:
 
     Attributes:
         path: of this rank's file.
-        events: in program order; empty until the context is left.
+        events: in the order in which they began, which is that of the program, but for what was done beside it; empty
+            until the context is left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,12 +138,17 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 
 def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
     time = recorder.clock.microseconds
+    marks = recorder.marks
+    if recorder.clock.sees_other_threads:  # each thread's marks are in its order
+        marks = sorted(marks, key=lambda mark: time(mark.began))
+    launched = (mark.flight for mark in marks if mark.kind == "launch" and mark.flight is not None)
+    number = {flight: place for place, flight in enumerate(launched)}
     waited: dict[Flight, float] = {}  # when each was first waited for
-    for mark in recorder.marks:
+    for mark in marks:
         if mark.kind == "wait" and mark.flight is not None:
             waited.setdefault(mark.flight, time(mark.ended))
     events = []
-    for mark in recorder.marks:
+    for mark in marks:
         flight, start, end = mark.flight, time(mark.began), time(mark.ended)
         if flight is None:
             events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
@@ -154,13 +163,14 @@ def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
                 mark.name,
                 start,
                 end,
-                number=flight.number,
+                number=number.get(flight, -1),
                 exchange=flight.exchange,
                 axis=flight.axis,
                 lane=flight.lane,
                 ranks=flight.ranks,
                 bytes=flight.bytes,
                 completed=completed if mark.kind == "launch" else None,
+                beside=mark.beside,
             )
         )
     return tuple(events)
@@ -186,7 +196,9 @@ def _write(result: Trace, topology: Topology, rank: int, epoch: float) -> None:
 
 def _sparse(event: TraceEvent) -> dict[str, Any]:
     """Without what has its default value."""
-    return {key: value for key, value in asdict(event).items() if value not in ("", -1, None) or key == "name"}
+    defaults = ("", -1, None)
+    told = {key: value for key, value in asdict(event).items() if value not in defaults or key == "name"}
+    return told if event.beside else {key: value for key, value in told.items() if key != "beside"}
 
 
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
@@ -217,6 +229,9 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
         elif event.kind == "end":
             begin = opened.pop()
             yield _COMPUTE_ROW, f"{begin.phase} {begin.name}", begin.start, event.start, {"unit": begin.name}
+        elif event.kind == "add":
+            what = f"add {event.exchange} {event.name}"
+            yield _SUMS_ROW.format(event.axis), what, event.start, event.end, {"unit": event.name}
 
 
 def _exchange_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
