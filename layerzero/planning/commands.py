@@ -126,15 +126,14 @@ def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.
     with _readable_failures():
         events = read_recording(file).events
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    of_number: dict[int, tuple[str, str]] = {}
+    launched = {event.number for event in events if event.kind == "launch"}
     for event in events:
+        row = calls[event.exchange, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
         if event.kind == "launch":
-            key = of_number[event.number] = (event.exchange, event.axis)
-            row = calls[key]
             row[0], row[1] = row[0] + 1, row[1] + event.bytes
             row[2] += max(0.0, (event.completed or event.end) - event.start) / 1e6
-        elif event.kind == "wait" and event.number in of_number:
-            calls[of_number[event.number]][3] += (event.end - event.start) / 1e6
+        elif event.kind == "wait":
+            row[3] += (event.end - event.start) / 1e6
     exchanges = [
         (kind, axis, f"{n:.0f}", size(b), seconds(f), seconds(w)) for (kind, axis), (n, b, f, w) in calls.items()
     ]

@@ -46,7 +46,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     - ``layerzero/memory/KIND``: bytes that are held now; the kinds of :class:`layerzero.MemoryReport`
     - ``layerzero/bytes/AXIS``: sent to ``zero3`` (the node), ``replica`` (other nodes), ``control``; ``across``: along
       axes of tensor parallelism
-    - ``layerzero/wait_seconds/EXCHANGE``: that the host has waited for ``gather``, ``regather``, ``hop1``, ``hop2``,
+    - ``layerzero/wait_seconds/EXCHANGE``: that the program has waited for ``gather``, ``regather``, ``hop1``, ``hop2``,
       ``refresh``, ...; next to nothing on devices, whose streams wait. In shared memory ``hand_over`` takes the place
       of ``gather`` and ``refresh``: for the others to have read the old weights, and written the new ones
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: of the model's optimizers; a step is skipped where

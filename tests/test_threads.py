@@ -1,0 +1,145 @@
+"""Threads that play streams on gloo: who is late changes no bit and no order; what fails there the program raises."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+import layerzero
+from layerzero.comm.collectives import PendingSum
+from layerzero.storage.streams import StreamThread
+from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
+from tests.support.ranks import mesh_of, run_ranks
+
+UNITS = [f"units.{index}" for index in range(4)]
+MOST_LATE = 3e-3  # seconds
+
+Log = dict[str, list[tuple[str, str]]]
+
+
+@contextmanager
+def _late(rank: int) -> Iterator[None]:
+    """Threads come late to exchanges, and add slowly."""
+    draw = random.Random(rank)
+    wait, add = PendingSum.wait, PendingSum.add_to
+
+    def late_wait(pending: PendingSum, **how: bool) -> None:
+        wait(pending, **how)
+        time.sleep(draw.random() * MOST_LATE)
+
+    def late_add(pending: PendingSum, *args: Any, **settings: Any) -> None:
+        time.sleep(draw.random() * MOST_LATE)
+        add(pending, *args, **settings)
+
+    with mock.patch.object(PendingSum, "wait", late_wait), mock.patch.object(PendingSum, "add_to", late_add):
+        yield
+
+
+def _train(model: nn.Module, optimizer: Any, ranks: range | list[int]) -> None:
+    """Three steps of two micro-batches, of which the second step keeps the first back, and the third both."""
+    for step in range(3):
+        for micro_batch in range(2):
+            for rank in ranks:
+                model_is_sharded = len(ranks) == 1
+                holds = model_is_sharded and (step == 2 or (step == 1 and micro_batch == 0))
+                model.set_requires_gradient_sync(not holds) if model_is_sharded else None
+                loss = integer_loss(model, integer_batch(step=step, micro_batch=micro_batch, rank=rank))
+                (loss / (1 if model_is_sharded else len(ranks))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
+    warnings.filterwarnings("ignore", "offload_grads=True on cpu")
+    alone = SideBySide(len(UNITS))
+    _train(alone, exact_sgd(alone.parameters()), range(4))
+    logs = []
+    for number, (mode, offload) in enumerate([("sharded", False), ("full", False), ("sharded", True), ("full", True)]):
+        model = layerzero.shard_model(
+            SideBySide(len(UNITS)),
+            mesh=mesh_of(zero3_size),
+            units=UNITS,
+            accumulation="full" if mode == "full" else lambda name, module: "full" if name == UNITS[1] else "sharded",
+            offload_grads=offload,
+        )
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        with _late(rank), layerzero.trace(model, f"{folder}/{number}-{rank}.json") as trace:
+            _train(model, optimizer, [rank])
+        assert not different(full_parameters(model), dict(alone.named_parameters())), (mode, offload)
+        log = defaultdict(list)
+        for event in trace.events:
+            if event.kind == "launch":
+                log[event.lane].append((event.exchange, event.name))
+        logs.append(dict(log))
+    return logs
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_late_threads_change_no_bit_and_each_lane_has_one_order_on_all_ranks(zero3_size: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, node_memory="off", pg_timeout=60)
+    for first, *others in zip(*by_rank, strict=True):
+        assert {lane for lane in first if "re" in lane} == {
+            1: {"replica"}, 2: {"zero3 reduce", "replica"}, 4: {"zero3 reduce"},
+        }[zero3_size]  # fmt: skip
+        for lane, launched in first.items():
+            assert all(other[lane] == launched for other in others), lane
+
+
+def _fails(rank: int) -> None:
+    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    add = PendingSum.add_to
+
+    def broken(pending: PendingSum, *args: Any, **settings: Any) -> None:
+        add(pending, *args, **settings)
+        if pending.work.issued.name == UNITS[2]:
+            raise LookupError(f"in thread {threading.current_thread().name!r}")
+
+    integer_loss(model, integer_batch(step=0, rank=rank)).backward()
+    loss = integer_loss(model, integer_batch(step=1, rank=rank))
+    with mock.patch.object(PendingSum, "add_to", broken), pytest.raises(LookupError, match="'layerzero node'"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="the last backward raised an exception"):
+        optimizer.step()
+    optimizer.zero_grad()
+    alone = SideBySide(len(UNITS))
+    _train(model, optimizer, [rank])
+    _train(alone, exact_sgd(alone.parameters()), range(2))
+    assert not different(full_parameters(model), dict(alone.named_parameters()))
+
+
+def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right() -> None:
+    run_ranks(_fails, world_size=2, node_memory="off")
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
+
+
+def _ends(rank: int) -> None:
+    before = len(_threads())
+    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    assert len(_threads()) == before, "a model that only computes has none"
+    _train(model, optimizer, [rank])
+    assert {thread.name for thread in _threads()[before:]} == {"layerzero node", "layerzero replica"}
+    del model, optimizer
+    deadline = time.monotonic() + 30
+    while len(_threads()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(_threads()) == before, "they end with it"
+
+
+def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model() -> None:
+    run_ranks(_ends, world_size=4)
