@@ -16,8 +16,9 @@ What a reduction sums up is its handle's own, and the host leaves it alone until
 and host share nothing but pools, slabs and records of what happened, each of which has a lock or one writer an entry.
 The first exchange of a reduction is launched by the host, in the order of the program: sums that wait in slabs are
 brought in for it, and a thread that did so later might take the slab in which the next gradients are being written.
-A failure in a thread is kept, what depends on it does nothing, and the host raises it where it next hands over or
-waits for a thread. If it waits for a gather meanwhile, that one fails, too, and tells more: who does what elsewhere.
+A failure in a thread is kept, what depends on it does nothing, and the host raises it at the end of the backward; that
+of an exchange, which is the end anyway, where it next hands over or waits for a thread. If it waits for a gather
+meanwhile, that one fails, too, and tells more: who does what elsewhere.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Streams(ABC):
             marks.popleft()
 
     def check(self) -> None:  # noqa: B027 - most fail where they are handed over
-        """Raise what has failed beside the program."""
+        """Raise the failure of an exchange that somebody else than the program has waited for."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -149,9 +150,13 @@ class _Failures:
     def add(self, error: BaseException) -> None:
         self._found.append(error)
 
-    def check(self) -> None:
-        """Raise the first one, once; the others followed from it."""
-        if self._found:
+    def check(self, *, settled: bool = False) -> None:
+        """Raise the first one, once; the others followed from it.
+
+        Before all is `settled`, only if it is of an exchange. Others come to all ranks at another place of the program,
+        and a rank that stopped there would leave its lanes out of step.
+        """
+        if self._found and (settled or isinstance(self._found[0], Unexplained)):
             first = self._found.popleft()
             self._found.clear()
             if isinstance(first, Unexplained):
@@ -233,7 +238,7 @@ class ThreadStreams(Streams):
         for mark in [stream.mark() for stream in self._threads]:
             if isinstance(mark, _ThreadMark):
                 mark.passed.wait()
-        self._failures.check()
+        self._failures.check(settled=True)
 
 
 # Done where it is handed over
