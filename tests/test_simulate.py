@@ -31,7 +31,7 @@ from layerzero.planning.program import (
     seconds_of,
 )
 from tests.support.models import TiedTransformer
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 MACHINE = Machine(node_size=4, inside=100.0, between=10.0)  # bytes a second
 
@@ -223,11 +223,13 @@ def _trace(rank: int, folder: str) -> dict[str, int]:
     return layerzero.traffic(model).bytes
 
 
-def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path) -> None:
-    traffic = run_ranks(_trace, str(tmp_path), node_memory="off")
+@BOTH
+def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, node_memory: str | None) -> None:
+    traffic = run_ranks(_trace, str(tmp_path), node_memory=node_memory)
     for rank, counted in enumerate(traffic):
         outcome = simulate(read_trace(tmp_path / f"rank{rank}.json"), Machine(node_size=2, inside=1e9, between=1e8))
-        assert outcome.bytes == counted, "the real engine on gloo, where looks at exchanges found them unfinished"
+        counted.pop("hand_over", None)  # which sends nothing, and a trace does not show
+        assert outcome.bytes == counted, "the real engine on gloo"
         assert len(outcome.step_ends) == 2 and outcome.computed > 0
         assert outcome.seconds >= (1 - 1e-9) * outcome.computed
 

@@ -18,9 +18,10 @@ from torch import nn
 
 import layerzero
 from layerzero.comm.collectives import PendingSum
+from layerzero.comm.whereabouts import LostExchange
 from layerzero.storage.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 UNITS = [f"units.{index}" for index in range(4)]
 MOST_LATE = 3e-3  # seconds
@@ -119,8 +120,34 @@ def _fails(rank: int) -> None:
     assert not different(full_parameters(model), dict(alone.named_parameters()))
 
 
-def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right() -> None:
-    run_ranks(_fails, world_size=2, node_memory="off")
+@BOTH
+def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right(node_memory: str | None) -> None:
+    run_ranks(_fails, world_size=2, node_memory=node_memory)
+
+
+def _fails_alone(rank: int) -> str:
+    """Rank 0 cannot add up what hop 1 of a unit has brought: no other hop 2 of it may be taken for that unit's."""
+    model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
+    integer_loss(model, integer_batch(step=0, rank=rank)).backward()
+    add = PendingSum.add_to
+
+    def broken(pending: PendingSum, *args: Any, **settings: Any) -> None:
+        add(pending, *args, **settings)
+        if rank == 0 and pending.work.issued.name == UNITS[2]:
+            raise MemoryError("of rank 0")
+
+    with mock.patch.object(PendingSum, "add_to", broken):
+        try:
+            integer_loss(model, integer_batch(step=1, rank=rank)).backward()
+        except (MemoryError, LostExchange) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_fails_alone_lets_nobody_take_one_unit_for_another() -> None:
+    first, neighbour, opposite, _ = run_ranks(_fails_alone, world_size=4, node_memory="off", pg_timeout=5)
+    assert first == "MemoryError: of rank 0"
+    assert "hop 2 of 'units.2' failed" in opposite and "rank 0" in opposite, (opposite, neighbour)
 
 
 def _threads() -> list[threading.Thread]:

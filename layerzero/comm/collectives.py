@@ -45,7 +45,6 @@ __all__ = [
     "Works",
     "all_gather",
     "all_reduce",
-    "awaited_by_host",
     "broadcast",
     "lost",
     "reduce_scatter",
@@ -106,8 +105,8 @@ class Issued:
         if self.flight is not None:
             self.flight.follow(each)
         works = Works(each, self)
-        if self.lane.ledger.watching is not None:
-            self.lane.ledger.watching(self, works)
+        if (watching := self.lane.ledger.watching) is not None:  # read once: it may end meanwhile
+            watching(self, works)
         return works
 
     @property
@@ -173,18 +172,6 @@ class Works:
             self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
 
 
-@contextmanager
-def awaited_by_host(
-    ledger: Ledger, exchange: Exchange, name: str, issued: Sequence[Issued], number: int
-) -> Iterator[None]:
-    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched."""
-    began = time.perf_counter()
-    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].flight if issued[number:] else None):
-        yield
-    found = issued[number].exchange if issued[number:] else exchange
-    ledger.waited[found.value] += time.perf_counter() - began
-
-
 @dataclass
 class PendingSum:
     """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
@@ -199,16 +186,18 @@ class PendingSum:
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
-        with nullcontext() if self.work.flight is None else self.work.flight.adding():
-            for part in self.parts():
-                if not overwrite:
-                    target.add_(part, alpha=scale)
-                    continue
-                target.copy_(part)
-                if scale != 1.0:
-                    target.mul_(scale)
-                overwrite = False
-        self.give_back()
+        try:
+            with nullcontext() if self.work.flight is None else self.work.flight.adding():
+                for part in self.parts():
+                    if not overwrite:
+                        target.add_(part, alpha=scale)
+                        continue
+                    target.copy_(part)
+                    if scale != 1.0:
+                        target.mul_(scale)
+                    overwrite = False
+        finally:  # other ranks may wait for it
+            self.give_back()
 
 
 # torch 2.13 deprecates the `_into_tensor` and `_tensor` names; torch 2.11 has no others.

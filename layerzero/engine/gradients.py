@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Issued, PendingSum, awaited_by_host, reduce_scatter
+from layerzero.comm.collectives import Exchange, Issued, PendingSum, reduce_scatter
 from layerzero.comm.topology import Topology
+from layerzero.comm.waiting import awaited_by_host
 from layerzero.engine.route import Leg, Route
 from layerzero.engine.sums import Sum
 from layerzero.layout.flat import FlatLayout
@@ -296,7 +296,7 @@ class Carry:
         self._pending: PendingSum | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
         self._issued: list[Issued] = []  # the exchanges so far
-        self._beside = False  # somebody else than the program waits for them
+        self._streams: Streams | None = None  # that it was handed to
 
     def hand_to(self, streams: Streams) -> None:
         """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py.
@@ -304,11 +304,12 @@ class Carry:
         Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
         those that follow one: else timing would decide their order on the replica axis.
         """
-        self._beside = streams.beside
+        self._streams = streams
+        ledger, label = self.gradients.topology.ledger, self.gradients.label
         stream = streams.launches
         stream.wait(streams.landed())
         if self._legs[0].exchange is Exchange.HOP2:
-            stream.wait(streams.node.mark())
+            stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1, "", (), 0)))
         stream.run(partial(self._launch, self._legs[0], is_first=True))
         for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
             launched = stream.mark()
@@ -316,12 +317,9 @@ class Carry:
             stream.wait(launched)
             stream.wait(self)
             stream.run(partial(self._go_on, leg, following))
-            self.landings.append(stream.mark(partial(self._awaited, leg, number)))
+            waiting = partial(awaited_by_host, ledger, leg.exchange, label, self._issued, number)
+            self.landings.append(stream.mark(waiting))
         self.gradients.carried = self.landings[-1]
-
-    def _awaited(self, leg: Leg, number: int) -> AbstractContextManager[None]:
-        """Around the program's waiting for what a thread does."""
-        return awaited_by_host(self.gradients.topology.ledger, leg.exchange, self.gradients.label, self._issued, number)
 
     # For the streams: the exchange in flight
 
@@ -329,7 +327,7 @@ class Carry:
         """A failure ends the carry: what is left of it does nothing."""
         if self._pending is not None:
             try:
-                self._pending.wait(beside=self._beside)
+                self._pending.wait(beside=self._streams is not None and self._streams.beside)
             except BaseException:
                 self._pending = None
                 self._end_leases()
@@ -341,7 +339,8 @@ class Carry:
             pending, self._pending = self._pending, None
             with self.gradients.waiting.place.guard:
                 self._land(leg, pending, is_last=following is None)
-                if following is not None:
+                # After a failure, what is launched would meet something else of other ranks: they wait, and are told.
+                if following is not None and not (self._streams is not None and self._streams.failed):
                     self._launch(following, is_first=False)
 
     def _launch(self, leg: Leg, *, is_first: bool) -> None:
@@ -380,5 +379,6 @@ class Carry:
             self._end_leases()
 
     def _end_leases(self) -> None:
-        for lease in self._leases:
+        leases, self._leases = self._leases, ()
+        for lease in leases:
             lease.end()

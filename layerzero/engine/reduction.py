@@ -17,24 +17,15 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from layerzero.comm.topology import Topology
 from layerzero.engine.gradients import Carry, Gradients
-from layerzero.storage.device import streams_module
-from layerzero.storage.streams import Awaited, DeviceStreams, ImmediateStreams, Streams, ThreadStreams
+from layerzero.storage.streams import Awaited, Streams
 
-__all__ = ["IN_FLIGHT", "ReductionQueue", "streams_of"]
+__all__ = ["IN_FLIGHT", "ReductionQueue"]
 
 # Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each
 # holds a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
 # With more than one first exchange, ranks whose slabs (slabs.py) are both in use could launch in other orders.
 IN_FLIGHT = (1, 5)
-
-
-def streams_of(topology: Topology) -> Streams:
-    """On what the reductions of a model run; see [Note: Streams] in storage/streams.py."""
-    if streams_module(topology.device) is not None:
-        return DeviceStreams(topology.device)
-    return ThreadStreams() if topology.zero3_reduce.is_gloo and topology.replica.is_gloo else ImmediateStreams()
 
 
 class ReductionQueue:
@@ -73,20 +64,10 @@ class ReductionQueue:
 
     def settle(self) -> None:
         """What follows comes after everything in flight."""
-        try:
-            for landings in self._landings:
-                self.streams.bound(landings, 0)
-            self.streams.settle()
-        except BaseException:
-            with suppress(Exception):  # what follows from it
-                self.streams.settle()
-            raise
-        finally:
-            for gradients in self._carried:
-                gradients.carried = None
-            self._carried.clear()
-            for landings in self._landings:
-                landings.clear()
+        self.streams.settle(self._landings)
+        for gradients in self._carried:
+            gradients.carried = None
+        self._carried.clear()
 
     def make_way_for(self, gradients: Gradients) -> None:
         """Wait until `gradients` can be added to."""
@@ -101,9 +82,10 @@ class ReductionQueue:
         """End the pass after a backward that failed.
 
         What was started is carried to its end: how far it has come is a matter of timing and differs between ranks,
-        and their lanes must stay in step.
+        and their lanes must stay in step. What else has failed follows from it, or is told by the next exchange.
         """
-        self.settle()
+        with suppress(Exception):
+            self.settle()
         self._next = 0
 
     def _next_carry(self, *, across_replicas: bool) -> Carry | None:

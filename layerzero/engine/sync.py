@@ -15,9 +15,10 @@ from layerzero.comm.collectives import Heard
 from layerzero.comm.everyone import Everyone
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
-from layerzero.engine.reduction import ReductionQueue, streams_of
+from layerzero.engine.reduction import ReductionQueue
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.usage import Usage
+from layerzero.storage.streams import streams_of
 from layerzero.tensors.main_grad import take_flag
 
 __all__ = ["GradientSync"]
@@ -49,7 +50,9 @@ class GradientSync:
         self._census = Census(everyone, {m.name: h.sharers(everyone) for h in handles for m in h.members})
         self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
         self._order_agreed = False
-        self._streams = streams_of(everyone.topology)
+        topology = everyone.topology
+        on_gloo = topology.zero3_reduce.is_gloo and topology.replica.is_gloo
+        self._streams = streams_of(topology.device, on_gloo=on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()

@@ -44,6 +44,8 @@ __all__ = [
 
 What = tuple[str, str]  # a phase and a unit
 
+_FIRST = ("hop1", "node_sum")  # inside a node, by exchanges or in its memory
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -130,7 +132,7 @@ def read_trace(path: str | PathLike[str]) -> list[Operation]:
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """The program that a recording shows, with the recorded times of what was computed."""
     reductions = _reductions(events)
-    in_reduction = {event.number for event in events if event.exchange in ("hop1", "hop2")}
+    in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
@@ -161,7 +163,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
                 owed = True
         elif event.kind == "launch":
             program.append(Launch(_exchange(event), event.number))
-        elif event.number in launched:
+        elif event.number in launched and event.kind == "wait":
             program.append(Wait(event.number))
     return program
 
@@ -172,9 +174,9 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, Reduce]:
     found: dict[int, Reduce] = {}
     added = -1  # the last hop 1 that was added up, until its hop 2 is launched
     for event in events:
-        if event.exchange == "hop1" and event.kind == "add":
+        if event.exchange in _FIRST and event.kind == "add":
             added = event.number
-        elif event.exchange in ("hop1", "hop2") and event.kind == "launch":
+        elif event.exchange in (*_FIRST, "hop2") and event.kind == "launch":
             exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
             addition = Compute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)

@@ -27,8 +27,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class Streams(ABC):
     node: Stream
     replica: Stream
     beside = False  # what waits on them is not the program
+    failed = False  # something there has, and nobody has raised it yet
 
     @abstractmethod
     def landed(self) -> Awaited:
@@ -100,8 +101,8 @@ class Streams(ABC):
         """Raise the failure of an exchange that somebody else than the program has waited for."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """What the program does from here on comes after all that was given to any stream."""
+    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+        """What the program does from here on comes after all that was given to any stream; forget all `marks`."""
 
 
 class _Nothing:
@@ -150,6 +151,9 @@ class _Failures:
     def add(self, error: BaseException) -> None:
         self._found.append(error)
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def check(self, *, settled: bool = False) -> None:
         """Raise the first one, once; the others followed from it.
 
@@ -194,16 +198,22 @@ class _ThreadStream(Stream):
         self.thread = StreamThread(name, failures)
         self._failures = failures
 
-    def run(self, operation: Operation) -> None:
+    def start(self) -> None:
         if self.thread.ident is None:
             self.thread.start()
-        self.thread.given.put(operation)
+
+    def run(self, operation: Operation) -> None:
+        self.start()
+        if self.thread.is_alive():
+            self.thread.given.put(operation)
+        else:  # ended with the process, or left behind by a fork
+            operation()
 
     def wait(self, awaited: Awaited) -> None:
         self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
 
     def mark(self, waiting: Waiting = nullcontext) -> Awaited:
-        if self.thread.ident is None:
+        if self.thread.ident is None:  # nothing was given
             return _NOTHING
         mark = _ThreadMark(self._failures, waiting)
         self.run(mark.passed.set)
@@ -224,7 +234,13 @@ class ThreadStreams(Streams):
         for stream in self._threads:
             weakref.finalize(self, stream.thread.end)
 
+    @property
+    def failed(self) -> bool:  # type: ignore[override]
+        return bool(self._failures)
+
     def landed(self) -> Awaited:
+        for stream in self._threads:  # before anything is in flight
+            stream.start()
         return _NOTHING
 
     def bound(self, marks: deque[Awaited], most: int) -> None:
@@ -234,7 +250,17 @@ class ThreadStreams(Streams):
     def check(self) -> None:
         self._failures.check()
 
-    def settle(self) -> None:
+    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+        try:
+            for each in marks:
+                self.bound(each, 0)
+            self._finish()
+        except BaseException:
+            with suppress(Exception):  # what follows from it; a second interruption leaves marks that have not passed
+                self._finish()
+            raise
+
+    def _finish(self) -> None:
         for mark in [stream.mark() for stream in self._threads]:
             if isinstance(mark, _ThreadMark):
                 mark.passed.wait()
@@ -264,8 +290,9 @@ class ImmediateStreams(Streams):
     def landed(self) -> Awaited:
         return _NOTHING
 
-    def settle(self) -> None:
-        pass
+    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+        for each in marks:
+            each.clear()
 
 
 # The device's own
@@ -317,6 +344,15 @@ class DeviceStreams(Streams):
         streams = (current,) if current == self._birth else (current, self._birth)
         return _DeviceMark(self._module, tuple(stream.record_event() for stream in streams))
 
-    def settle(self) -> None:
+    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
         for stream in (self.launches, self.node, self.replica):
             stream.mark().wait()
+        for each in marks:
+            each.clear()
+
+
+def streams_of(device: torch.device, *, on_gloo: bool) -> Streams:
+    """On what the reductions of a model run; see [Note: Streams]."""
+    if streams_module(device) is not None:
+        return DeviceStreams(device)
+    return ThreadStreams() if on_gloo else ImmediateStreams()

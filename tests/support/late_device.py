@@ -150,7 +150,7 @@ class Device:
         _installed.append(self)
         self._current = Stream(computes=True)
         with ExitStack() as stack:
-            for module in ("storage.device", "storage.streams", "engine.reduction", "engine.runtime"):
+            for module in ("storage.device", "storage.streams", "engine.runtime"):
                 stack.enter_context(mock.patch(f"layerzero.{module}.streams_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.setup.shard.Transfers", _LateTransfers))
             try:

@@ -1,0 +1,24 @@
+"""What the program waits for an exchange that somebody else adds up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from layerzero.comm.collectives import Issued
+from layerzero.comm.exchange import Exchange, Ledger
+
+__all__ = ["awaited_by_host"]
+
+
+@contextmanager
+def awaited_by_host(
+    ledger: Ledger, exchange: Exchange, name: str, issued: Sequence[Issued], number: int
+) -> Iterator[None]:
+    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched."""
+    began = time.perf_counter()
+    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].flight if issued[number:] else None):
+        yield
+    found = issued[number].exchange if issued[number:] else exchange
+    ledger.waited[found.value] += time.perf_counter() - began
