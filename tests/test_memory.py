@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,13 +56,17 @@ def _in_use(pool: BufferPool) -> Iterator[dict[Size, int]]:
     now: dict[Size, int] = {}
     take, give = pool.take, pool.give
 
+    lock = threading.Lock()
+
     def taking(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        now[numel, dtype] = now.get((numel, dtype), 0) + 1
-        most[numel, dtype] = max(most.get((numel, dtype), 0), now[numel, dtype])
+        with lock:
+            now[numel, dtype] = now.get((numel, dtype), 0) + 1
+            most[numel, dtype] = max(most.get((numel, dtype), 0), now[numel, dtype])
         return take(numel, dtype)
 
     def giving(buffer: torch.Tensor) -> None:
-        now[buffer.numel(), buffer.dtype] -= 1
+        with lock:
+            now[buffer.numel(), buffer.dtype] -= 1
         give(buffer)
 
     pool.take, pool.give = taking, giving  # type: ignore[method-assign]
@@ -92,8 +97,13 @@ _wait = PendingSum.wait
 
 
 def _slow(pending: PendingSum, **how: bool) -> None:
-    """Nothing has ended before the program waits for it."""
+    """Later than the program wants it."""
     time.sleep(0.02)
+    _wait(pending, **how)
+
+
+def _very_slow(pending: PendingSum, **how: bool) -> None:
+    time.sleep(0.2)
     _wait(pending, **how)
 
 
@@ -225,7 +235,7 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(node_memory: str |
 def _notices(rank: int) -> None:
     """More reductions in flight than was planned for take more memory than was predicted."""
     model = shard(_seeded(8), size=2)
-    with mock.patch.object(PendingSum, "wait", _slow), mock.patch.object(reduction, "IN_FLIGHT", (3, 8)):
+    with mock.patch.object(PendingSum, "wait", _very_slow), mock.patch.object(reduction, "IN_FLIGHT", (3, 8)):
         _train(model, rank, (1, 1))
     with pytest.raises(AssertionError):
         _assert_predicted(model, "")

@@ -85,6 +85,11 @@ class Topology:
         return self.grid.data_parallel
 
     @property
+    def on_gloo(self) -> bool:
+        """Gradients are exchanged by gloo, whose `wait` blocks whoever calls it."""
+        return self.zero3_reduce.is_gloo and self.replica.is_gloo
+
+    @property
     def shard_index(self) -> int:
         """k, the place of this rank's ZeRO-1 shard in the flat order."""
         return self.grid.shard_index

@@ -308,7 +308,7 @@ class Carry:
         ledger, label = self.gradients.topology.ledger, self.gradients.label
         stream = streams.launches
         stream.wait(streams.landed())
-        if self._legs[0].exchange is Exchange.HOP2:
+        if self._legs[0].exchange is Exchange.HOP2 and self.gradients.topology.zero3_size > 1:
             stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1, "", (), 0)))
         stream.run(partial(self._launch, self._legs[0], is_first=True))
         for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
@@ -339,12 +339,13 @@ class Carry:
             pending, self._pending = self._pending, None
             with self.gradients.waiting.place.guard:
                 self._land(leg, pending, is_last=following is None)
-                # After a failure, what is launched would meet something else of other ranks: they wait, and are told.
-                if following is not None and not (self._streams is not None and self._streams.failed):
+                if following is not None:
                     self._launch(following, is_first=False)
 
     def _launch(self, leg: Leg, *, is_first: bool) -> None:
         gradients = self.gradients
+        if leg.exchange is Exchange.HOP2 and self._streams is not None and self._streams.failed:
+            return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
         source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
         if leg.start is Extent.NODE:
             gradients.final.vacate()

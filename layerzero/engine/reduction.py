@@ -64,10 +64,12 @@ class ReductionQueue:
 
     def settle(self) -> None:
         """What follows comes after everything in flight."""
-        self.streams.settle(self._landings)
-        for gradients in self._carried:
-            gradients.carried = None
-        self._carried.clear()
+        try:
+            self.streams.settle(self._landings)
+        finally:
+            if not any(self._landings):  # else it was interrupted, and left in flight
+                while self._carried:
+                    self._carried.pop().carried = None
 
     def make_way_for(self, gradients: Gradients) -> None:
         """Wait until `gradients` can be added to."""

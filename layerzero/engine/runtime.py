@@ -374,8 +374,8 @@ class Runtime:
         """Outside a backward, one that has begun and not ended has raised."""
         if self._backward is None or inside_backward():
             return
+        self.gradients.abandon()  # where that is interrupted, it is done again
         self._backward = None
-        self.gradients.abandon()
         self._release_all()
 
     def notice_interrupt(self) -> None:

@@ -50,9 +50,7 @@ class GradientSync:
         self._census = Census(everyone, {m.name: h.sharers(everyone) for h in handles for m in h.members})
         self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
         self._order_agreed = False
-        topology = everyone.topology
-        on_gloo = topology.zero3_reduce.is_gloo and topology.replica.is_gloo
-        self._streams = streams_of(topology.device, on_gloo=on_gloo)
+        self._streams = streams_of(everyone.topology.device, on_gloo=everyone.topology.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()

@@ -86,7 +86,7 @@ class Streams(ABC):
     node: Stream
     replica: Stream
     beside = False  # what waits on them is not the program
-    failed = False  # something there has, and nobody has raised it yet
+    failed = False  # what was to launch hop 2 has, and that is not settled yet
 
     @abstractmethod
     def landed(self) -> Awaited:
@@ -151,9 +151,6 @@ class _Failures:
     def add(self, error: BaseException) -> None:
         self._found.append(error)
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def check(self, *, settled: bool = False) -> None:
         """Raise the first one, once; the others followed from it.
 
@@ -174,6 +171,7 @@ class StreamThread(threading.Thread):
     def __init__(self, name: str, failures: _Failures) -> None:
         super().__init__(name=f"layerzero {name}", daemon=True)
         self.given: SimpleQueue[Operation | None] = SimpleQueue()
+        self.failed = False  # since all was settled last
         self._failures = failures
 
     def run(self) -> None:
@@ -182,6 +180,7 @@ class StreamThread(threading.Thread):
                 try:
                     operation()
                 except BaseException as error:
+                    self.failed = True
                     self._failures.add(error)
                 del operation
 
@@ -236,7 +235,7 @@ class ThreadStreams(Streams):
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
-        return bool(self._failures)
+        return self._threads[0].thread.failed
 
     def landed(self) -> Awaited:
         for stream in self._threads:  # before anything is in flight
@@ -258,12 +257,15 @@ class ThreadStreams(Streams):
         except BaseException:
             with suppress(Exception):  # what follows from it; a second interruption leaves marks that have not passed
                 self._finish()
+            for each in marks:
+                each.clear()
             raise
 
     def _finish(self) -> None:
         for mark in [stream.mark() for stream in self._threads]:
             if isinstance(mark, _ThreadMark):
                 mark.passed.wait()
+        self._threads[0].thread.failed = False
         self._failures.check(settled=True)
 
 

@@ -80,9 +80,9 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     """Record what a sharded model does inside the context, and write it as a Chrome trace when the context is left.
 
     Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process; its rows are the forwards and
-    backwards of units, nested as they call each other, the optimizer's update, and one row for each communicator.
-    Exchanges are named for what they do and for whom: ``gather blocks.0``. Times are absolute, so that the
-    ``traceEvents`` of several ranks' files may be joined into one list.
+    backwards of units, nested as they call each other, the optimizer's update, one row for each communicator, and on
+    gloo one for what is added up on each axis. Exchanges are named for what they do and for whom: ``gather blocks.0``.
+    Times are absolute, so that the ``traceEvents`` of several ranks' files may be joined into one list.
 
     On the CPU a bar of an exchange ends when its data have arrived, and begins when it was launched or the one before
     it on its row has ended. On an accelerator all times are those at which the stream that computes gets there: an
@@ -90,7 +90,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     inside are waited for. Recording costs some tens of microseconds and a few hundred bytes an event: trace a few
     steps, not a run.
 
-    The same file holds the schedule, under the key ``"layerzero"``: every event in program order, for
+    The same file holds the schedule, under the key ``"layerzero"``: every event by its start, for
     ``layerzero simulate`` or a script of yours.
 
     Args:
