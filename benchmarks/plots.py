@@ -76,10 +76,13 @@ def _panel(panel: Panel, place: Axes) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, nargs="*", help="by default what was measured last")
+    parser.add_argument("results", type=Path, nargs="*", help="by default what is published")
     parser.add_argument("--folder", type=Path, default=IMAGES)
     args = parser.parse_args()
-    for results in [Results.load(path) for path in args.results] or [each for each in published() if not each.earlier]:
+    main_ones = [
+        results for results in published() if results.part == results.where
+    ]  # of other machines there are tables
+    for results in [Results.load(path) for path in args.results] or main_ones:
         for image in draw(results, args.folder):
             print(image)
     return 0

@@ -1,9 +1,8 @@
 """Measured runs on disk, and the rows that tables and plots read from them.
 
 A file holds one place (one machine, or two emulated nodes), one model and one machine. Its records are keyed by
-contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some of the contestants. What was
-measured elsewhere or with another engine is a file of its own, in results/earlier: numbers of two machines never share
-a table.
+contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some of the contestants. Numbers of
+two machines never share a table.
 
 [Note: The bound of a synchronous step]
 What crosses the link once a step can hide behind the computation that surrounds it, and behind nothing else. Hop 2
@@ -51,8 +50,8 @@ def ratio_of(above: Range, below: Range) -> Range:
 
 
 def published() -> list[Results]:
-    """All that the pages show, what was measured earlier last."""
-    return [Results.load(path) for folder in (FOLDER, FOLDER / "earlier") for path in sorted(folder.glob("*.json"))]
+    """All that the pages show."""
+    return [Results.load(path) for path in sorted(FOLDER.glob("*.json"))]
 
 
 def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
@@ -78,8 +77,11 @@ class Results:
     settings: dict[str, Any]  # of the task and the network: the same for all records
     machine: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
-    earlier: str = ""  # how what was measured earlier differs from what is measured now; empty: it is now
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    part: str = ""  # the name of its part of the page, and of its images; by default `where`
+
+    def __post_init__(self) -> None:
+        self.part = self.part or self.where
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -90,11 +92,6 @@ class Results:
         whole = path.with_suffix(".partial")
         whole.write_text(json.dumps(self.__dict__, indent=1) + "\n")
         os.replace(whole, path)  # an interrupted contest loses nothing
-
-    @property
-    def name(self) -> str:
-        """Of its part of the page, and of its images."""
-        return f"{self.where}-earlier" if self.earlier else self.where
 
     @staticmethod
     def key(name: str, micro_batches: int, reduce: str) -> str:

@@ -36,15 +36,15 @@ _PEERS = {
 def page_with(page: str, results: Sequence[Results]) -> str:
     """The page with the generated parts written anew."""
     for each in results:
-        page = _replaced(page, each.name, render(each))
+        page = _replaced(page, each.part, render(each))
     return page
 
 
 def readme_with(page: str, results: Sequence[Results]) -> str:
     """README.md with its short table written anew."""
     for each in results:
-        if not each.earlier and each.name == _IN_SHORT:
-            page = _replaced(page, f"{each.name}, in short", summary(each))
+        if each.part == _IN_SHORT:
+            page = _replaced(page, f"{each.part}, in short", summary(each))
     return page
 
 
@@ -70,8 +70,7 @@ def _header(results: Results) -> str:
     dates = sorted(run["date"][:10] for record in results.records.values() for run in record["runs"])
     days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no runs"
     return (
-        (f"**Measured earlier. {results.earlier}**\n\n" if results.earlier else "")
-        + f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['ranks']} ranks, hybrids with S = "
+        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['ranks']} ranks, hybrids with S = "
         f"{settings['node_size']}, micro-batches of {settings['batch_size'] * settings['seq_len']} tokens"
         + (f", link of {settings['rate']}" if "rate" in settings else "")
         + f". {machine['processor']}, {machine['cores']} cores, {machine['memory']}, Linux {machine['kernel']}, "

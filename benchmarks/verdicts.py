@@ -101,13 +101,13 @@ def _hybrid(results: Results, rows: dict[str, Row], ours: Row, micro_batches: in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, nargs="*", help="by default what was measured last")
+    parser.add_argument("results", type=Path, nargs="*", help="by default what is published")
     args = parser.parse_args(arguments)
-    chosen = [Results.load(path) for path in args.results] or [each for each in published() if not each.earlier]
+    chosen = [Results.load(path) for path in args.results] or published()
     for results in chosen:
         for a, reduce in results.cells():
             if a == _JUDGED:
-                print(f"{results.name}, A = {a}, reduction in {reduce}")
+                print(f"{results.part}, A = {a}, reduction in {reduce}")
                 for verdict in verdicts(results, a, reduce):
                     print(f"  {verdict}")
     return 0

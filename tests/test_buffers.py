@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -100,3 +101,28 @@ def _steady(rank: int) -> None:
 
 def test_a_steady_state_allocates_no_full_buffer() -> None:
     run_ranks(_steady, world_size=WORLD, node_memory="off")
+
+
+def _addresses(rank: int) -> None:
+    model = shard(blocks(4))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    lend, steps = StoragePool.lend, []
+
+    def seen(pool: StoragePool, storage: torch.UntypedStorage, nbytes: int) -> None:
+        lend(pool, storage, nbytes)
+        steps[-1].append((storage._cdata, storage.data_ptr()))
+
+    with mock.patch.object(StoragePool, "lend", seen):
+        for step in range(5):
+            steps.append([])
+            for micro_batch in range(2):
+                with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                    one_pass(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(steps[2]) >= 12 and steps[2] == steps[3] == steps[4], "who replays a graph finds the weights"
+
+
+@needs_parking
+def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself() -> None:
+    run_ranks(_addresses, world_size=WORLD, node_memory="off")

@@ -15,7 +15,7 @@ import layerzero
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
-from tests.support.ranks import run_ranks
+from tests.support.ranks import BOTH, run_ranks
 
 WORLD = 4
 
@@ -70,8 +70,9 @@ def _forget(rank: int) -> None:
             gc.enable()
 
 
-def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector() -> None:
-    run_ranks(_forget, world_size=WORLD)
+@BOTH
+def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(node_memory: str | None) -> None:
+    run_ranks(_forget, world_size=WORLD, node_memory=node_memory)
 
 
 def _part(rank: int) -> None:

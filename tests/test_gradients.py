@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.shown_gradients import ShownGradients
+from layerzero.engine.sync import GradientSync
+from layerzero.tensors.access import plain_access
 from tests.support.graphs import (
     MODES,
     WORLD,
@@ -121,6 +130,204 @@ def _penalise_while_accumulating(rank: int) -> None:
 
 def test_a_penalty_in_every_micro_batch() -> None:
     run_ranks(_penalise_while_accumulating, world_size=WORLD)
+
+
+def _penalise_alone(model: nn.Module) -> None:
+    """A backward through no unit, of which the engine is told nothing."""
+    sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() * 0.1 for p in model.parameters()).backward()
+
+
+def _delete(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        del parameter.grad
+
+
+def _set(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+# What asks for .grad first after a backward, on the model and, as often as there are ranks or once, on one process.
+ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
+    "nothing, but the optimizer": (lambda model: None, 1),
+    "a read": (lambda model: [p.grad for p in model.parameters()], 1),
+    "a read of one that nobody has used": (lambda model: model.units[3].linear.bias.grad, 1),
+    "set": (_set, WORLD),
+    "deleted": (_delete, 1),
+    "zero_grad": (lambda model: model.zero_grad(), 1),
+    "torch's norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
+    "a penalty alone": (_penalise_alone, WORLD),
+}
+ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all, and no rank uses the last unit
+
+
+def _pass(model: nn.Module, rank: int, step: int) -> None:
+    model.order = ORDERS[rank]
+    one_pass(model, rank, step)
+
+
+def _pass_alone(alone: nn.Module, step: int) -> None:
+    for rank in range(WORLD):
+        _pass(alone, rank, step)
+
+
+def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", "offload_", UserWarning)  # what it is good for on a CPU
+    for each in settings:
+        for name, (ask, times) in ASKS.items():
+            torch.manual_seed(0)
+            alone = blocks(4)
+            model = shard(copy.deepcopy(alone), **each)
+            optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+            for step, passes in enumerate((1, 1, 2)):
+                for number in range(passes):
+                    _pass(model, rank, 10 * step + number)
+                    _pass_alone(alone, 10 * step + number)
+                with plain_access():
+                    known = any(p.grad is not None for p in model.parameters())
+                # The first backward agrees on more, and waits; before the last one there were some.
+                assert known is (step != 1), (each, name, step)
+                if step > 0:
+                    ask(model)
+                    for _ in range(times):
+                        ask(alone)
+                    if name == "set":
+                        for parameter in alone.parameters():
+                            parameter.grad = parameter.grad * WORLD
+                if name == "nothing, but the optimizer":
+                    for parameter in alone.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad / WORLD
+                else:
+                    assert_same_gradients(model, alone, (each, name, step))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for parameter_name, parameter in alone.named_parameters():
+                ours = model.get_parameter(parameter_name).detach().full_tensor()
+                torch.testing.assert_close(ours, parameter.detach(), msg=f"{each}, {name}")
+
+
+@pytest.mark.parametrize(
+    "settings", [MODES[:2], ({"size": 1}, {"offload_grads": True}), ({"offload_optimizer": True},)], ids=str
+)
+def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(settings: Any) -> None:
+    run_ranks(_ask_late, settings, world_size=WORLD)
+
+
+def _late(rank: int) -> tuple[nn.Module, nn.Module]:
+    """A model after a second backward, which nobody has asked for its result, and one process."""
+    torch.manual_seed(0)
+    alone = blocks(4)
+    model = shard(copy.deepcopy(alone))
+    for step in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        _pass(model, rank, step)
+        _pass_alone(alone, step)
+    assert runtime_of(model).gradients.due.due
+    return model, alone
+
+
+def _interrupt(rank: int) -> None:
+    """In the midst of being told, at one place after the other."""
+    for publications in range(6):
+        _interrupt_after(publications, rank)
+
+
+def _interrupt_after(publications: int, rank: int) -> None:
+    """0: after what was told was taken; else after so many handles have got their gradients; 5: that is all."""
+    publish, take = ShownGradients.publish, GradientSync._take_agreed
+    model, alone = _late(rank)
+    left = [publications]
+
+    def interrupted(shown: ShownGradients, *, agreed: bool) -> None:
+        publish(shown, agreed=agreed)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    def taken(sync: GradientSync, agreement: Any) -> None:
+        take(sync, agreement)
+        if left[0] == 0:
+            left[0] = -1
+            raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(ShownGradients, "publish", interrupted),
+        mock.patch.object(GradientSync, "_take_agreed", taken),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model.units[0].linear.weight.grad  # noqa: B018
+    assert_same_gradients(model, alone, publications)
+
+
+def _read_in_threads(rank: int) -> None:
+    model, alone = _late(rank)
+    with ThreadPoolExecutor(4) as threads:
+        norms = list(threads.map(lambda p: None if p.grad is None else p.grad.to_local().norm(), model.parameters()))
+    assert len(norms) == len(list(model.parameters()))
+    assert_same_gradients(model, alone, "")
+
+
+def _read_under_modes(rank: int) -> None:
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        model, alone = _late(rank)
+        with mode:
+            assert model.units[3].linear.bias.grad is None
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # writes to them
+        assert_same_gradients(model, alone, mode)
+
+
+def _drop(rank: int) -> None:
+    model, _ = _late(rank)
+    parameter = model.units[0].linear.weight
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None, "without the garbage collector"
+    with pytest.raises(RuntimeError, match="dropped before its gradients were read; keep it"):
+        parameter.grad  # noqa: B018
+
+
+def _freeze_late(rank: int) -> None:
+    """Freezing waits at the next forward; what had come is as it was."""
+    model, alone = _late(rank)
+    for net in (model, alone):
+        net.units[1].requires_grad_(False)
+    _pass(model, rank, 2)
+    _pass_alone(alone, 2)
+    assert_same_gradients(model, alone, "")
+
+
+@pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late])
+def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
+    run_ranks(what, world_size=WORLD, node_memory="off")
+
+
+def _hook_late(rank: int) -> None:
+    for ranks in (range(WORLD), (0, 3)):  # that have one
+        model, called = shard(blocks(3)), []
+        if rank in ranks:
+            model.units[1].linear.weight.register_post_accumulate_grad_hook(called.append)
+        for step in range(3):
+            _pass(model, rank, step)
+            expected = [model.units[1].linear.weight] * (step + 1) if rank in ranks else []
+            assert called == expected, "also where this rank has not used it"
+
+
+def _hold(rank: int) -> None:
+    for settings in MODES:
+        model = shard(blocks(3), **settings)
+        for step in range(3):
+            held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if step == 2 else {}
+            model.order = (0, 2) if rank < 2 else (0, 1)
+            with layerzero.no_sync(model) if step == 1 else nullcontext():
+                one_pass(model, rank, step)
+        seen = {name: gradient.full_tensor() for name, gradient in held.items()}  # nobody has asked the parameters
+        assert seen and all(torch.equal(seen[n], model.get_parameter(n).grad.full_tensor()) for n in seen), settings
+
+
+def test_who_holds_a_gradient_sees_in_it_what_a_later_backward_has_added() -> None:
+    run_ranks(_hold, world_size=WORLD)
 
 
 def _edit_in_flight(rank: int) -> str:

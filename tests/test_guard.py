@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.reliability.numbers import not_finite
+from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -158,6 +159,26 @@ def _scaled(rank: int) -> None:
 
 def test_nobody_is_blamed_for_an_earlier_step() -> None:
     run_ranks(_scaled)
+
+
+def _evaluates(rank: int) -> None:
+    """No rank uses all parameters, and which others have used is not known before the evaluation."""
+    model = shard(blocks(3))
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    guard = layerzero.guard_steps(model, optimizer)
+    model.order = (0, 2) if rank < 2 else (0, 1)
+    for step in range(3):
+        loss = loss_of(model(batch(rank, step)))
+        (loss * math.nan if (rank, step) == (1, 2) else loss).backward()
+        with torch.no_grad():
+            model(batch(rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "rank 1" in guard.found and "rank 0" not in guard.found, guard.found
+
+
+def test_an_evaluation_before_the_step_forgets_no_blame() -> None:
+    run_ranks(_evaluates)
 
 
 def _alone(rank: int) -> None:

@@ -24,7 +24,7 @@ RANK, NODE, WHOLE = Extent.RANK, Extent.NODE, Extent.WHOLE
 CPU = torch.device("cpu")
 FP32 = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
 HALF = Precision(torch.float32, torch.float16, torch.float16, torch.float32)
-MIXED = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32)
+MIXED = Precision(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
 SIZES = [(d, s) for d in (1, 2, 3, 4, 6, 8, 12, 16) for s in range(1, d + 1) if d % s == 0]
 SHAPES = [("matrix", (7, 3)), ("empty", (0, 3)), ("bias", (5,)), ("one", (1,)), ("long", (2, 2, 3))]
 
@@ -95,22 +95,25 @@ ROWS = {  # (S > 1, R > 1, mode): lands, waits, exchanges with their ends
 
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
 @pytest.mark.parametrize("mode", ["sharded", "full"])
-def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str) -> None:
+@pytest.mark.parametrize("adds_hop1", [False, True])
+def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str, adds_hop1: bool) -> None:
     lands, waits, legs = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
     for grid in grids(data_parallel, zero3_size):
         for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
-            route = Route.plan(grid, precision, accumulation=mode, divide_factor=data_parallel)
+            route = Route.plan(grid, precision, accumulation=mode, divide_factor=data_parallel, adds_hop1=adds_hop1)
             assert (route.lands, route.waits) == (lands, waits)
             assert [(leg.start, leg.stop, leg.exchange) for leg in route.legs] == legs
-            wires = {Exchange.HOP1: precision.reduce, Exchange.HOP2: precision.replica_reduce}
+            early = lands is not waits
+            as_computed = early and adds_hop1 and precision is MIXED
+            landing = precision.compute if as_computed else precision.reduce
+            wires = {Exchange.HOP1: landing, Exchange.HOP2: precision.replica_reduce}
             assert [leg.wire for leg in route.legs] == [wires[leg.exchange] for leg in route.legs]
             scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
             once = 0 if half or not legs else len(legs)
             expected = [1.0] * len(scales)
             expected[once] = 1 / data_parallel
             assert scales == expected, "the mean is taken once, early where fp16 would overflow"
-            early = lands is not waits
-            assert route.landing_dtype == (precision.reduce if early else precision.master)
+            assert route.landing_dtype == (landing if early else precision.master)
             assert route.shares_early == early
             accumulating, reducing = route.between(lands, waits), route.between(lands, RANK)
             assert reducing == route.legs == accumulating + route.between(waits, RANK)
@@ -165,7 +168,7 @@ def brought(*parts: Tensor) -> PendingSum:
     """An exchange that has ended."""
     lane = Lane("nobody's", "zero3", None, Ledger(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
     works = Works((), Issued(lane, Exchange.HOP1, "", None))
-    return PendingSum(works, torch.empty(0), lambda: parts, lambda: None)
+    return PendingSum(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 
 
 def contribution(rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
@@ -191,7 +194,7 @@ def test_every_program_ends_with_the_mean_of_what_was_contributed(
 def follow(program: str, layout: FlatLayout, all_grids: list[Grid], mode: str) -> None:
     pool = BufferPool(CPU)
     factor = 4.0
-    routes = [Route.plan(grid, FP32, accumulation=mode, divide_factor=factor) for grid in all_grids]
+    routes = [Route.plan(grid, FP32, accumulation=mode, divide_factor=factor, adds_hop1=True) for grid in all_grids]
     ranks = [make_rank(grid, route, layout, pool) for grid, route in zip(all_grids, routes, strict=True)]
     route, dropped = routes[0], len(layout.slots) - 1
     expected = {slot: torch.zeros(each.shape) for slot, each in enumerate(layout.slots)}

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from tests.test_expert_parallel import UNITS as MIXTURE_UNITS
 from tests.test_expert_parallel import Experts, meshes, mine
 from tests.test_expert_parallel import Net as Mixture
 from tests.test_matrix_checkpoints import Factored, state_alone, whole_state
-from tests.test_matrix_optimizers import adamw, grouped, matrices, others
+from tests.test_matrix_optimizers import Wide, adamw, fill_with_integers, grouped, matrices, others
+from tests.test_matrix_optimizers import rows as rows_of
 from tests.test_memory import needs_parking
 from tests.test_tensor_parallel import Net as Uneven
 from tests.test_tensor_parallel import parallel as uneven
@@ -111,10 +113,7 @@ class Side(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.a, self.b, self.d = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 8)
         self.c = nn.Linear(8, 16, bias=False)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(3)
-            for parameter in self.parameters():
-                parameter.copy_(torch.randint(-2, 3, parameter.shape))
+        fill_with_integers(self)
         if tp is not None:
             by_rows, by_columns = (
                 ColwiseParallel(output_layouts=Replicate()),
@@ -125,16 +124,10 @@ class Side(nn.Module):
             self.d.weight = self.a.weight
         self.c.weight.requires_grad_(not frozen)
 
-    def forward(self, x: Tensor, use: str = "abcd") -> Tensor:
-        total = (x * self.scale).sum()
-        for name in use:
-            y = getattr(self, name)(x)
-            total = total + (y * (torch.arange(y.numel()).view(y.shape) % 5 - 2)).sum()
-        return total
+    forward = Wide.forward
 
 
-def rows(rank: int, step: int) -> Tensor:
-    return torch.randint(-2, 3, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank)).float()
+rows = partial(rows_of, width=8)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {

@@ -40,10 +40,7 @@ class Wide(nn.Module):
         self.scale = nn.Parameter(torch.ones(6))
         self.a, self.b = nn.Linear(6, 9), nn.Linear(6, 4)
         self.c, self.d = nn.Linear(6, 16, bias=False), nn.Linear(6, 9)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(3)
-            for parameter in self.parameters():
-                parameter.copy_(torch.randint(-2, 3, parameter.shape))
+        fill_with_integers(self)
 
     def forward(self, x: Tensor, use: str = "abcd") -> Tensor:
         """The sum of the outputs of some units, each times an integer for each of its elements."""
@@ -54,8 +51,15 @@ class Wide(nn.Module):
         return total
 
 
-def rows(rank: int, step: int) -> Tensor:
-    return torch.randint(-2, 3, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank)).float()
+def fill_with_integers(model: nn.Module) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape))
+
+
+def rows(rank: int, step: int, width: int = 6) -> Tensor:
+    return torch.randint(-2, 3, (4, width), generator=torch.Generator().manual_seed(10 * step + rank)).float()
 
 
 def matrices(model: nn.Module) -> list[Tensor]:

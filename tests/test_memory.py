@@ -24,8 +24,10 @@ from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.hooks import runtime_of
 from layerzero.storage.buffers import BufferPool, Size, StoragePool
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
+from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
 
 needs_parking = pytest.mark.skipif(
     not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not"
@@ -88,7 +90,7 @@ def _train(model: nn.Module, rank: int, micro_batches: Sequence[int], optimizer:
 
 def _assert_predicted(model: nn.Module, case: object) -> None:
     report = layerzero.memory(model)
-    kinds = {kind: size for kind, size in report.measured.items() if kind != "optimizer"}
+    kinds = {kind: size for kind, size in report.measured.items() if not kind.endswith("optimizer")}
     assert kinds == report.predicted, (case, report)
     assert report.measured_peak == report.predicted_peak, (case, report)
 
@@ -133,6 +135,33 @@ def _seeded(count: int) -> nn.Module:
 @BOTH
 def test_every_kind_of_memory_is_predicted(node_memory: str | None) -> None:
     run_ranks(_predicted, _sizes_of(node_memory), node_memory=node_memory, timeout=240)
+
+
+OFFLOADED = {"offload_grads": True, "offload_optimizer": True}
+
+
+def _predicted_on_a_device(rank: int) -> None:
+    register()
+    plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
+    others = ({"prefetch": 3}, {"offload_grads": True}, OFFLOADED)
+    for size, mode, policy, settings in (
+        *plain,
+        *((*layout, POLICIES[1], s) for layout in _layouts((2,)) for s in others),
+    ):
+        mesh, case = mesh_on(NAME, size), (size, mode, policy, settings)
+        with Device().installed():
+            chain = Chain(*(_Wide(width) for width in (3, 40, 7, 7, 5, 7, 7))).float()
+            model = shard(chain, mesh=mesh, mp_policy=policy, accumulation=mode, **settings)
+            _train(model, rank, (1, 2, 3))
+            _assert_predicted(model, case)
+            made = runtime_of(model).buffers.scratch._made
+            assert max(made.values()) == 3, "of the four units of width 7"
+            # The host's masters are sent from, and summed up in, buffers of one size.
+            assert settings is OFFLOADED or min(made.values()) == 1, "of the one of width 40"
+
+
+def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead() -> None:
+    run_ranks(_predicted_on_a_device)
 
 
 class _Wide(nn.Module):

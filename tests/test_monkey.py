@@ -18,6 +18,9 @@ FOUND = {
     "hop 2 of a sharded handle and of a full one that comes from hop 1, in an order of timing": Program(
         Setting(2, "fp32", "by unit", "off", muon=False), (("train", 312152194),) * 6
     ),
+    "an edit that has not come to the other replica, taken for a corruption": Program(
+        Setting(2, "fp32", "full", "off", muon=False), (("edit", 63076928), ("fingerprint", 800677643))
+    ),
 }
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero.comm import node
 from layerzero.comm.meeting import share_memory
-from layerzero.comm.node import NodeMemory, Region
+from layerzero.comm.node import NodeMemory, Region, left_of_container
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (
@@ -72,8 +76,9 @@ def test_other_settings_are_refused() -> None:
 
 
 def _count(rank: int) -> None:
-    for size in (2, 4):
-        model = shard(blocks(3), size=size, mp_policy=BF16)
+    # Sums of every micro-batch are in what computes, bf16; of a step, in the dtype of the masters, which is float64 here.
+    for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
+        model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
         handles = runtime_of(model).handles
         numels = [handle.layout.numel for handle in handles]
@@ -85,9 +90,10 @@ def _count(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             traffic = layerzero.traffic(model)
-            # Of each sum, (size - 1) / size in fp32 are read in the memory of others.
-            expected = 3 * sum(numel * 4 * (size - 1) // size for numel in numels)
-            assert traffic.bytes["node_sum"] == expected and traffic.calls["node_sum"] == 3 * len(handles)
+            # Of each sum, (size - 1) / size are read in the memory of others.
+            expected = sums * sum(numel * itemsize * (size - 1) // size for numel in numels)
+            counted = (traffic.bytes["node_sum"], traffic.calls["node_sum"])
+            assert counted == (expected, sums * len(handles)), (counted, expected, accumulation)
             assert (traffic.calls["hand_over"], traffic.bytes["hand_over"]) == (1, 0)
             assert traffic.bytes_by_axis["zero3"] == expected and "gather" not in traffic.calls, traffic
 
@@ -225,6 +231,35 @@ def test_more_memory_than_there_is_is_not_taken() -> None:
     assert [len(each) for each in lines] == [1, 0] and "are available" in lines[0][0], lines
 
 
+@pytest.mark.parametrize(
+    ("folder", "limit", "used"),
+    [(".", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+)
+def test_a_container_that_is_full_lends_nothing(
+    folder: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / folder
+    where.mkdir(exist_ok=True)
+    for name, text in (
+        (limit, "max"),
+        (used, "900000\n"),
+        ("memory.stat", "anon 5\nactive_file 100\ninactive_file 20\n"),
+    ):
+        (where / name).write_text(text)
+    assert left_of_container(tmp_path) == math.inf
+    (where / limit).write_text("1000000\n")
+    assert left_of_container(tmp_path) == 100_120
+    monkeypatch.setattr(node, "left_of_container", lambda: left_of_container(tmp_path))
+    region = Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
+    file, _ = NodeMemory.create(region, 2)
+    try:
+        assert os.fstat(file).st_mode & 0o777 == 0o600, "the user's own"
+    finally:
+        os.close(file)
+    with pytest.raises(OSError, match="are needed, 100120 are available"):
+        NodeMemory.create(Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
+
+
 # --- what is left ---
 
 
@@ -245,7 +280,7 @@ def _many(rank: int) -> None:
             assert held() >= (1, 1), "the test sees what it counts"
             del optimizer
         del model
-        deadline = time.monotonic() + 20  # the refresh of the step keeps it until it has landed
+        deadline = time.monotonic() + 20  # the refresh of the step may keep it until it has landed
         while held() != (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == (0, 0), index
@@ -278,7 +313,9 @@ def _meet(model: nn.Module, rank: int) -> None:
         assert memory.common(8, torch.int64, 0).sum() >= 0
 
 
-def _go_on_until_killed(rank: int, folder: Path, act: Callable[[nn.Module, int], None], delay: float) -> None:
+def _go_on_until_killed(
+    rank: int, folder: Path, act: Callable[[nn.Module, int], None], victim: int, delay: float
+) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=_SECONDS)
     store = dist.FileStore(str(folder / "store"), 2)
@@ -287,7 +324,7 @@ def _go_on_until_killed(rank: int, folder: Path, act: Callable[[nn.Module, int],
     units = ("units.0", "units.1", "units.2")
     model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, node_memory="auto")
     dist.barrier()
-    if rank == 1:
+    if rank == victim:
 
         def kill() -> None:
             time.sleep(delay)
@@ -304,13 +341,16 @@ def _go_on_until_killed(rank: int, folder: Path, act: Callable[[nn.Module, int],
     os._exit(0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("act", [_train, _meet])
 def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     act: Callable[[nn.Module, int], None], seed: int, tmp_path: Path
 ) -> None:
-    delay = random.Random(seed).uniform(0.0, 0.7)
-    ranks = [_forks.Process(target=_go_on_until_killed, args=(r, tmp_path, act, delay), daemon=True) for r in range(2)]
+    delay, victim = random.Random(seed).uniform(0.0, 0.7), seed % 2  # the first rank has made the memory
+    ranks = [
+        _forks.Process(target=_go_on_until_killed, args=(r, tmp_path, act, victim, delay), daemon=True)
+        for r in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -318,17 +358,19 @@ def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
-    said = (tmp_path / "said.0").read_text() if (tmp_path / "said.0").exists() else ""
-    assert codes == [0, -signal.SIGKILL], (codes, said)
-    assert act is _meet or "rank 1 has died or has ended" in said, f"before the timeout: {said}"
+    told = tmp_path / f"said.{1 - victim}"
+    said = told.read_text() if told.exists() else ""
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 0, (codes, said)
+    assert act is _meet or f"rank {victim} has died or has ended" in said, f"before the timeout: {said}"
     assert said, "within the timeouts of the store"
     assert not [name for name in os.listdir("/dev/shm") if "layerzero" in name]
 
 
-def _end_while_a_refresh_flies(rank: int, folder: Path) -> None:
+def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
+    """What a process does that ends then; it keeps the model."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    store = dist.FileStore(str(folder / "store"), 4)
+    timeout = timedelta(seconds=15)  # which gloo's end waits for
+    store = dist.FileStore(f"{folder}/store", 4)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     model = layerzero.shard_model(blocks(1), zero3_size=2, node_memory="auto")
@@ -338,19 +380,22 @@ def _end_while_a_refresh_flies(rank: int, folder: Path) -> None:
     layerzero.refresh(model)
     handle = runtime_of(model).handles[0]
     assert handle._refreshing is not None and not handle._refreshing.done()
+    assert "layerzero refresh" in {thread.name for thread in threading.enumerate()}
+    return model
 
 
 def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
-    ranks = [_forks.Process(target=_end_while_a_refresh_flies, args=(rank, tmp_path)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks[:2]:
-        process.join(45)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert codes == [0, 0, None, None], codes
+    program = (
+        "import sys; from tests.test_node_memory import end_while_a_refresh_flies as go; kept = go({}, sys.argv[1])"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", program.format(rank), str(tmp_path)]) for rank in range(4)]
+    try:
+        codes = [process.wait(45) for process in ranks[:2]]
+        assert codes == [0, 0] and [process.poll() for process in ranks[2:]] == [None, None], codes
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 # --- one process that is missing ---

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.route import Route
+from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.models import (
     different,
     full_gradients,
@@ -20,7 +25,7 @@ from tests.support.models import (
     integer_loss,
     integer_net,
 )
-from tests.support.ranks import mesh_of, run_ranks
+from tests.support.ranks import BOTH, mesh_of, run_ranks
 
 WORLD = 4
 SIZES = (1, 2, 4)
@@ -222,7 +227,8 @@ def _reduce(rank: int) -> None:
             assert ((gradient - 64.75).abs() <= 0.75).all(), (case, gradient)
 
             sent = layerzero.traffic(model).bytes
-            hop1_bytes = (reduce_dtype or BF16).itemsize
+            # What is added up here anyway, in fp32, travels as it was computed.
+            hop1_bytes = (BF16 if accumulation == "sharded" else reduce_dtype or BF16).itemsize
             hop2_bytes = (replica_reduce_dtype or reduce_dtype or BF16).itemsize
             assert sent.get("hop1", 0) == 16 * (size - 1) // size * hop1_bytes, (case, sent)
             assert sent.get("hop2", 0) == 16 // size * (WORLD // size - 1) // (WORLD // size) * hop2_bytes, (case, sent)
@@ -230,6 +236,39 @@ def _reduce(rank: int) -> None:
 
 def test_reductions_use_the_dtypes_asked_for() -> None:
     run_ranks(_reduce, world_size=WORLD, node_memory="off")
+
+
+def _land(rank: int) -> None:
+    plan, policy = Route.plan, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+
+    def as_fp32(*args: Any, adds_hop1: bool, **kwargs: Any) -> Route:
+        return plan(*args, adds_hop1=False, **kwargs)
+
+    for size, accumulation in ((2, "sharded"), (4, "sharded"), (2, "full")):
+        weights, scratch = [], []
+        for how in (plan, as_fp32):
+            torch.manual_seed(0)
+            with mock.patch.object(Route, "plan", how):
+                model = shard(blocks(4).float(), size=size, mp_policy=policy, accumulation=accumulation)
+            optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+            for step in range(3):
+                for micro_batch in range(2):
+                    with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                        loss_of(model(batch(rank, step, micro_batch).float())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(full_parameters(model))
+            scratch.append(layerzero.memory(model).measured["reduce_buffer"])
+        assert not different(*weights), (size, accumulation, "the bits of fp32 on the wire")
+        if accumulation == "full" or runtime_of(model).handles[0].shared is not None:  # which counts by pages
+            assert scratch[0] == scratch[1], scratch
+        else:
+            assert scratch[0] < 0.75 * scratch[1], scratch
+
+
+@BOTH
+def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(node_memory: str | None) -> None:
+    run_ranks(_land, world_size=WORLD, node_memory=node_memory)
 
 
 # --- inputs and outputs ---

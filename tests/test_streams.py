@@ -6,8 +6,8 @@ See tests/support/late_device.py for what stands in for a device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layerzero
 from layerzero.comm.collectives import Heard, Works, tell_all
 from layerzero.engine.hooks import runtime_of
-from tests.support.late_device import NAME, Device, Stream, register
+from layerzero.storage.streams import DeviceStreams, _DeviceMark
+from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
@@ -40,8 +41,7 @@ def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None)
     with layerzero.trace(model, f"{path}-{rank}.json") as trace:
         for step in range(3):
             # The last step runs on another stream than the one that shard_model was called under.
-            other = device.stream(Stream(computes=True)) if device is not None and step == 2 else nullcontext()
-            with other:
+            with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
                 for number in range(2):
                     with layerzero.no_sync(model) if number == 0 and step else nullcontext():
                         integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
@@ -49,6 +49,15 @@ def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None)
                 optimizer.zero_grad(set_to_none=step != 0)
     log = [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"]
     return log, full_parameters(model)
+
+
+@contextmanager
+def _on_another_stream(device: Device) -> Iterator[None]:
+    before, other = device.current_stream(), Stream(computes=True)
+    other.wait_stream(before)
+    with device.stream(other):
+        yield
+    before.wait_stream(other)
 
 
 SETTINGS = [
@@ -81,7 +90,7 @@ def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
     return logs
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
 def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
     by_rank = run_ranks(_compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30)
     for settings, *logs in zip(_settings_of(zero3_size), *by_rank, strict=True):
@@ -92,6 +101,22 @@ def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, 
             assert logs[0].count("gather the root") == 6, "it stays from a forward to its backward"
         for rank, log in enumerate(logs):
             assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"
+
+
+def _landed_of_nobody(streams: DeviceStreams) -> Any:
+    return _DeviceMark(streams._module, ())
+
+
+def _does_not_wait(rank: int, path: str) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with mock.patch.object(DeviceStreams, "landed", _landed_of_nobody), Device().installed() as device:
+        _steps(_shard(mesh), rank, path, device)
+
+
+def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land(tmp_path: Any) -> None:
+    with pytest.raises(AssertionError, match="uses what it has not waited for"):
+        run_ranks(_does_not_wait, str(tmp_path / "trace"), world_size=2, pg_timeout=10)
 
 
 # --- the host ---
@@ -117,12 +142,24 @@ def one_of_128() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]:
-    """In three steps, after two: numbers read, agreements waited for in the step that made them, agreements made."""
+class _Waits(NamedTuple):
+    """Of the host, in three steps after two."""
+
+    for_numbers: int = 0  # that were computed
+    for_events: int = 0
+    in_backward: int = 0  # for an agreement of the same step
+    later: int = 0  # the same, outside of a backward
+    for_the_last_step: int = 0  # for an agreement of the step before, and whatever else ranks tell each other
+    agreements: int = 0  # that were made
+
+
+def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     reads, control = _Reads(), runtime_of(model).topology.control
     made: list[Heard] = []  # in the step that runs
-    waited: list[Works] = []
+    fresh: list[Works] = []
+    old: list[Works] = []
+    backwards = 0
     wait = Works.wait
 
     def launch(*args: Any) -> Heard:
@@ -130,32 +167,48 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> tuple[int, int, int]
         return made[-1]
 
     def seen(works: Works, **how: bool) -> None:
-        if works.issued.lane is control and works in [heard.work for heard in made]:
-            waited.append(works)
+        if works.issued.lane is control:
+            (fresh if works in [heard.work for heard in made] else old).append(works)
         wait(works, **how)
 
-    with mock.patch.object(Works, "wait", seen), mock.patch("layerzero.comm.census.tell_all", launch):
+    with (
+        mock.patch.object(Works, "wait", seen),
+        mock.patch("layerzero.comm.census.tell_all", launch),
+        mock.patch.object(Event, "synchronize") as synchronize,
+    ):
         for step in range(5):
             made.clear()
             if step == 2:
                 layerzero.traffic(model, reset=True)
-                waited.clear()
+                fresh.clear(), old.clear(), synchronize.reset_mock()
             with reads if step >= 2 else nullcontext():
                 for number in range(2):
                     with layerzero.no_sync(model) if number == 0 else nullcontext():
                         x = torch.ones(2, 5)
-                        (model(x) if uses_all else model.units[0](x)).sum().backward()
+                        loss = (model(x) if uses_all else model.units[0](x)).sum()
+                        before = len(fresh)
+                        loss.backward()
+                        backwards += len(fresh) - before if step >= 2 else 0
+                layerzero.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    return reads.count, len(waited), layerzero.traffic(model).calls["agree"]
+    made_in_all = layerzero.traffic(model).calls["agree"]
+    return _Waits(reads.count, synchronize.call_count, backwards, len(fresh) - backwards, len(old), made_in_all)
 
 
+@pytest.mark.parametrize("offload_grads", [False, True])
 @pytest.mark.parametrize("accumulation", ["sharded", "full"])
-def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(accumulation: str, one_of_128: None) -> None:
-    settings: Any = {"zero3_size": 8, "units": [f"units.{i}" for i in range(UNITS)], "accumulation": accumulation}
+def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
+    accumulation: str, offload_grads: bool, one_of_128: None
+) -> None:
+    settings: Any = {
+        "zero3_size": 8,
+        "units": [f"units.{i}" for i in range(UNITS)],
+        "accumulation": accumulation,
+        "offload_grads": offload_grads,
+    }
     with Device().installed():
-        model = layerzero.shard_model(SideBySide(UNITS), **settings)
-        reads, waits, made = _waits_of_steps(model, uses_all=True)
-        assert (reads, waits, made) == (0, 0, 3), "the others are told, as they may have used less"
-        reads, waits, _ = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
-        assert (reads, waits) == (0, 3), "what others have used is heard from them only"
+        waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=True)
+        assert waits == _Waits(for_the_last_step=3, agreements=3), "others are told, as they may have used less"
+        waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
+        assert waits == _Waits(later=3, agreements=3), "what others have used is heard from them only"

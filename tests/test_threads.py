@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.collectives import PendingSum
+from layerzero.comm.collectives import PendingSum, reduce_scatter
+from layerzero.storage.buffers import BufferPool
 from layerzero.storage.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import BOTH, mesh_of, run_ranks
@@ -31,32 +33,50 @@ Log = dict[str, list[tuple[str, str]]]
 
 @contextmanager
 def _late(rank: int) -> Iterator[None]:
-    """Threads come late to exchanges, and add slowly."""
+    """Threads come late to exchanges, and add slowly. What is received into is poison until it comes, and nobody may
+    write what is sent before it was waited for.
+    """
     draw = random.Random(rank)
-    wait, add = PendingSum.wait, PendingSum.add_to
+    wait, add, take = PendingSum.wait, PendingSum.add_to, BufferPool.take
+    sent: dict[int, Tensor] = {}  # by exchange in flight
+
+    def launch(*args: Any, **settings: Any) -> PendingSum:
+        pending = reduce_scatter(*args, **settings)
+        sent[id(pending)] = pending.sent.clone()
+        return pending
 
     def late_wait(pending: PendingSum, **how: bool) -> None:
         wait(pending, **how)
         time.sleep(draw.random() * MOST_LATE)
+        before = sent.pop(id(pending))
+        if not torch.equal(pending.sent.view(torch.uint8), before.view(torch.uint8)):
+            raise AssertionError("written while it was sent")
 
     def late_add(pending: PendingSum, *args: Any, **settings: Any) -> None:
         time.sleep(draw.random() * MOST_LATE)
         add(pending, *args, **settings)
 
-    with mock.patch.object(PendingSum, "wait", late_wait), mock.patch.object(PendingSum, "add_to", late_add):
+    def poisoned(pool: BufferPool, *args: Any) -> Tensor:
+        return take(pool, *args).fill_(math.nan)
+
+    with (
+        mock.patch("layerzero.engine.gradients.reduce_scatter", launch),
+        mock.patch.object(PendingSum, "wait", late_wait),
+        mock.patch.object(PendingSum, "add_to", late_add),
+        mock.patch.object(BufferPool, "take", poisoned),
+    ):
         yield
 
 
-def _train(model: nn.Module, optimizer: Any, ranks: range | list[int]) -> None:
-    """Three steps of two micro-batches, of which the second step keeps the first back, and the third both."""
+def _train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
+    """Three steps of two micro-batches. Of a sharded one, the second step keeps the first back, and the third both."""
     for step in range(3):
         for micro_batch in range(2):
+            if len(ranks) == 1:
+                model.set_requires_gradient_sync(step == 0 or (step == 1 and micro_batch == 1))
             for rank in ranks:
-                model_is_sharded = len(ranks) == 1
-                holds = model_is_sharded and (step == 2 or (step == 1 and micro_batch == 0))
-                model.set_requires_gradient_sync(not holds) if model_is_sharded else None
                 loss = integer_loss(model, integer_batch(step=step, micro_batch=micro_batch, rank=rank))
-                (loss / (1 if model_is_sharded else len(ranks))).backward()
+                (loss / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -154,7 +174,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
 
 
-def _ends(rank: int) -> None:
+def _ends(rank: int, node_memory: str | None) -> None:
     before = len(_threads())
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -162,7 +182,8 @@ def _ends(rank: int) -> None:
         model(integer_batch(step=0, rank=rank)[0])
     assert len(_threads()) == before, "a model that only computes has none"
     _train(model, optimizer, [rank])
-    assert {thread.name for thread in _threads()[before:]} == {"layerzero node", "layerzero replica"}
+    of_weights = {"layerzero refresh"} if node_memory is None else set()  # that ranks share
+    assert {thread.name for thread in _threads()[before:]} == {"layerzero node", "layerzero replica"} | of_weights
     del model, optimizer
     deadline = time.monotonic() + 30
     while len(_threads()) > before and time.monotonic() < deadline:
@@ -170,5 +191,6 @@ def _ends(rank: int) -> None:
     assert len(_threads()) == before, "they end with it"
 
 
-def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model() -> None:
-    run_ranks(_ends, world_size=4)
+@BOTH
+def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model(node_memory: str | None) -> None:
+    run_ranks(_ends, node_memory, world_size=4, node_memory=node_memory)

@@ -85,6 +85,10 @@ def sent(sizes: Sequence[int], axis: int, dtype: torch.dtype, *, share: int = 1,
     return int(total)
 
 
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
 def _count(rank: int, zero3_size: int) -> None:
     world = dist.get_world_size()
     mesh, replicas = layerzero.init_mesh(zero3_size), world // zero3_size
@@ -95,9 +99,11 @@ def _count(rank: int, zero3_size: int) -> None:
             case = f"D={world} S={zero3_size} A={micro_batches} {mode} {precision}"
             traffic = traffic_of_a_step(model, optimizer, rank, micro_batches)
             hop1s = 1 if mode == "full" else micro_batches
+            # What is added up here anyway travels as it was computed.
+            hop1 = precision.reduce if mode == "full" else min(precision.compute, precision.reduce, key=_width)
             expected_bytes = {
                 "gather": sent(sizes, zero3_size, precision.compute, times=2 * micro_batches),
-                "hop1": sent(sizes, zero3_size, precision.reduce, times=hop1s),
+                "hop1": sent(sizes, zero3_size, hop1, times=hop1s),
                 "hop2": sent(sizes, replicas, precision.replica_reduce, share=zero3_size),
                 "refresh": sent(sizes, replicas, precision.compute, share=zero3_size),
             }

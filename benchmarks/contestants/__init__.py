@@ -78,7 +78,9 @@ ENTRIES: dict[str, Entry] = {
     "fsdp2-full": _fsdp2("full sharding", "full"),
     "fsdp2-full-no-sync": _fsdp2("full sharding, no sync", "full", accumulate="everything"),
     "fsdp2-hsdp": _fsdp2("HSDP, all-reduce in the last", "hybrid", accumulate="all_reduce"),
-    "fsdp2-hsdp-keep": _fsdp2("HSDP, the same, weights kept", "hybrid", accumulate="all_reduce", keep=True),
+    "fsdp2-hsdp-keep": _fsdp2(
+        "HSDP, all-reduce in the last, weights kept", "hybrid", accumulate="all_reduce", keep=True
+    ),
     "fsdp2-hsdp-no-sync": _fsdp2("HSDP, no sync", "hybrid", accumulate="everything"),
     "fsdp1-hybrid": Entry("FSDP1 HYBRID_SHARD, no sync", "hybrid", "fsdp:FSDP1", {"strategy": "HYBRID_SHARD"}),
     "fsdp1-hybrid-zero2": Entry(

@@ -31,7 +31,9 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     for ranks in (2, 4):
         found[f"verify, gloo, {ranks} ranks on one device"] = [*part, "verify", "--ranks", str(ranks), *flags]
     found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
-    found["sanitizer, offload_grads"] = [*part, "sanitizer", *flags]
+    for offload in ("nothing", "grads", "optimizer"):
+        for where, stream in (("", []), (", on a stream of one's own", ["--side-stream"])):
+            found[f"sanitizer, offload {offload}{where}"] = [*part, "sanitizer", "--offload", offload, *stream, *flags]
     for model in ("1.3b", "7b"):
         for scheme in _CONTESTANTS:
             found[f"memory, {model}, {scheme}"] = [*part, "memory", "--model", model, "--scheme", scheme, *flags]

@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "default"], default="gloo", help="default: NCCL on CUDA")
     parser.add_argument("--model", choices=["1.3b", "7b"], default="1.3b")
     parser.add_argument("--scheme", default="layerzero")
+    parser.add_argument("--offload", choices=["nothing", "grads", "optimizer"], default="nothing")
+    parser.add_argument("--side-stream", action="store_true", help="train on another stream than the default one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.part == "verify":
@@ -82,18 +84,34 @@ def verify(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps with gradients in host memory under torch's sanitizer, which raises where streams race."""
+    """Steps under torch's sanitizer, which raises where streams race."""
     if args.device == "cuda":
         _sanitizer.enable_cuda_sanitizer()
     losses = []
+    offload = {"offload_grads": args.offload != "nothing", "offload_optimizer": args.offload == "optimizer"}
     with fake_world():
         model = build(args)
         model = layerzero.shard_model(
-            model, zero3_size=_NODE, units={Block}, mp_policy=_BF16, accumulation="full", offload_grads=True
+            model, zero3_size=_NODE, units={Block}, mp_policy=_BF16, accumulation="full", **offload
         )
         step = stepper(model, layerzero.shard_optimizer(adamw(model), model), lambda: layerzero.no_sync(model))
-        losses = [float(step(batches(args, 3))) for _ in range(3)]
+        for _ in range(3):
+            data = batches(args, 3)
+            with side_stream(args):
+                losses.append(float(step(data)))
     return {"steps": len(losses)}
+
+
+@contextlib.contextmanager
+def side_stream(args: argparse.Namespace) -> Iterator[None]:
+    if args.device != "cuda" or not args.side_stream:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 # Memory

@@ -95,6 +95,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
         reduce=settings.reduce_dtype.itemsize,
         replica_reduce=settings.reduce_dtype.itemsize,
         root_stays=False,
+        adds_hop1=True,
         update=seconds("update", "optimizer"),
     )
     traced = plan.cases[0].zero3_size
@@ -149,7 +150,7 @@ def _carried_between(folder: Path, node_size: int) -> float:
         for _, series in groupby(crossing, key=lambda event: event["exchange"]):
             events = list(series)
             seconds = (max(event["completed"] for event in events) - events[0]["start"]) / 1e6
-            rates.append(node_size * sum(event["bytes"] for event in events) / seconds)
+            rates.append(node_size * sum(event.get("bytes", 0) for event in events) / seconds)
     return statistics.median(rates)
 
 

@@ -31,7 +31,7 @@ class Census:
         self._sharers = sharers
         self._own: Sequence[str] = ()
         self._names: list[str] = []  # sorted, the same on all ranks
-        self._places = torch.empty(0, dtype=torch.int64)  # in `names`, of this rank's own order
+        self._places = torch.empty(0, dtype=torch.int64, device="cpu")  # in `names`, of this rank's own order
         self._columns: list[tuple[list[int] | slice, Tensor]] = []  # by who counts: ranks, and places in `names`
 
     def include(self, names: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class Census:
         for place, name in enumerate(self._names):
             by_sharers.setdefault(self._sharers[name], []).append(place)
         places_of = self._everyone.places_of
-        self._columns = [(places_of(ranks), torch.tensor(places)) for ranks, places in by_sharers.items()]
+        self._columns = [(places_of(ranks), torch.tensor(places, device="cpu")) for ranks, places in by_sharers.items()]
         self.follow(self._own)
 
     def follow(self, own: Sequence[str]) -> None:
@@ -49,25 +49,25 @@ class Census:
         self._own = own
         places = {name: place for place, name in enumerate(self._names)}
         nowhere = len(places)
-        self._places = torch.tensor([places.get(name, nowhere) for name in own], dtype=torch.int64)
+        self._places = torch.tensor([places.get(name, nowhere) for name in own], dtype=torch.int64, device="cpu")
 
     def tell(self, own: bytearray) -> Heard:
         """Start telling all ranks a byte for each parameter, in this rank's order."""
-        sent = torch.zeros(len(self._names) + 1, dtype=torch.uint8)
+        sent = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
         sent[self._places] = torch.frombuffer(own, dtype=torch.uint8)
         return tell_all(self._everyone.control, Exchange.AGREE, sent[:-1])
 
     def most(self, heard: Heard) -> bytes:
         """Wait for what has been told: the largest byte of each parameter among its sharers, in this rank's order."""
         said = heard.wait()
-        most = torch.zeros(len(self._names) + 1, dtype=torch.uint8)
+        most = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
         for ranks, places in self._columns:
             most[places] = said[ranks].amax(dim=0)[places]
         return bytes(most[self._places].tolist())
 
     def of_first(self, numbers: Mapping[str, int]) -> dict[str, int]:
         """What the first rank says of each parameter; less than any number of which it says nothing."""
-        said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64)
+        said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         if self._everyone.control.size > 1 and self._names:
             broadcast(self._everyone.control, Exchange.AGREE, said)
         return dict(zip(self._names, said.tolist(), strict=True))

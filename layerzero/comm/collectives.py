@@ -19,7 +19,7 @@ piece is a master that the user may edit meanwhile, which must only be read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from layerzero.comm.exchange import GATHERS, SPELLED, Exchange, Ledger
 from layerzero.comm.node_pool import Arrival, NodePool
 from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
+from layerzero.storage.adding import add_up
 from layerzero.storage.buffers import BufferPool
 from layerzero.storage.streams import Unexplained
 
@@ -178,7 +179,10 @@ class PendingSum:
 
     work: Works
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
-    parts: Callable[[], Iterable[Tensor]]  # each 1-D [n]; their sum is the result, after `wait`
+    parts: Callable[
+        [], Sequence[Tensor]
+    ]  # each 1-D [n]; their sum, in the dtype of the wire, is the result, after `wait`
+    wire: torch.dtype
     give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
 
     def wait(self, *, beside: bool = False) -> None:
@@ -188,14 +192,7 @@ class PendingSum:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
-                for part in self.parts():
-                    if not overwrite:
-                        target.add_(part, alpha=scale)
-                        continue
-                    target.copy_(part)
-                    if scale != 1.0:
-                        target.mul_(scale)
-                    overwrite = False
+                add_up(target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale)
         finally:  # other ranks may wait for it
             self.give_back()
 
@@ -297,7 +294,7 @@ def reduce_scatter(
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
-        return PendingSum(issued.carried_by(work), flat, lambda: summands, partial(pool.give, received))
+        return PendingSum(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.give, received))
 
 
 def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, name: str) -> PendingSum:
@@ -312,11 +309,9 @@ def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, na
             if shown is not flat:
                 pool.give(shown)
 
-        def parts() -> Iterator[Tensor]:
-            # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
-            return (part.to(wire) for part in pool.parts(number, numel, flat.dtype))
-
-        return PendingSum(issued.carried_by(pool.arrival(number)), flat, parts, give_back)
+        # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
+        parts = partial(pool.parts, number, numel, flat.dtype)
+        return PendingSum(issued.carried_by(pool.arrival(number)), flat, parts, wire, give_back)
 
 
 def send_pieces(

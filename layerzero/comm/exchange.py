@@ -64,7 +64,7 @@ class Ledger:
     """Calls and bytes that this rank sent, by exchange and by (exchange, axis), and what else is counted.
 
     Attributes:
-        waited: seconds that the host has waited, by exchange. Where a device's streams wait instead, next to none.
+        waited: seconds that the program has waited, by exchange. Where a device's streams wait instead, next to none.
         steps: ``"taken"`` by optimizers, and ``"skipped"``: gradients that were forgotten and not stepped.
     """
 

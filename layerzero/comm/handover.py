@@ -12,7 +12,7 @@ A rank that has said that it has come must not read before the round is over. Th
 handles are marked as edited at the same time: a forward begins with their refresh, and a backward refuses to run.
 
 Each handle has a number, too: how often this rank's shard has landed. A refresh lands when all of the replicas' parts
-are there, which happens behind the next forward; a thread that ends with it says so, as the rank itself may be
+are there, which happens behind the next forward; a thread says so, as the rank itself may be
 anywhere (in a unit that others do not call, or waiting for them). Who is about to read waits until all ranks have
 landed as often as it has launched. A rank may so read what it wants, when it wants, in any order: the others need not
 do the same. Before the first forward, to which all ranks come together, nobody reads, and who writes waits for nobody.
@@ -22,7 +22,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,10 +33,11 @@ from torch import Tensor
 from layerzero.comm.collectives import Exchange, Lane, Works, lost
 from layerzero.comm.node import NodeMemory
 from layerzero.comm.node_pool import FIRST_FREE_WORD
+from layerzero.storage.streams import ThreadStream
 
 __all__ = ["HandOver", "SharedWeights", "words_for"]
 
-_NAP = 5e-4  # seconds
+_SLICE = timedelta(seconds=0.5)
 _COME = FIRST_FREE_WORD
 _FIRST_HANDLE = _COME + 1
 
@@ -53,7 +57,8 @@ class HandOver:
         self._come = 0
         self._handles = 0
         self._used = 0  # bytes of the common memory
-        self._landing: list[tuple[Works, int]] = []
+        self._landings = ThreadStream("refresh")
+        weakref.finalize(self, self._landings.thread.end)
 
     def share(self, numel: int, dtype: torch.dtype) -> SharedWeights:
         """The next handle's memory; every rank asks for the same."""
@@ -73,29 +78,13 @@ class HandOver:
         """All of the round has been launched."""
         self._lane.ledger.record(Exchange.HAND_OVER, self._lane.axis, 0)
         self._rounds = self._come
-        landing, self._landing = self._landing, []
-        if landing:
-            threading.Thread(target=self._land, args=(landing,), name="layerzero refresh").start()
 
     def land(self, works: Works | None, word: int) -> None:
         """This rank's shard is written, or will be when `works` have ended."""
         if works is None:
             self.memory.signals.advance(word)
         else:
-            self._landing.append((works, word))
-
-    def _land(self, landing: Sequence[tuple[Works, int]]) -> None:
-        for works, word in landing:
-            while not works.done():
-                if not threading.main_thread().is_alive():  # the process ends, and would wait for this thread
-                    return
-                time.sleep(_NAP)
-            try:
-                for work in works.each:
-                    work.wait()
-            except RuntimeError:  # told where the rank itself waits for it
-                return
-            self.memory.signals.advance(word)
+            self._landings.run(partial(_land, works, self.memory, word))
 
     def wait(self, word: int, target: int, name: str) -> None:
         began = time.perf_counter()
@@ -105,6 +94,18 @@ class HandOver:
             raise lost(self._lane, Exchange.HAND_OVER, name, error) from error
         finally:
             self._lane.ledger.waited[Exchange.HAND_OVER.value] += time.perf_counter() - began
+
+
+def _land(works: Works, memory: NodeMemory, word: int) -> None:
+    with suppress(RuntimeError):  # told where the rank itself waits for it
+        for work in works.each:
+            while not work.is_completed():
+                if not threading.main_thread().is_alive():  # the process ends: no thread may be inside a backend then
+                    return
+                with suppress(RuntimeError):
+                    work.wait(_SLICE)  # type: ignore[call-arg]  # refreshes are the backend's
+            work.wait()
+        memory.signals.advance(word)
 
 
 class SharedWeights:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import secrets
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +30,9 @@ from torch import Tensor
 
 from layerzero.comm.signals import Signals
 
-__all__ = ["Call", "NodeMemory", "Region", "pages"]
+__all__ = ["Call", "NodeMemory", "Region", "left_of_container", "pages"]
 
+_OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of the first version of cgroups
 _PROOF = 0  # the first word of each rank
 
 
@@ -87,6 +90,7 @@ class NodeMemory:
         call = Call(os.getpid(), -1, token)
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
         try:
+            os.fchmod(file, 0o600)  # it is born open to all who come to the descriptor
             _require(region.common + size * region.foreseen)
             os.ftruncate(file, _length(region, size))
             os.posix_fallocate(file, 0, pages(Signals.nbytes(size, region.words)))
@@ -166,11 +170,37 @@ class NodeMemory:
 
 
 def _require(nbytes: int) -> None:
-    """Raise OSError where the machine has less memory left: asked for more, Linux would end some process instead."""
+    """Raise OSError where less memory is left: asked for more, Linux would end some process instead."""
+    available = min(_left_of_machine(), left_of_container())
+    if available < nbytes:
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available:.0f} are available")
+
+
+def _left_of_machine() -> float:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable" and (available := int(value.split()[0]) * 1024) < nbytes:
-            raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available} are available")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return math.inf
+
+
+def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that a container may take beyond what it has, pages of files apart, which can be dropped."""
+    left = math.inf
+    for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
+        with suppress(OSError, ValueError):  # another kind of machine, or "max"
+            most, taken = (int((folder / name).read_text()) for name in (limit, used))
+            left = min(left, most - taken + _of_files(folder / "memory.stat"))
+    return left
+
+
+def _of_files(stat: Path) -> int:
+    """Bytes of a container that are pages of files, with those of containers inside it where they count apart."""
+    with suppress(OSError, ValueError):
+        found = dict(line.split() for line in stat.read_text().splitlines())
+        inside = "total_" if "total_active_file" in found else ""
+        return sum(int(found.get(f"{inside}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return 0
 
 
 def pages(nbytes: int) -> int:

@@ -14,9 +14,11 @@ __all__ = ["awaited_by_host"]
 
 @contextmanager
 def awaited_by_host(
-    ledger: Ledger, exchange: Exchange, name: str, issued: Sequence[Issued], number: int
+    ledger: Ledger, exchange: Exchange, name: str = "", issued: Sequence[Issued] = (), number: int = 0
 ) -> Iterator[None]:
-    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched."""
+    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched; or,
+    without one, for all of a kind.
+    """
     began = time.perf_counter()
     with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].flight if issued[number:] else None):
         yield

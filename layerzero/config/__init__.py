@@ -33,7 +33,7 @@ class Precision:
 
     master: torch.dtype  # ZeRO-1 shard, accumulator and gradient shard
     compute: torch.dtype  # ZeRO-3 shard and full buffer
-    reduce: torch.dtype  # hop 1 on the wire
+    reduce: torch.dtype  # hop 1 on the wire, at most
     replica_reduce: torch.dtype  # hop 2 on the wire
 
 

@@ -296,7 +296,7 @@ class Carry:
         self._pending: PendingSum | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
         self._issued: list[Issued] = []  # the exchanges so far
-        self._streams: Streams | None = None  # that it was handed to
+        self._streams: Streams  # that it was handed to
 
     def hand_to(self, streams: Streams) -> None:
         """Give all that is to be done to the streams, once. See [Note: Streams] in storage/streams.py.
@@ -309,7 +309,7 @@ class Carry:
         stream = streams.launches
         stream.wait(streams.landed())
         if self._legs[0].exchange is Exchange.HOP2 and self.gradients.topology.zero3_size > 1:
-            stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1, "", (), 0)))
+            stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1)))
         stream.run(partial(self._launch, self._legs[0], is_first=True))
         for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
             launched = stream.mark()
@@ -327,7 +327,7 @@ class Carry:
         """A failure ends the carry: what is left of it does nothing."""
         if self._pending is not None:
             try:
-                self._pending.wait(beside=self._streams is not None and self._streams.beside)
+                self._pending.wait(beside=self._streams.beside)
             except BaseException:
                 self._pending = None
                 self._end_leases()
@@ -344,7 +344,7 @@ class Carry:
 
     def _launch(self, leg: Leg, *, is_first: bool) -> None:
         gradients = self.gradients
-        if leg.exchange is Exchange.HOP2 and self._streams is not None and self._streams.failed:
+        if leg.exchange is Exchange.HOP2 and self._streams.failed:
             return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
         source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
         if leg.start is Extent.NODE:

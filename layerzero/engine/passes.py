@@ -9,20 +9,15 @@ in an exchange of the user's.
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
-
-import torch
-from torch import nn
 
 from layerzero.comm.recording import Observer
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "Call", "ForwardPass", "call_between", "inside_backward", "is_calling_itself"]
+__all__ = ["BackwardPass", "Call", "ForwardPass"]
 
 
 class Call:
@@ -150,29 +145,3 @@ class BackwardPass:
         """
         follower = call.follower
         return follower is not None and follower.is_watched and follower not in call.around and follower in self.open
-
-
-def call_between(
-    self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
-) -> Any:
-    """Call a method between the hooks of its module's forward, as torch does: `after` runs also where that raises."""
-    try:
-        args, kwargs = before(self, args, kwargs)
-        output = method(*args, **kwargs)
-    except Exception:
-        after(self, args, None)
-        raise
-    return after(self, args, output)
-
-
-def is_calling_itself(modules: Sequence[nn.Module]) -> bool:
-    """An outer call of one of a unit's modules, beside the one that asks, is on the stack: it calls itself."""
-    frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_between.__code__)
-    while frame is not None:
-        calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
-        frame = frame.f_back
-    return calls > 1
-
-
-def inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -25,7 +25,7 @@ __all__ = ["IN_FLIGHT", "ReductionQueue"]
 # Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each
 # holds a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
 # With more than one first exchange, ranks whose slabs (slabs.py) are both in use could launch in other orders.
-IN_FLIGHT = (1, 5)
+IN_FLIGHT = (1, 2)
 
 
 class ReductionQueue:

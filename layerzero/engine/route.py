@@ -14,6 +14,13 @@ Pure: no tensors, no processes. See [Note: The ladder] in layout/grid.py.
 A backward inside no_sync carries what has landed to where it waits; one that reduces, to the final gradient (RANK); a
 step after no_sync carries what waits to the final gradient.
 
+[Note: What lands as it is]
+A gradient comes from autograd in the compute dtype. Where hop 1 is added up here, in fp32 (on gloo, or by reading the
+memory of the node), a landing sum that is sent at once ("sharded") keeps it so: the sum has the bits that fp32 on the
+wire would give it, and takes half the memory and half the bytes. A backend that adds up what it carries gets what it is
+to add in. (A gradient that comes in several portions, as out of reentrant checkpoints, is put together in the compute
+dtype then, as autograd itself does where a parameter is used several times.)
+
 [Note: Where the mean is taken]
 Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Only where
 fp16 travels, which would overflow, and where nothing travels, they are divided when they land.
@@ -54,27 +61,33 @@ class Route:
     landing_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
 
     @classmethod
-    def plan(cls, grid: Grid, precision: Precision, *, accumulation: str, divide_factor: float) -> Route:
+    def plan(
+        cls, grid: Grid, precision: Precision, *, accumulation: str, divide_factor: float, adds_hop1: bool
+    ) -> Route:
         """The route of a handle.
 
         Args:
             accumulation: ``"sharded"`` or ``"full"``.
             divide_factor: what the sum over all ranks is divided by.
+            adds_hop1: hop 1 brings what each rank has, which is added up here in fp32.
         """
         if grid.data_parallel == 1:
             return cls(Extent.RANK, Extent.RANK, (), precision.master, 1.0 / divide_factor)
         half = torch.float16 in (precision.reduce, precision.replica_reduce)
         first, last = (1.0 / divide_factor, 1.0) if half else (1.0, 1.0 / divide_factor)
-        hop1, hop2 = (Exchange.HOP1, precision.reduce), (Exchange.HOP2, precision.replica_reduce)
+        sharded, landing = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
+        if sharded and adds_hop1 and not half and precision.compute.itemsize < landing.itemsize:
+            landing = precision.compute  # see [Note: What lands as it is]
+        hop1, hop2 = (Exchange.HOP1, landing), (Exchange.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
             legs: tuple[Leg, ...] = (Leg(Extent.WHOLE, Extent.RANK, *hop2, last),)
         elif grid.replicas == 1:
             legs = (Leg(Extent.WHOLE, Extent.RANK, *hop1, last),)
         else:
             legs = (Leg(Extent.WHOLE, Extent.NODE, *hop1, 1.0), Leg(Extent.NODE, Extent.RANK, *hop2, last))
-        if accumulation == "full" or grid.zero3_size == 1:
-            return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, first)
-        return cls(Extent.WHOLE, legs[0].stop, legs, precision.reduce, first)
+        if sharded:
+            return cls(Extent.WHOLE, legs[0].stop, legs, landing, first)
+        return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[Leg, ...]:
         """The legs that lead from one extent down to another."""

@@ -30,7 +30,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Parameters
 from layerzero.engine.micro_batches import MicroBatches
-from layerzero.engine.passes import BackwardPass, Call, ForwardPass, inside_backward, is_calling_itself
+from layerzero.engine.passes import BackwardPass, Call, ForwardPass
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
@@ -41,7 +41,7 @@ from layerzero.storage.buffers import most_gathered
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
-from layerzero.tensors.outside import refuse_transforms
+from layerzero.tensors.outside import inside_backward, is_calling_itself, refuse_transforms
 from layerzero.tensors.structures import tensors_in
 
 __all__ = ["Runtime"]

@@ -101,10 +101,16 @@ class ShownGradients:
         """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
         for slot, member in enumerate(self.members):
             gradient = member.parameter.grad
-            if gradient is not None:
+            if gradient is not None and not self._is_ours(slot, gradient):
                 member.parameter.grad = None
                 self.gradients.add_rows(slot, plain(gradient))
         self.give_back()
+
+    def allow(self) -> None:
+        """What there is is final, though others may be found to have gradients, too: a ``.grad`` of before shows it."""
+        self.gradients.final.place.arrive()
+        for watch in self._watches:
+            watch.forbidden = None
 
     def give_back(self) -> None:
         """Undo :meth:`withhold`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from layerzero.comm.collectives import PendingSum
 from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent, Grid, overlap
+from layerzero.storage.adding import add_up
 from layerzero.storage.places import Place
 
 __all__ = ["Holding", "Sum"]
@@ -85,12 +86,7 @@ class Sum:
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
         """Add `scale` times the values ``[rows, *rest]``, of any floating dtype."""
         target = (self._opened or self._open())[1][slot]
-        if self._holds[slot] == Holding.FILLED:
-            target.add_(values, alpha=scale)
-            return
-        target.copy_(values)
-        if scale != 1.0:
-            target.mul_(scale)
+        add_up(target, (values,), overwrite=self._holds[slot] != Holding.FILLED, scale=scale)
         self._holds[slot] = Holding.FILLED
 
     def add_exchange(self, pending: PendingSum, *, scale: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from layerzero.engine.reduction import ReductionQueue
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.usage import Usage
 from layerzero.storage.streams import streams_of
+from layerzero.tensors.access import GradientsDue, accumulate_hooks, plain_access
 from layerzero.tensors.main_grad import take_flag
 
 __all__ = ["GradientSync"]
@@ -54,9 +54,12 @@ class GradientSync:
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
-        self._telling: Heard | None = None  # an agreement on used parameters that this rank need not wait for
+        self._telling: Heard | None = None  # an agreement on used parameters that has not been waited for
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
+        self.due = GradientsDue(self._show)
+        for handle in handles:
+            handle.watch.gradients_due = self.due
 
     def _requeue(self) -> None:
         """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
@@ -95,7 +98,7 @@ class GradientSync:
         """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
         self.backwards += 1
         self.heed_user()
-        with _plain_access():
+        with plain_access():
             for shown in self._shown:
                 shown.withhold()
 
@@ -112,6 +115,7 @@ class GradientSync:
                 )
             if self._debt is Debt.ZERO_GRAD:
                 self.heed_user()
+            self.due.settle()
             if handle.shown is not None:
                 handle.shown.heed_user()
         self.queue.make_way_for(gradients)
@@ -121,16 +125,30 @@ class GradientSync:
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""
-        with _plain_access():
+        with plain_access():
             for shown in self._shown:
                 shown.take_rows()
         used = self._agree_on_use() if reduces else None
         self.queue.finish(across_replicas=reduces)
-        with _plain_access():
-            self._publish(used)
         self._debt = Debt.NONE if reduces else Debt.REDUCTION
+        with plain_access():
+            late = isinstance(used, Heard) and self._order_agreed
+            if late and not any(accumulate_hooks(member.parameter) for member in self._members):
+                for shown in self._shown:
+                    shown.allow()
+                self.due.due = True
+            else:
+                self._publish(used)
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
+
+    def _show(self) -> None:
+        """Hear what other ranks have used, and let parameters have their ``.grad``; may be done again."""
+        if self._telling is not None:
+            for shown in self._shown:
+                shown.take_rows()  # of a backward through no unit, which nobody else has seen
+            self._publish(self._telling)
+        self._updated.clear()  # there were no hooks
 
     def abandon(self) -> None:
         """A backward has raised. What it added cannot be told from what was there before."""
@@ -138,7 +156,7 @@ class GradientSync:
         self.queue.abandon()
         for shown in self._shown:
             shown.gradients.abort()
-            with _plain_access():
+            with plain_access():
                 shown.give_back()
             for member in shown.members:
                 member.leaf.grad = None
@@ -168,7 +186,8 @@ class GradientSync:
 
     def heed_user(self) -> None:
         """Follow what the user has done to ``.grad``."""
-        with _plain_access():
+        self.due.settle()
+        with plain_access():
             for shown in self._shown:
                 shown.heed_user()
         if self._debt is Debt.ZERO_GRAD:
@@ -181,7 +200,7 @@ class GradientSync:
 
     def heed_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
-        with _plain_access():
+        with plain_access():
             changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
         if not changed:
             return
@@ -189,6 +208,7 @@ class GradientSync:
         failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
         said = {m.name: m.parameter.requires_grad for m in changed}
         agree(subject, said, ranks=self._everyone.ranks, failure=failure)
+        self.due.settle()
         for shown in self._shown:
             shown.heed_user()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
@@ -200,13 +220,8 @@ class GradientSync:
     def run_hooks(self) -> None:
         """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
         updated, self._updated = self._updated, []
-        with _plain_access():
-            hooked = [
-                (member.parameter, list(hooks.values()))
-                for member in updated
-                if member.parameter.grad is not None
-                and (hooks := getattr(member.parameter, "_post_accumulate_grad_hooks", None))
-            ]
+        with plain_access():
+            hooked = [(m.parameter, accumulate_hooks(m.parameter)) for m in updated if m.parameter.grad is not None]
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)
@@ -234,12 +249,11 @@ class GradientSync:
         for handle in self._order:
             assert handle.shown is not None
             handle.shown.publish(agreed=agreed)
+        if agreement is self._telling:
+            self._telling = None
 
     def _take_agreed(self, agreement: bytes | Heard) -> None:
-        if isinstance(agreement, bytes):
-            said = agreement
-        else:
-            said, self._telling = self._census.most(agreement), None
+        said = agreement if isinstance(agreement, bytes) else self._census.most(agreement)
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
@@ -255,9 +269,3 @@ class GradientSync:
         places = self._census.of_first({m.name: place for place, each in enumerate(seen) for m in each.members})
         self._follow(sorted(self._order, key=lambda each: max(places.get(m.name, -1) for m in each.members)))
         self._order_agreed = True
-
-
-def _plain_access() -> AbstractContextManager[None]:
-    """Attributes of sharded parameters without the detour through Python that tensor subclasses take."""
-    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return guard

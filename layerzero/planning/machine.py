@@ -305,7 +305,7 @@ class _Host:
             self._wait(lambda: task.done, task.what)
         elif isinstance(operation, Reduce):
             if operation.exchanges[0].kind == "hop2":  # one order on its lane
-                self._make_room(0, 0, ahead_of_hop_2=True)
+                self._wait_for([each for each in self._under_way(0) if each.exchanges[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
             for place in range(len(operation.exchanges)):
@@ -329,10 +329,15 @@ class _Host:
         self.outcome.waited += self.world.now - before
         self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
-    def _make_room(self, place: int, most: int, *, ahead_of_hop_2: bool = False) -> None:
-        """As layerzero/engine/reduction.py: wait for the oldest of those whose exchange of this place is under way."""
-        under_way = [each for each in self._running if each.landed <= place < len(each.exchanges)]
-        if ahead_of_hop_2:
-            under_way = [each for each in under_way if each.exchanges[place].kind != "hop2"]
-        for running in under_way[: max(0, len(under_way) - most)]:
+    def _under_way(self, place: int) -> list[_Running]:
+        """Those whose exchange of this place is, oldest first."""
+        return [each for each in self._running if each.landed <= place < len(each.exchanges)]
+
+    def _make_room(self, place: int, most: int) -> None:
+        """As layerzero/engine/reduction.py."""
+        under_way = self._under_way(place)
+        self._wait_for(under_way[: max(0, len(under_way) - most)], place)
+
+    def _wait_for(self, each: Iterable[_Running], place: int) -> None:
+        for running in each:
             self._wait(lambda running=running: running.landed > place, running.exchanges[place].kind)  # type: ignore[misc]

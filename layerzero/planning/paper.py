@@ -53,7 +53,7 @@ class Paper:
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
-            handles = plan_handles(plan, config, where.grid, averaged=ranks, has_face=lambda parameter: False)
+            handles = plan_handles(plan, config, where, averaged=ranks, has_face=lambda parameter: False)
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
             found.append(PlannedUnit(plan.name, tuple(handles), where, reshards))
         return found

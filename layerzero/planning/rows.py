@@ -247,6 +247,7 @@ class Workshop:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             root_stays=cluster.device != "cpu",
+            adds_hop1=cluster.device == "cpu",
             update=self._update(own, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )

@@ -53,12 +53,18 @@ class Sharding:
     offload_grads: bool = False
     offload_optimizer: bool = False
     root_stays: bool = True  # gathered from forward to backward, as on devices
+    adds_hop1: bool = False  # each rank adds up what hop 1 brings, as on gloo: gradients travel as they were computed
     update: float = 0.0  # seconds of the optimizer
     memory_speed: float = float("inf")  # bytes a second of what is added up
 
     @property
     def replicas(self) -> int:
         return self.ranks // self.zero3_size
+
+    @property
+    def hop1(self) -> int:
+        """Bytes of an element in hop 1."""
+        return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
 
     @property
     def waits_whole(self) -> bool:
@@ -172,7 +178,7 @@ class _Rank:
         chain: list[Exchange] = []
         node = unit.numel / how.zero3_size
         if how.zero3_size > 1:
-            sent = unit.numel * how.reduce * _share(how.zero3_size)
+            sent = unit.numel * how.hop1 * _share(how.zero3_size)
             chain.append(Exchange("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
         if last and how.replicas > 1:
             sent = node * how.replica_reduce * _share(how.replicas)

@@ -68,7 +68,8 @@ class Fingerprint:
     """Made by :func:`fingerprint`.
 
     Attributes:
-        sums: by handle, the sum of this rank's ZeRO-3 shard; equal on all replicas.
+        sums: by handle, the sum of this rank's ZeRO-3 shard; equal on all replicas. 0 in fp32 while a change of
+            weights is on its way.
         corruptions: what differs, the same on all ranks; empty if all is well.
     """
 
@@ -85,7 +86,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """Compare the copies of a sharded model's weights that must be bitwise equal.
 
     All ranks must call this, between forwards. It reads the masters and the ZeRO-3 shard once; between replicas go
-    eight bytes for each handle. What differs is located: rank, handle and parameter.
+    eight bytes for each handle. What differs is located: rank, handle and parameter. Weights that were changed since
+    the last forward are on their way to the other replicas with the next one; in fp32, where masters are in the same
+    memory, they are compared after it only. A loop that changes weights itself right before each look sees nothing.
 
     Example::
 
@@ -107,7 +110,7 @@ def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, boo
         handle.finish_refresh()
         if handle.shared is not None:
             handle.shared.wait(handle.label)
-    sums = torch.stack([sum64(handle.zero3) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
+    sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
     for topology in {id(handle.topology): handle.topology for handle in handles}.values():
         places = [index for index, handle in enumerate(handles) if handle.topology is topology]
@@ -140,6 +143,12 @@ def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, boo
 def _is_due(handle: Handle) -> bool:
     """Masters have changed since the last refresh."""
     return handle.outdated or handle.watch.edited
+
+
+def _sum(handle: Handle) -> Tensor:
+    """What all replicas have alike of a handle: 0-dim int64."""
+    whole = sum64(handle.zero3)
+    return torch.zeros_like(whole) if handle.shares_master and _is_due(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:

@@ -17,6 +17,7 @@ from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.reliability.numbers import any_not_finite, few_names, not_finite
 from layerzero.reliability.own_gradients import OwnGradients, whose
+from layerzero.tensors.access import plain_access
 from layerzero.tensors.sharded import RowShardedTensor, plain
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
@@ -100,6 +101,7 @@ class StepGuard:
         self._extra_groups = extra_groups
         self._own = OwnGradients(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
+        self._due = runtime.gradients.due
         self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
         for optimizer in optimizers:
             optimizer.guard = self.lets_pass
@@ -117,7 +119,8 @@ class StepGuard:
         if torch.is_grad_enabled():
             self._asked.clear()
         if self._own is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            self._due.settle()
+            with plain_access():
                 if all(member.parameter.grad is None for member in self._members):
                     self._own.forget()
 

@@ -15,7 +15,6 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat import plan_layouts
-from layerzero.layout.grid import Grid
 from layerzero.setup.meshes import Site
 from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
@@ -141,7 +140,7 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
 
 
 def plan_handles(
-    plan: UnitPlan, config: LayerZeroConfig, grid: Grid, *, averaged: int, has_face: Callable[[nn.Parameter], bool]
+    plan: UnitPlan, config: LayerZeroConfig, where: Where, *, averaged: int, has_face: Callable[[nn.Parameter], bool]
 ) -> list[PlannedHandle]:
     """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
 
@@ -160,12 +159,14 @@ def plan_handles(
     for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = config.precision_of(dtype, policy, trainable=trainable)
-        route = Route.plan(grid, precision, accumulation=accumulation, divide_factor=factor)
+        route = Route.plan(
+            where.grid, precision, accumulation=accumulation, divide_factor=factor, adds_hop1=where.adds_hop1
+        )
         layouts = plan_layouts(
             [
                 (found.name, tuple(part_held(found.parameter).shape) or (1,)) for found in members
             ],  # a 0-dim one is a row
-            num_shards=grid.data_parallel,
+            num_shards=where.grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
         in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
@@ -176,7 +177,7 @@ def plan_handles(
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
-            coded = coded_bytes(coded_sizes(config.gather_codec, layout, grid.zero3_size, precision.compute))
+            coded = coded_bytes(coded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
             planned.append(
                 PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )

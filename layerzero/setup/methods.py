@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.engine.hooks import forward_hooks, runtime_of
-from layerzero.engine.passes import call_between
+from layerzero.tensors.outside import call_between
 
 __all__ = ["bind_methods", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
 

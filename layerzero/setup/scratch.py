@@ -80,7 +80,8 @@ def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, wher
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.RANK) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
-            plan.scratch[size] += 1 if members[0].route.legs else _landing_at_once(members, handles)
+            once = min(len(members), _UNREAD) if where.on_device else 1  # nobody waits there for the copy
+            plan.scratch[size] += once if members[0].route.legs else _landing_at_once(members, handles)
     return Scratch(+plan.scratch, +plan.outgoing)
 
 

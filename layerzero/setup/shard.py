@@ -202,7 +202,7 @@ def shard_model(
     topology = everyone.topology
     averaged = topology.data_parallel
     handles = [
-        plan_handles(plan, config, site.topology.grid, averaged=averaged, has_face=site.has_face)
+        plan_handles(plan, config, Where.of(site.topology, in_node=False), averaged=averaged, has_face=site.has_face)
         for plan in plans
         for site in (sites[plan.mesh],)
     ]

@@ -17,13 +17,19 @@ __all__ = ["BufferPool", "Gathered", "Size", "StoragePool", "bytes_of_buffers", 
 
 Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
 
-_SLOTS = 3  # buffers of a size on a device: one that is filled, one that is sent, one that is added up
+_SLOTS = 3  # buffers of a size that units on a device take in turns: one is filled, one is sent, one is added up
 
 
 def bytes_of_buffers(foreseen: Mapping[Size, int], *, on_device: bool) -> int:
     """What a pool comes to have allocated, if no more of a size are in use at once."""
-    counts = dict.fromkeys(foreseen, _SLOTS) if on_device else foreseen
-    return sum(count * numel * dtype.itemsize for (numel, dtype), count in counts.items())
+    return sum(
+        (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in foreseen.items()
+    )
+
+
+def _slots(foreseen: int) -> int:
+    """How many of a size a device's pool makes: one for a unit whose size no other has, such as embeddings."""
+    return 1 if foreseen == 1 else _SLOTS
 
 
 class Gathered(NamedTuple):
@@ -88,7 +94,7 @@ class BufferPool:
                     idle.extend((self._make(numel, dtype), None) for _ in range(more))
                 return idle.pop()[0]
         idle = self._idle[key]
-        if idle and self._made[key] >= _SLOTS:
+        if idle and self._made[key] >= _slots(self.foreseen.get(key, _SLOTS)):
             buffer, given = idle.popleft()
             self._order.wait(given)
             return buffer

@@ -43,8 +43,10 @@ __all__ = [
     "Stream",
     "StreamThread",
     "Streams",
+    "ThreadStream",
     "ThreadStreams",
     "Unexplained",
+    "streams_of",
 ]
 
 Operation = Callable[[], object]
@@ -86,7 +88,11 @@ class Streams(ABC):
     node: Stream
     replica: Stream
     beside = False  # what waits on them is not the program
-    failed = False  # what was to launch hop 2 has, and that is not settled yet
+
+    @property
+    def failed(self) -> bool:
+        """What was to launch a hop 2 has, and that is not settled yet."""
+        return False
 
     @abstractmethod
     def landed(self) -> Awaited:
@@ -192,10 +198,12 @@ class StreamThread(threading.Thread):
                 self.join(_PATIENCE)
 
 
-class _ThreadStream(Stream):
-    def __init__(self, name: str, failures: _Failures) -> None:
-        self.thread = StreamThread(name, failures)
-        self._failures = failures
+class ThreadStream(Stream):
+    """A thread that plays a stream: daemonic, begun when it is given something."""
+
+    def __init__(self, name: str, failures: _Failures | None = None) -> None:
+        self._failures = _Failures() if failures is None else failures
+        self.thread = StreamThread(name, self._failures)
 
     def start(self) -> None:
         if self.thread.ident is None:
@@ -209,7 +217,8 @@ class _ThreadStream(Stream):
             operation()
 
     def wait(self, awaited: Awaited) -> None:
-        self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
+        if awaited is not _NOTHING:
+            self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
 
     def mark(self, waiting: Waiting = nullcontext) -> Awaited:
         if self.thread.ident is None:  # nothing was given
@@ -226,16 +235,16 @@ class ThreadStreams(Streams):
 
     def __init__(self) -> None:
         self._failures = _Failures()
-        self.launches = _ImmediateStream()
-        self.node = _ThreadStream("node", self._failures)
-        self.replica = _ThreadStream("replica", self._failures)
-        self._threads = (self.node, self.replica)
+        node, replica = (ThreadStream(name, self._failures) for name in ("node", "replica"))
+        self.launches, self.node, self.replica = _ImmediateStream(), node, replica
+        self._threads = (node, replica)
+        self._launcher = node.thread  # of every hop 2 that follows a hop 1
         for stream in self._threads:
             weakref.finalize(self, stream.thread.end)
 
     @property
-    def failed(self) -> bool:  # type: ignore[override]
-        return self._threads[0].thread.failed
+    def failed(self) -> bool:
+        return self._launcher.failed
 
     def landed(self) -> Awaited:
         for stream in self._threads:  # before anything is in flight
@@ -265,7 +274,7 @@ class ThreadStreams(Streams):
         for mark in [stream.mark() for stream in self._threads]:
             if isinstance(mark, _ThreadMark):
                 mark.passed.wait()
-        self._threads[0].thread.failed = False
+        self._launcher.failed = False
         self._failures.check(settled=True)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from layerzero.tensors.access import OF_GRADIENTS, once_it_is_known
 from layerzero.tensors.rows import Watch
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ CALLS: dict[
 ] = {  # functions of torch, as __torch_function__ sees them, and what takes their place
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
+    **{access: once_it_is_known(access) for access in OF_GRADIENTS},
     torch._has_compatible_shallow_copy_type: can_take,
     Tensor.share_memory_: refuse_sharing,
 }

@@ -1,16 +1,44 @@
-"""What a unit's forward cannot run under, and what is added to errors of torch that a setting would have prevented."""
+"""What surrounds the call of a unit: a backward, another call, what it cannot run under; and errors that come of it."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["explain_dtypes", "refuse_transforms"]
+__all__ = ["call_between", "explain_dtypes", "inside_backward", "is_calling_itself", "refuse_transforms"]
 
 _SHOWN = 4  # buffers in a message
+
+
+def call_between(
+    self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
+) -> Any:
+    """Call a method between the hooks of its module's forward, as torch does: `after` runs also where that raises."""
+    try:
+        args, kwargs = before(self, args, kwargs)
+        output = method(*args, **kwargs)
+    except Exception:
+        after(self, args, None)
+        raise
+    return after(self, args, output)
+
+
+def is_calling_itself(modules: Sequence[nn.Module]) -> bool:
+    """An outer call of one of a unit's modules, beside the one that asks, is on the stack: it calls itself."""
+    frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_between.__code__)
+    while frame is not None:
+        calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
+        frame = frame.f_back
+    return calls > 1
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def refuse_transforms(label: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Exchange, all_gather, broadcast
 from layerzero.comm.topology import Topology
+from layerzero.tensors.access import GradientsDue
 from layerzero.tensors.faces import Face
 
 __all__ = ["RowSpan", "Watch", "refuse_apart"]
@@ -29,13 +30,14 @@ def refuse_apart(what: str, spans: Iterable[RowSpan], everyone: int) -> None:
 class Watch:
     """What has happened to the storage behind some :class:`LocalRows`."""
 
-    __slots__ = ("before_edit", "edited", "edits", "empty", "forbidden", "loaded", "zeroed")
+    __slots__ = ("before_edit", "edited", "edits", "empty", "forbidden", "gradients_due", "loaded", "zeroed")
 
     def __init__(self) -> None:
         self.edited = False
         self.empty = False  # empty_like made the storage, and nobody has written it since
         self.edits = 0  # so far, for who compares what is at rest
         self.before_edit: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
+        self.gradients_due: GradientsDue | None = None  # to be looked at before .grad is read or set
         self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
         self.loaded: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
         self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
@@ -44,7 +46,7 @@ class Watch:
         """The rows are elsewhere from here on: the watch over them there. Using the old ones raises with `reason`."""
         self.forbidden = reason
         new = Watch()
-        new.before_edit = self.before_edit
+        new.before_edit, new.gradients_due = self.before_edit, self.gradients_due
         return new
 
     def edit(self) -> None:

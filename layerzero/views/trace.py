@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +196,8 @@ def _write(result: Trace, topology: Topology, rank: int, epoch: float) -> None:
 
 def _sparse(event: TraceEvent) -> dict[str, Any]:
     """Without what has its default value."""
-    defaults = ("", -1, None)
-    told = {key: value for key, value in asdict(event).items() if value not in defaults or key == "name"}
-    return told if event.beside else {key: value for key, value in told.items() if key != "beside"}
+    told = ((field, getattr(event, field.name)) for field in fields(event))
+    return {field.name: value for field, value in told if value != field.default}
 
 
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
     """Shard with every Block, Chain and module of a class with ``UNIT = True`` as unit."""
     inside = {type(module) for child in model.children() for module in child.modules()}
     present = {kind for kind in inside if getattr(kind, "UNIT", False)}
-    return layerzero.shard_model(model, mesh=mesh_of(size), **({"units": present} | settings))
+    return layerzero.shard_model(model, **({"mesh": mesh_of(size), "units": present} | settings))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -5,6 +5,11 @@ host by a dispatch mode and done by the stream's thread, after delays drawn by s
 of their group, after what the stream that launched them was given before; until then their output is poison, and their
 input must not change while they are in flight. The stream that computes is the host itself: it is never late, but
 whoever forgets to let it wait reads what is not there yet.
+
+That others wait for what it computes is seen another way. Each write of a stream that computes has a number. An event
+carries the numbers that its stream has come to, and a stream that waits for it knows them; what is given to a stream,
+or launched from it, fails where memory has been written under a number that the stream does not know. A leaf's hooks
+run on the stream under which they were registered, as autograd has it on a device.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from layerzero.storage.device import Transfers
 from tests.support import wrapped_gloo
@@ -33,11 +39,13 @@ __all__ = ["NAME", "Device", "register"]
 NAME = "device"
 _MOST_LATE = 2e-3  # seconds
 _PATIENCE = 20.0
+_REGISTER = "register_post_accumulate_grad_hook"
 
 
 class Event:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, known: dict[Stream, int]) -> None:
         self.set = threading.Event()
+        self.known = dict(known)  # when it is recorded
         self._device = device
 
     def synchronize(self) -> None:
@@ -58,7 +66,8 @@ class Stream:
         self.computes = computes
         self.device = _device()
         self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._random = random.Random(dist.get_rank() + 100 * len(self.device.streams))
+        self.known: dict[Stream, int] = {}  # by stream that computes: the last of its writes that this one comes after
+        self.random = random.Random(dist.get_rank() + 100 * len(self.device.streams))
         self.device.streams.append(self)
         if not computes:
             threading.Thread(target=self._work, daemon=True).start()
@@ -66,8 +75,8 @@ class Stream:
     def _work(self) -> None:
         with torch.no_grad():
             while (operation := self._given.get()) is not None:
-                rarely = self._random.random() < 0.03
-                time.sleep(self._random.random() * (10 if rarely else 1) * _MOST_LATE)
+                rarely = self.random.random() < 0.03
+                time.sleep(self.random.random() * (10 if rarely else 1) * _MOST_LATE)
                 try:
                     operation()
                 except BaseException:
@@ -83,12 +92,27 @@ class Stream:
         self._given.put(None)
 
     def record_event(self) -> Event:
-        event = Event(self.device)
+        event = Event(self.device, self.known)
         self.give(event.set.set)
         return event
 
     def wait_event(self, event: Event) -> None:
         self.give(event.reach)
+        for stream, number in event.known.items():
+            self.known[stream] = max(number, self.known.get(stream, 0))
+
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """What it has computed."""
+        self.known[self] = self.known.get(self, 0) + 1
+        for tensor in tensors:
+            self.device.writes[tensor.untyped_storage().data_ptr()] = self, self.known[self]
+
+    def use(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Fail where it does not come after the write of what is used on it."""
+        for tensor in tensors:
+            writer, number = self.device.writes.get(tensor.untyped_storage().data_ptr(), (self, 0))
+            if self.known.get(writer, 0) < number:
+                raise AssertionError(f"{what} uses what it has not waited for: {list(tensor.shape)}, {tensor.dtype}")
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -106,12 +130,38 @@ class _Hand(TorchDispatchMode):
         if func.namespace == "c10d":  # of torch's fake group
             return func(*args, **kwargs)
         if func._schema.is_mutable:
+            tensors = _tensors_of((args, kwargs))
+            self._stream.use(tensors, func._schema.name)
             self._stream.give(lambda: func(*args, **kwargs))
+            self._stream.device.forget(_tensors_of(args[0]))
             return args[0]
         name = func._schema.name
         views = func.is_view or name in ("aten::empty", "aten::zeros", "aten::empty_like", "aten::detach")
         assert views, f"{name} on a stream: the host would have to wait for its result"
         return func(*args, **kwargs)
+
+
+class _Computes(TorchDispatchMode):
+    """Notes what a stream that computes writes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        stream = _device().current_stream()
+        if stream.computes and func.namespace == "aten" and not func.is_view:
+            schema = func._schema.arguments
+            given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+            written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            fresh = () if func._schema.is_mutable else result
+            if "empty" in func._schema.name:  # nobody has written there yet
+                stream.device.forget(_tensors_of(fresh))
+            else:
+                stream.write(_tensors_of((written, fresh)))
+        return result
+
+
+def _tensors_of(values: object) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 class _LateTransfers(Transfers):
@@ -127,6 +177,8 @@ class Device:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.failures: list[str] = []
+        self.births: set[Stream] = set()  # under which leaves were made
+        self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream that computed it, and its number
         self._current: Stream | None = None
 
     def current_stream(self) -> Stream:
@@ -153,6 +205,9 @@ class Device:
             for module in ("storage.device", "storage.streams", "engine.runtime"):
                 stack.enter_context(mock.patch(f"layerzero.{module}.streams_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.setup.shard.Transfers", _LateTransfers))
+            stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
+            stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
+            stack.enter_context(_Computes())
             try:
                 yield self
             finally:
@@ -160,6 +215,47 @@ class Device:
         for stream in self.streams:
             stream.end()
         assert not self.failures, "\n".join(self.failures)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Who has computed what they hold: it is of no interest any more."""
+        for tensor in tensors:
+            self.writes.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def _registers(self) -> Callable[[Tensor, Callable[[Tensor], None]], Any]:
+        register = getattr(Tensor, _REGISTER)
+
+        def on_its_stream(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
+            birth = self.current_stream()
+            self.births.add(birth)
+
+            def called(tensor: Tensor) -> None:
+                if birth is not self.current_stream():
+                    birth.wait_stream(self.current_stream())  # autograd's doing
+                with self.stream(birth):
+                    hook(tensor)
+
+            return register(leaf, called)
+
+        return on_its_stream
+
+
+class _Engine:
+    """autograd's, whose last callbacks come after what was done on all streams of leaves."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._engine = torch.autograd.Variable._execution_engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        def called() -> None:
+            for birth in self._device.births:
+                self._device.current_stream().wait_stream(birth)
+            callback()
+
+        self._engine.queue_callback(called)
 
 
 _installed: list[Device] = []
@@ -207,7 +303,10 @@ class _Group(wrapped_gloo.WrappedGloo):
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
         if self._own is None or self._own not in _device().streams:
             self._own = Stream()
-        launched, done = _device().current_stream().record_event(), Event(_device())
+        draw = self._own.random
+        current = _device().current_stream()
+        current.use([given, output], "an exchange")
+        launched, done = current.record_event(), Event(_device(), current.known)
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
         def exchange() -> None:
@@ -215,7 +314,7 @@ class _Group(wrapped_gloo.WrappedGloo):
             before = given.clone()
             if not inside and output.is_floating_point():
                 output.fill_(torch.nan)
-            time.sleep(random.random() * _MOST_LATE)
+            time.sleep(draw.random() * _MOST_LATE)
             assert torch.equal(given.view(torch.uint8), before.view(torch.uint8)), "written while an exchange reads it"
             run().wait()
             done.set.set()

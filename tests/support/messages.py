@@ -25,6 +25,7 @@ BEGIN, END = "<!-- messages: written by `make messages` -->", "<!-- end of messa
 UNKNOWN = "…"
 LOGGED = {"warning", "error", "exception", "critical"}
 SHORTEST, SHORTEST_ANYWHERE = 4, 6  # words
+PAGES = {"html"}  # modules that write pages
 NO_TROUBLE = {"info", "debug", "Option", "Argument", "add_argument", "field", "echo"}
 
 # The folders of the package, and what a reader was doing who sees a message of theirs; what is not here comes last.
@@ -193,6 +194,8 @@ def collect(package: Path = ROOT / "layerzero") -> dict[str, set[str]]:
                 found[doing] |= {text for text in said if is_message(text)}
     spoken_somewhere = [text for texts_ in found.values() for text in texts_]
     for path, tree in trees.items():
+        if path.stem in PAGES:
+            continue
         further = {text for text in map(tidy, _elsewhere(tree)) if _goes_on(text)}
         doing = DOING.get(path.relative_to(package).parts[0], "Command line")
         found[doing] |= {text for text in further if not any(text in other for other in spoken_somewhere)}

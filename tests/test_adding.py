@@ -1,0 +1,76 @@
+"""Tensors are added up piece by piece, with the bits of adding them whole."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.storage import adding
+from layerzero.storage.adding import add_up
+
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adding, "_PIECE", PIECE)
+
+
+def _whole(target: Tensor, parts: list[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> Tensor:
+    total = target.clone()
+    for number, each in enumerate(parts):
+        part = each if wire is None else each.to(wire)
+        added = part.to(total.dtype) * scale if overwrite and number == 0 else total.add(part, alpha=scale)
+        total = added.to(total.dtype)
+    return total
+
+
+@pytest.mark.parametrize("numel", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 5 * PIECE + 17])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("to", "of", "wire"),
+    [
+        (torch.float32, torch.bfloat16, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float64, torch.float32, torch.float32),
+    ],
+)
+def test_pieces_have_the_bits_of_the_whole(
+    numel: int, count: int, scale: float, overwrite: bool, to: torch.dtype, of: torch.dtype, wire: torch.dtype | None
+) -> None:
+    draw = torch.Generator().manual_seed(numel)
+    target = torch.randn(numel, generator=draw).to(to)
+    parts = [torch.randn(numel, generator=draw).to(of) for _ in range(count)]
+    expected = _whole(target, parts, wire, overwrite, scale)
+    add_up(target, iter(parts), wire=wire, overwrite=overwrite, scale=scale)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("turned", ["target", "part"])
+def test_what_does_not_lie_in_one_piece_is_added_in_its_shape(turned: str) -> None:
+    target, part = torch.randn(16, 24), torch.randn(16, 24).bfloat16()
+    if turned == "target":
+        target = target.t().contiguous().t()
+    else:
+        part = part.t().contiguous().t()
+    expected = target + part
+    add_up(target, [part])
+    assert torch.equal(target, expected)
+
+
+def test_only_what_is_gained_by_it_goes_in_pieces() -> None:
+    counts = []
+    for numel, of in [(4 * PIECE, [torch.bfloat16]), (4 * PIECE, [torch.float32] * 2), (4 * PIECE, [torch.float32])]:
+        with mock.patch.object(adding, "_add", wraps=adding._add) as add:
+            add_up(torch.zeros(numel), [torch.ones(numel, dtype=dtype) for dtype in of])
+        counts.append(add.call_count)
+    assert counts == [4, 4, 1]
