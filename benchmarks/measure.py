@@ -2,11 +2,11 @@
 
 [Note: What model state is]
 All storages of CPU tensors that Python can reach, each once, wherever they hang: parameters, masters, gradients,
-accumulators, optimizer state, a framework's flat buffers and reused scratch. The walk asks Python's garbage collector
-for every tensor, so no framework has to be believed and none is favoured. It looks at three moments of a step, and
-the largest sum counts: after a micro-batch that does not end the step, after the last backward, and after the update.
-Activations are gone at each of them; token batches are left out by the caller. Buffers that only C++ holds are not
-seen; the peak of the process's memory, measured beside it, has them.
+accumulators, optimizer state, a framework's flat buffers and reused scratch, and storages that no tensor has at the
+moment. The walk asks Python's garbage collector, so no framework has to be believed and none is favoured. It looks at
+three moments of a step, and the largest sum counts: after a micro-batch that does not end the step, after the last
+backward, and after the update. Activations are gone at each of them; token batches are left out by the caller.
+Buffers that only C++ holds are not seen; the peak of the process's memory, measured beside it, has them.
 
 [Note: Memory that ranks share]
 A mapping that several ranks share is memory once, however many of them have it, and every tensor in it is a view. So
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -72,7 +72,7 @@ def shared_memory() -> Shared:
 
 
 def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) -> int:
-    """Bytes of all live CPU tensors' storages. See [Note: What model state is].
+    """Bytes of all live storages on the CPU. See [Note: What model state is].
 
     Args:
         sharers: ranks among which this one's shared memory is divided.
@@ -81,8 +81,16 @@ def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) ->
     shared = shared_memory()
     ignored = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
     storages: dict[int, int] = {}
+
+    def note(storage: UntypedStorage) -> None:
+        address = storage.data_ptr() if storage.nbytes() else 0
+        if address and address not in ignored and not any(address in mapping for mapping in shared.addresses):
+            storages[address] = storage.nbytes()
+
     for found in gc.get_objects():
         # type() and not isinstance(): the latter asks lazy proxies for their class, and wakes them
+        if type(found) is UntypedStorage and found.device.type == "cpu":
+            note(found)
         if not issubclass(type(found), Tensor):
             continue
         # a gradient that no Python code has looked at has no Python object of its own
@@ -91,11 +99,7 @@ def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) ->
                 continue  # a DTensor owns nothing; its local tensor is found by itself
             if tensor.layout != torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
                 continue
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            others = address in ignored or any(address in mapping for mapping in shared.addresses)
-            if storage.nbytes() and address and not others:
-                storages[address] = storage.nbytes()
+            note(tensor.untyped_storage())
     return sum(storages.values()) + shared.held // sharers
 
 

@@ -76,7 +76,7 @@ def test_other_settings_are_refused() -> None:
 
 
 def _count(rank: int) -> None:
-    # Sums of every micro-batch are in what computes, bf16; of a step, in the dtype of the masters, which is float64 here.
+    # Sums of a micro-batch are in what computes, bf16; of a step, in what the masters are in, float64 here.
     for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
         model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
