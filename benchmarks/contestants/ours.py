@@ -49,8 +49,9 @@ class LayerZero(Contestant):
 class ComputeAlone(Contestant):
     """Forward and backward of the bf16 model on every rank at once: no communication and no optimizer.
 
-    No contestant can be faster than this on the machine: it is the lower bound that the step times are held against.
-    Nothing is trained, so its loss stays where it starts.
+    What step times are held against. It is no strict bound: each rank has weights of its own here, and sums its
+    gradients up in bf16, which costs more than reading weights that the ranks of a node share. Nothing is trained, so
+    its loss stays where it starts.
     """
 
     def __init__(self, task: Task) -> None:
