@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.where == "two-nodes":
         settings["rate"] = args.rate
     path = args.results or FOLDER / f"{args.where}.json"
-    results = Results.load(path) if path.exists() else Results(args.where, settings, part=path.stem)
+    results = Results.load(path) if path.exists() else Results(args.where, settings)
     if results.settings != settings:
         raise SystemExit(f"{path} was measured with {results.settings}, not {settings}; give another --results")
     if args.where == "two-nodes" and (reason := why_unavailable()):

@@ -53,9 +53,9 @@ def figures_of(results: Results) -> list[Figure]:
     place = results.where.replace("-", " ")
     wire = "slow link" if results.link_bytes_per_second else "loopback"
     return [
-        Figure(f"{results.part}-step-time", f"step time, s ({place})", _grid(results, _step_time)),
-        Figure(f"{results.part}-bytes", f"bytes over the {wire} per step, MB ({place})", _grid(results, _bytes)),
-        Figure(f"{results.part}-memory", f"memory of a rank, MB ({place})", _grid(results, _memory)),
+        Figure(f"{results.where}-step-time", f"step time, s ({place})", _grid(results, _step_time)),
+        Figure(f"{results.where}-bytes", f"bytes over the {wire} per step, MB ({place})", _grid(results, _bytes)),
+        Figure(f"{results.where}-memory", f"memory of a rank, MB ({place})", _grid(results, _memory)),
     ]
 
 

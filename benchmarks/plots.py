@@ -79,10 +79,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="*", help="by default what is published")
     parser.add_argument("--folder", type=Path, default=IMAGES)
     args = parser.parse_args()
-    main_ones = [
-        results for results in published() if results.part == results.where
-    ]  # of other machines there are tables
-    for results in [Results.load(path) for path in args.results] or main_ones:
+    for results in [Results.load(path) for path in args.results] or published():
         for image in draw(results, args.folder):
             print(image)
     return 0

@@ -78,10 +78,6 @@ class Results:
     machine: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    part: str = ""  # the name of its part of the page, and of its images; by default `where`
-
-    def __post_init__(self) -> None:
-        self.part = self.part or self.where
 
     @classmethod
     def load(cls, path: Path) -> Results:

@@ -36,15 +36,15 @@ _PEERS = {
 def page_with(page: str, results: Sequence[Results]) -> str:
     """The page with the generated parts written anew."""
     for each in results:
-        page = _replaced(page, each.part, render(each))
+        page = _replaced(page, each.where, render(each))
     return page
 
 
 def readme_with(page: str, results: Sequence[Results]) -> str:
     """README.md with its short table written anew."""
     for each in results:
-        if each.part == _IN_SHORT:
-            page = _replaced(page, f"{each.part}, in short", summary(each))
+        if each.where == _IN_SHORT:
+            page = _replaced(page, f"{each.where}, in short", summary(each))
     return page
 
 

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for results in chosen:
         for a, reduce in results.cells():
             if a == _JUDGED:
-                print(f"{results.part}, A = {a}, reduction in {reduce}")
+                print(f"{results.where}, A = {a}, reduction in {reduce}")
                 for verdict in verdicts(results, a, reduce):
                     print(f"  {verdict}")
     return 0

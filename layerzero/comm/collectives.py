@@ -179,9 +179,7 @@ class PendingSum:
 
     work: Works
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
-    parts: Callable[
-        [], Sequence[Tensor]
-    ]  # each 1-D [n]; their sum, in the dtype of the wire, is the result, after `wait`
+    parts: Callable[[], Sequence[Tensor]]  # after `wait`: each 1-D [n]; rounded to `wire`, their sum is the result
     wire: torch.dtype
     give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
 

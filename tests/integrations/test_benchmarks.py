@@ -386,8 +386,8 @@ def test_the_published_page_is_made_of_the_published_results() -> None:
     page, readme = PAGE.read_text(), README.read_text()
     assert page_with(page, published()) == page, "run python -m benchmarks.tables"
     assert readme_with(readme, published()) == readme, "run python -m benchmarks.tables"
-    parts = ["one-machine", "two-nodes"]
-    assert [results.part for results in published()] == parts, "each has a part of the page"
+    places = ["one-machine", "two-nodes"]
+    assert [results.where for results in published()] == places, "each has a part of the page"
 
 
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
