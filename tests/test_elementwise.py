@@ -144,7 +144,7 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
     return kind([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))], **settings)
 
 
-@pytest.mark.parametrize("kind", [Scaled, CentredRows, Signs], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Scaled, CentredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
     assert kinds_that_need_whole(build(kind, weight=0.2), CPU) == set()
 
@@ -155,7 +155,7 @@ def kinds(optimizer: Optimizer) -> set[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    [LayerwiseScaling, OfVectors, OfKernels, ButSingleRows, KeepsNumber, NeedsRows],
+    [LayerwiseScaling, OfVectors, OfKernels, ButSingleRows, KeepsNumber],
     ids=lambda kind: kind.__name__,
 )
 def test_an_optimizer_that_mixes_only_inside_a_parameter_needs_it_whole(kind: type[Optimizer]) -> None:

@@ -280,8 +280,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_scaler.py::test_a_gradient_that_is_not_finite_on_one_rank_gives_that_norm_on_all",
     ),
     "NVIDIA Apex's optimizers": (
-        "test_optimizers.py::test_apex_is_taken_where_it_can_serve_all_parameters",
-        "test_optimizers.py::test_apex_never_sees_an_empty_tensor",
+        "test_apex.py::test_element_wise_classes_of_apex_follow_torch_in_one_process",
+        "test_apex.py::test_what_cannot_work_is_refused_by_name_whatever_the_user_says",
+        "test_apex.py::test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optimizer_is_wrapped",
     ),
     # --- settings and platforms ---
     '`node_memory="auto"` shares memory': (

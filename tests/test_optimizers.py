@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 import layerzero
@@ -22,7 +18,6 @@ from layerzero import optimizers
 from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers import kernels
 from layerzero.optimizers.elementwise import kinds_that_need_whole, state_after_a_step
-from layerzero.tensors.sharded import plain
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -176,113 +171,6 @@ def test_bad_settings_raise_what_torch_raises() -> None:
             bad()
     with pytest.raises(TypeError):
         optimizers.adamw(nn.Parameter(torch.ones(1)))
-
-
-def on_cuda(dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """A parameter that says it is on CUDA, on any machine."""
-    with FakeTensorMode():
-        return nn.Parameter(torch.empty(2, 3, device="cuda", dtype=dtype))
-
-
-def without_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored afterwards, so that the package found in a test does not stay."""
-    for name in ("apex", "apex.optimizers", "amp_C"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
-
-
-@pytest.mark.parametrize("extension", [False, True], ids=["no extension", "extension"])
-def test_another_project_called_apex_is_ignored(
-    extension: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="layerzero")
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("imported = True\n")
-    if extension:
-        (tmp_path / "amp_C.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    without_apex(monkeypatch)
-    for build in (optimizers.adamw, optimizers.sgd):
-        assert optimizers.implementation(build([on_cuda()])) == "fused"
-    missing = "apex.optimizers" if extension else "amp_C"
-    assert f"on cuda: torch's fused kernels, as NVIDIA Apex was not found (No module named '{missing}')" in caplog.text
-    assert ("apex" in sys.modules) == extension, "without NVIDIA's extension nothing of that name is imported"
-
-
-class StandIn(Optimizer):
-    """In Apex's place: remembers its settings, and drops a launch that ends with an empty tensor."""
-
-    def __init__(self, params: Iterable[Tensor], **settings: object) -> None:
-        self.settings = settings
-        super().__init__(params, {"lr": settings["lr"]})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            used = [p for p in group["params"] if p.grad is not None]
-            if not used or used[-1].numel() == 0:
-                continue
-            for parameter in used:
-                self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter)).add_(parameter.grad)
-                parameter.sub_(self.state[parameter]["momentum_buffer"], alpha=group["lr"])
-
-
-StandIn.__module__ = "apex.optimizers"
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_apex(monkeypatch)
-    package = ModuleType("apex.optimizers")
-    package.FusedAdam = package.FusedSGD = StandIn
-    for name, module in {"amp_C": ModuleType("amp_C"), "apex": ModuleType("apex"), "apex.optimizers": package}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_apex_is_taken_where_it_can_serve_all_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="layerzero")
-    adamw, sgd = optimizers.adamw([on_cuda()], weight_decay=0.5), optimizers.sgd([on_cuda(torch.bfloat16)], lr=0.5)
-    assert [optimizers.implementation(each) for each in (adamw, sgd)] == ["apex", "apex"]
-    assert "AdamW on cuda: NVIDIA Apex's FusedAdam" in caplog.text
-    assert adamw.settings == {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.5,
-        "adam_w_mode": True,
-        "bias_correction": True,
-    }
-    assert sgd.settings == {"lr": 0.5, "momentum": 0, "weight_decay": 0, "nesterov": False}
-    for build, reason in (
-        (lambda: optimizers.adamw([nn.Parameter(torch.ones(2)), on_cuda()]), "all parameters on CUDA"),
-        (lambda: optimizers.adamw([on_cuda(), on_cuda(torch.float64)]), "fp32, bf16 and fp16"),
-        (lambda: optimizers.adamw([on_cuda()], amsgrad=True), "no amsgrad"),
-        (lambda: optimizers.adamw([{"params": [on_cuda()], "maximize": True}]), "no maximize"),
-        (lambda: optimizers.sgd([on_cuda()], momentum=0.5, dampening=0.5), "no dampening"),
-    ):
-        caplog.clear()
-        assert optimizers.implementation(build()) == "fused", reason
-        assert reason in caplog.text
-
-
-def _empty_in_apex(rank: int) -> None:
-    # What adamw and sgd would build on CUDA, around Apex's stand-in.
-    kind = type("FusedSGD", (kernels._WithoutEmpty, StandIn), {"moments": ("momentum_buffer",)})
-    net, model = integer_net(), shard(integer_net())
-    theirs = torch.optim.SGD(net.parameters(), lr=2**-4, momentum=1.0)
-    optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=2**-4), model)
-    in_lockstep(rank, (model, optimizer), (net, theirs), range(2))
-    assert_same_bits(model, net, "parameters without rows here")
-    for name, values in optimizer.state_dict()["state"].items():
-        momentum = theirs.state[net.get_parameter(name)]["momentum_buffer"]
-        assert torch.equal(values["momentum_buffer"].full_tensor(), momentum), "state is there without rows too"
-    assert any(plain(p).numel() == 0 for p in model.parameters()) or rank == 0
-
-
-def test_apex_never_sees_an_empty_tensor() -> None:
-    run_ranks(_empty_in_apex)
 
 
 def apex_and_cuda() -> bool:

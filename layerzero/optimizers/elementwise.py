@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from layerzero.optimizers.apex import apex_needs_whole, prepared, refuse_apex
 from layerzero.optimizers.trial import CouldNotTry, difference, difference_of_owners, kind_of
 from layerzero.optimizers.twin import inner_optimizers, twin_of, unhooked
 
@@ -35,7 +37,7 @@ _ELEMENTWISE = {
 _DISTANCE = "it estimates its rate from all parameters together, which may need more steps to show than a trial has"
 _LOSS = "it follows the loss, and each rank has a loss of its own"
 # Known to mix the elements of a parameter: in few steps on small ones that may not show.
-_MIXES_INSIDE = {"Adafactor", "AdaFactor", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
+_MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # Of these, those that do nothing else.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
 _MIXES_PARAMETERS = {
@@ -85,13 +87,20 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     name = type(optimizer).__name__
     if reason := _named(optimizer, _IMPOSSIBLE):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
+    refuse_apex(optimizer)
     _require_reachable(optimizer, name)
-    if elementwise or (elementwise is None and is_elementwise_by_name(optimizer)):
+    of_apex = apex_needs_whole(optimizer)
+    if of_apex and elementwise:
+        raise ValueError(
+            f"{name} is not element-wise, as elementwise=True says: it scales updates by norms of whole parameters, "
+            "and would train something else on rows. Leave elementwise out"
+        )
+    if elementwise or (elementwise is None and (is_elementwise_by_name(optimizer) or of_apex is False)):
         return set()
     if elementwise is None and (reason := _named(optimizer, _MIXES_PARAMETERS)):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     kinds = {kind_of(group) for group in optimizer.param_groups}
-    if elementwise is False or type(optimizer) in _ONE_BY_ONE:
+    if elementwise is False or of_apex or type(optimizer) in _ONE_BY_ONE:
         return kinds
     on_rows: str | CouldNotTry | None = None  # how its work on rows differs, where it has been tried
     alone: str | CouldNotTry | None
@@ -107,8 +116,8 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     if isinstance(alone, CouldNotTry) and not isinstance(on_rows, str):
         raise ValueError(
             f"{name} could not be tried out: {on_rows or alone}. If you know that it updates each element of a "
-            "parameter by itself, and takes parameters without rows, say so: shard_optimizer(optimizer, model, "
-            "elementwise=True); if it updates each parameter by itself: elementwise=False. Otherwise: " + _INSTEAD
+            "parameter by itself, say so: shard_optimizer(optimizer, model, elementwise=True); if it updates each "
+            "parameter by itself: elementwise=False. Otherwise: " + _INSTEAD
         ) from alone
     mixes = f"{on_rows}; nor can each parameter be stepped by itself: {alone}" if on_rows else alone
     raise ValueError(f"{name} is not element-wise: {mixes}. {_INSTEAD}")
@@ -165,5 +174,5 @@ def state_after_a_step(
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
     twin = twin_of(optimizer, [(group, [parameter])])
-    unhooked(type(twin).step)(twin)
+    prepared(twin, partial(unhooked(type(twin).step), twin))()
     return dict(twin.state[parameter]), twin.param_groups[0]

@@ -1,9 +1,4 @@
-"""AdamW and SGD in the fastest kernel that there is for the parameters at hand.
-
-[Note: Empty parameters and Apex]
-A rank may hold no row of a parameter. Apex packs tensors into launches, and starts a launch when it comes to the end of
-the last tensor's elements, of which an empty one has none. Empty gradients are therefore kept from Apex.
-"""
+"""AdamW and SGD in the fastest kernel that there is for the parameters at hand."""
 
 from __future__ import annotations
 
@@ -17,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from layerzero.optimizers.apex import DTYPES, apex_class, momentum_before_first
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.storage.device import default_device_type
 
@@ -39,7 +35,7 @@ def adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
 
-    Taken is the first that can serve all parameters: NVIDIA Apex's ``FusedAdam`` (16 or 32 bits, on CUDA, without
+    Taken is the first that can serve all parameters: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or fp16, on CUDA, without
     `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. One line on the logger ``"layerzero"``
     says which; :func:`implementation` tells it at any time.
 
@@ -70,7 +66,6 @@ def adamw(
         torch_class=torch.optim.AdamW,
         apex_name="FusedAdam",
         apex_settings={**settings, "adam_w_mode": True, "bias_correction": True},
-        moments=("exp_avg", "exp_avg_sq"),
         settings=settings,
         rare=rare,
     )
@@ -88,7 +83,7 @@ def sgd(
 ) -> Optimizer:
     """SGD with momentum (Sutskever et al. 2013) as ``torch.optim.SGD`` computes it.
 
-    The choice is that of :func:`adamw`, with Apex's ``FusedSGD`` (without `dampening` and `maximize`).
+    The choice is that of :func:`adamw`, with Apex's ``FusedSGD`` (fp32 or fp16, without `dampening` and `maximize`).
 
     Args:
         params: as for :func:`adamw`.
@@ -112,7 +107,6 @@ def sgd(
         torch_class=SGD,
         apex_name="FusedSGD",
         apex_settings=settings,
-        moments=("momentum_buffer",) if momentum else (),
         settings=settings,
         rare={"dampening": dampening, "maximize": maximize},
     )
@@ -138,7 +132,7 @@ def implementation(optimizer: Optimizer) -> str:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    if any(base.__module__.partition(".")[0] == "apex" for base in type(inner).__mro__):
+    if apex_class(inner) is not None:
         return "apex"
     for kind in ("fused", "foreach"):
         if inner.defaults.get(kind):
@@ -153,7 +147,6 @@ def _build(
     torch_class: Callable[..., Optimizer],
     apex_name: str,
     apex_settings: Mapping[str, Any],
-    moments: tuple[str, ...],
     settings: Mapping[str, Any],
     rare: Mapping[str, Any],
 ) -> Optimizer:
@@ -161,10 +154,9 @@ def _build(
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
     place = " and ".join(devices)
-    apex_class, reason = _find_apex(apex_name, params, tensors, rare)
+    kind, reason = _find_apex(apex_name, params, tensors, rare)
     optimizer: Optimizer
-    if apex_class is not None:
-        kind = type(apex_name, (_WithoutEmpty, apex_class), {"moments": moments})
+    if kind is not None:
         optimizer = kind(params, **apex_settings)
         _log.info("%s on %s: NVIDIA Apex's %s", name, place, apex_name)
         return optimizer
@@ -181,8 +173,9 @@ def _find_apex(
     """The class, or None and why not."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
         return None, "as NVIDIA Apex needs all parameters on CUDA"
-    if not all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors):
-        return None, "as NVIDIA Apex knows fp32, bf16 and fp16 only"
+    known = DTYPES[name]
+    if not all(tensor.dtype in known for tensor in tensors):
+        return None, f"as NVIDIA Apex's {name} knows {', '.join(str(d).removeprefix('torch.') for d in known)} only"
     groups = [rare, *(group for group in params if isinstance(group, Mapping))]
     if asked := sorted({key for group in groups for key in rare if group.get(key)}):
         return None, f"as NVIDIA Apex has no {', '.join(asked)}"
@@ -205,35 +198,8 @@ class SGD(torch.optim.SGD):  # of the same name, which checkpoints hold
         if group["fused"] and any(momentum is not None for momentum in momenta):
             for index, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
                 if momenta[index] is None:
-                    momenta[index] = _before_first(group, parameter, gradient)
+                    momenta[index] = momentum_before_first(group, parameter, gradient)
         return sparse
-
-
-def _before_first(group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The momentum that the step turns into what torch starts with, the gradient itself without dampening."""
-    if not group["dampening"]:
-        return torch.zeros_like(parameter)
-    start = (-gradient if group["maximize"] else gradient).add(parameter, alpha=group["weight_decay"])
-    return start.mul_(group["dampening"] / group["momentum"])
-
-
-class _WithoutEmpty(Optimizer):
-    """Keeps empty gradients from the next class; see [Note: Empty parameters and Apex]."""
-
-    moments: tuple[str, ...] = ()  # the state that the next class would have made for them
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        empty = [(p, p.grad) for p in parameters if p.grad is not None and p.numel() == 0]
-        for parameter, _ in empty:
-            parameter.grad = None
-            if not self.state[parameter]:
-                self.state[parameter] = {key: torch.zeros_like(parameter) for key in self.moments}
-        try:
-            return super().step(closure)  # type: ignore[safe-super]
-        finally:
-            for parameter, gradient in empty:
-                parameter.grad = gradient
 
 
 def _listed(params: Params) -> list[Any]:

@@ -22,7 +22,8 @@ from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View
-from layerzero.optimizers.elementwise import kinds_that_need_whole
+from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
+from layerzero.optimizers.elementwise import is_elementwise_by_name, kinds_that_need_whole
 from layerzero.optimizers.inner import (
     AroundAnother,
     CountedSteps,
@@ -38,6 +39,7 @@ from layerzero.optimizers.interchange import asked_by_torch, by_own_names, first
 from layerzero.optimizers.owned import Owned
 from layerzero.optimizers.ownership import Ownership
 from layerzero.optimizers.parts import update
+from layerzero.optimizers.placeholders import Placeholders
 from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
 from layerzero.optimizers.state_view import StateView
 from layerzero.tensors.rows import RowSpan
@@ -79,7 +81,20 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = runtime_of(model)
     whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
+    refuse_dtypes(
+        optimizer, _trained(runtime, chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    )
+    if runtime.config.offload_optimizer:
+        refuse_host(optimizer)
     return ShardedOptimizer(optimizer, runtime, whole_kinds)
+
+
+def _trained(runtime: Runtime, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Masters of parameters, and ignored parameters themselves: what an optimizer steps; but for frozen ones."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            member = runtime.parameters.member_of(parameter)
+            yield parameter if member is None else member.master
 
 
 class ShardedOptimizer(AroundAnother):
@@ -104,6 +119,7 @@ class ShardedOptimizer(AroundAnother):
         self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
         self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
         self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        self._placeholders = Placeholders()
         self._ownership = Ownership(runtime, inner, whole_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterState(old_state)
@@ -151,7 +167,11 @@ class ShardedOptimizer(AroundAnother):
             return loss
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
-            step_once(self.inner, partial(update, self.inner, self._ownership, names, self._runtime, refresh))
+
+            def update_all(take_step: Callable[[], Any]) -> None:
+                update(self.inner, self._ownership, names, self._runtime, refresh, prepared(self.inner, take_step))
+
+            step_once(self.inner, update_all)
         self._counted.take()
         return loss
 
@@ -180,13 +200,21 @@ class ShardedOptimizer(AroundAnother):
                     if master is not parameter:
                         master.grad = None if parameter.grad is None else rows_of(parameter.grad)
                 group["params"] = masters
-            yield
+            with self._placeholders.replacing(self._without_rows(), self.inner.state):
+                yield
         finally:
             for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
                 group["params"] = parameters
                 for parameter, master in zip(parameters, masters, strict=True):
                     if master is not parameter:
                         master.grad = None
+
+    def _without_rows(self) -> list[Tensor]:
+        """The masters that have no elements here and that the optimizer must not see; see placeholders.py."""
+        if is_elementwise_by_name(self.inner):
+            return []
+        masters = [self._master_of[key] for key in self._member_at if key not in self._ownership.owned]
+        return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
@@ -215,6 +243,7 @@ class ShardedOptimizer(AroundAnother):
         shown: list[Tensor] = []
         masters: list[Tensor] = []
         members: list[Member | None] = []
+        refuse_dtypes(self.inner, _trained(self._runtime, parameters))
         for parameter in parameters:
             member = self._runtime.parameters.member_of(parameter)
             if member is None and not self._runtime.parameters.is_ignored(parameter):

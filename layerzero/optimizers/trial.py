@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from layerzero.optimizers.apex import apex_class, prepared
+from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.turns import Turn, step_in_turns
 from layerzero.optimizers.twin import twin_of, unhooked
 
@@ -88,8 +90,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise CouldNotTry(
-                "small parameters could be stepped, their rows on ranks of which some hold none of a parameter could "
-                f"not: {_said(error)}"
+                f"small parameters could be stepped, their rows on several ranks could not: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, [False] * len(groups))
 
@@ -143,13 +144,14 @@ def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) ->
     """
     data = _data(device, [shape for shape in _CUTS if len(shape) == dims])
     groups = _kinds_of_groups(optimizer)
-    if not data.start:
+    if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
     with _random_numbers_kept(device), _uncompiled():
         try:
             whole = _run_whole(optimizer, groups, data)
-            *halves, _ = [_run(optimizer, groups, [data.cut(part)] * len(groups)) for part in range(3)]
+            parts = [[data.cut(part)] * len(groups) for part in range(3)]
+            *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
             if _compare(whole, halves, data, [False] * len(groups)) is not None:
                 return False
             return all(map(_is_of_halves, whole.states, *(half.states for half in halves)))
@@ -243,15 +245,24 @@ def _run(
     data: Sequence[_Data],
     owned: Sequence[bool] = (),
     rank: int = 0,
+    *,
+    replaces_empty: bool = True,
 ) -> _Outcome:
     """Step small parameters in a copy of the optimizer.
 
     Args:
         data: by group.
         owned: by group: only what `rank` owns is stepped, half of it one after the other. None: all of it is stepped.
+        replaces_empty: step placeholders of parameters without rows; see [Note: Parameters without rows].
     """
     _seed(data[0].start[0].device)
-    ours = [[torch.nn.Parameter(start.clone()) for start in each.start] for each in data]
+    ours = [
+        [
+            torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
+            for start in each.start
+        ]
+        for each in data
+    ]
     twin = twin_of(optimizer, list(zip(groups, ours, strict=True)))
     for group in twin.param_groups:
         rate = group.get("lr")
@@ -261,21 +272,31 @@ def _run(
             group["lr"] = max(float(rate), _LEAST_RATE)
     if callable(begin := getattr(twin, "train", None)):  # optimizers with weights of their own for evaluation
         begin()
-    step = unhooked(type(twin).step)
+    step = prepared(twin, partial(unhooked(type(twin).step), twin))
     for number, scale in enumerate(data[0].scales):
         for parameters, each in zip(ours, data, strict=True):
             for index, parameter in enumerate(parameters):
                 noise = each.noise[number][index]
                 gradient = (each.pull[index] + noise) * scale
+                if parameter.shape != gradient.shape:  # a placeholder
+                    parameter.grad = torch.zeros_like(parameter)
+                    continue
                 if number % 6 == 3:
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_in_turns(twin, partial(step, twin), _turns(twin, ours, owned, rank))
+            step_in_turns(twin, step, _turns(twin, ours, owned, rank))
         else:
-            step(twin)
+            step()
     states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]
-    return _Outcome([[p.detach() for p in parameters] for parameters in ours], dict(_numbers(twin, ours)), states)
+    trained = [
+        [
+            parameter.detach() if start.numel() else start
+            for parameter, start in zip(parameters, each.start, strict=True)
+        ]
+        for parameters, each in zip(ours, data, strict=True)
+    ]
+    return _Outcome(trained, dict(_numbers(twin, ours, trained)), states)
 
 
 def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
@@ -298,14 +319,16 @@ def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -
         parameter.grad = None
 
 
-def _numbers(twin: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, float]]:
+def _numbers(
+    twin: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[str, float]]:
     yield from _numbers_in("an attribute", vars(twin))
     yield from _numbers_in("the state of all", {k: v for k, v in twin.state.items() if not isinstance(k, Tensor)})
-    for at, (group, ours) in enumerate(zip(twin.param_groups, parameters, strict=True)):
+    for at, (group, ours, rows) in enumerate(zip(twin.param_groups, parameters, trained, strict=True)):
         yield from _numbers_in(f"parameter group {at}", group)
         for index, parameter in enumerate(ours):
             values = twin.state.get(parameter)
-            if isinstance(values, Mapping):
+            if isinstance(values, Mapping) and rows[index].numel():
                 yield from _numbers_in(f"the state of parameter {index} of group {at}", values, parameter.shape)
 
 

@@ -1,0 +1,90 @@
+"""Placeholders for parameters of which this rank has no rows.
+
+[Note: Parameters without rows]
+A rank may have no rows of a parameter. torch's own optimizers accept such tensors, kernels of other packages may not:
+NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An empty
+tensor has no chunk, so the tensors that are packed before it are never updated. Therefore no optimizer but torch's own
+steps an empty tensor. While another one works, a parameter without rows is two zeros, its gradient is zero, and the
+tensors of its state that have its shape are two elements, too. All ranks then step the same parameters in the same
+order, and a step count by parameter is the same on all ranks. Two elements, because one element may be a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Placeholders", "placeholder"]
+
+
+def placeholder(rows: Tensor) -> Tensor:
+    """Return zeros of shape [2, 1, ...] with as many dims as the empty tensor `rows`, in its dtype, on its device."""
+    return torch.zeros((2, *(1 for _ in rows.shape[1:])), dtype=rows.dtype, device=rows.device)
+
+
+@dataclass(eq=False)
+class _Placeholder:
+    """Two elements for each tensor of one parameter, kept from step to step: a step allocates nothing."""
+
+    elements: Tensor
+    gradient: Tensor
+    state: dict[Tensor, Tensor] = field(default_factory=dict)  # by the tensor of the state
+
+
+class Placeholders:
+    """Placeholders of one optimizer's parameters; see [Note: Parameters without rows]."""
+
+    def __init__(self) -> None:
+        self._of: dict[Tensor, _Placeholder] = {}
+
+    @contextmanager
+    def replacing(self, empty: Iterable[Tensor], state: Mapping[Any, Any]) -> Iterator[None]:
+        """Give parameters without elements, their gradients and their state two elements each inside the context.
+
+        Parameters and tensors of the state stay the same objects: only their ``data`` changes.
+
+        Args:
+            empty: parameters without elements, with their gradients, which are None afterwards.
+            state: that of the optimizer, by parameter.
+        """
+        rows = {parameter: parameter.data for parameter in empty}
+        try:
+            for parameter in rows:
+                self._insert(parameter, state.get(parameter))
+            yield
+        finally:
+            for parameter, before in rows.items():
+                self._remove(parameter, before, state.get(parameter))
+
+    def _insert(self, parameter: Tensor, values: Any) -> None:
+        if parameter not in self._of:
+            self._of[parameter] = _Placeholder(placeholder(parameter), placeholder(parameter))
+        ours, has_gradient = self._of[parameter], parameter.grad is not None
+        for tensor in _tensors(values, parameter.shape):
+            tensor.data = ours.state[tensor] if tensor in ours.state else placeholder(tensor)
+        parameter.grad = None
+        parameter.data = ours.elements
+        if has_gradient:
+            parameter.grad = ours.gradient
+
+    def _remove(self, parameter: Tensor, rows: Tensor, values: Any) -> None:
+        ours = self._of[parameter]
+        ours.state = {}
+        for tensor in _tensors(values, ours.elements.shape):
+            ours.state[tensor] = tensor.data
+            tensor.data = tensor.new_empty(rows.shape)
+        parameter.grad = None
+        parameter.data = rows
+
+
+def _tensors(values: Any, shape: torch.Size) -> Iterator[Tensor]:
+    """The plain tensors of `shape` in the state of a parameter."""
+    for value in tree_leaves(values):
+        if type(value) in (Tensor, nn.Parameter) and value.shape == shape:
+            yield value

@@ -1,0 +1,377 @@
+"""NVIDIA Apex's fused optimizers on the CPU, with the launches of its kernels.
+
+Written from facts about NVIDIA/apex at commit 6424da3 (``apex/optimizers``, ``csrc/multi_tensor_apply.cuh`` and the
+kernels beside it): which tensors go into which launch, when a launch starts, what is kept where, and the formulas. What
+is not launched is not computed. The classes are in ``apex.optimizers`` by name, and :func:`install` puts the package
+where imports find it. CHUNK is 65536 elements there; here it is small, so that parameters of tests have several chunks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "DistributedFusedAdam",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+    "install",
+    "uninstall",
+]
+
+CHUNK = 8  # elements
+_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # of one launch, by the number of lists
+_MOST_CHUNKS = 320  # of one launch
+
+
+def launch(kernel: Callable[..., None], lists: Sequence[Sequence[Tensor]]) -> None:
+    """Call ``kernel(index, *pieces)`` for each chunk that Apex would launch.
+
+    Args:
+        kernel: gets the index of a tensor in its list, and a piece of the tensor of each list.
+        lists: of as many tensors each, with equal numbers of elements.
+    """
+    first = lists[0]
+    if not first:
+        raise RuntimeError("tensor_lists[0].size() is not > 0")
+    for tensors in zip(*lists, strict=True):
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise RuntimeError("A tensor was not contiguous.")
+        if len({tensor.numel() for tensor in tensors}) > 1:
+            raise RuntimeError("Size mismatch")
+    pending: list[tuple[int, int]] = []
+    tensors_in_launch = 0
+    for index, tensor in enumerate(first):
+        tensors_in_launch += 1
+        if tensors_in_launch > _MOST_TENSORS[len(lists)]:
+            raise AssertionError("Apex would write behind the end of its table of tensors")
+        chunks = math.ceil(tensor.numel() / CHUNK)
+        for chunk in range(chunks):
+            pending.append((index, chunk))
+            ends = chunk == chunks - 1
+            is_full = len(pending) == _MOST_CHUNKS or (ends and tensors_in_launch == _MOST_TENSORS[len(lists)])
+            if is_full or (ends and index == len(first) - 1):
+                for at, piece in pending:
+                    where = slice(piece * CHUNK, (piece + 1) * CHUNK)
+                    kernel(at, *(each[at].view(-1)[where] for each in lists))
+                pending.clear()
+                tensors_in_launch = 0 if ends else 1
+
+
+def _norms(tensors: Sequence[Tensor], order: int = 2) -> Tensor:
+    """The norm of each tensor, of what is launched of it."""
+    sums = torch.zeros(len(tensors))
+
+    def add(index: int, piece: Tensor) -> None:
+        if order == 0:
+            sums[index] = torch.maximum(sums[index], piece.float().abs().max())
+        else:
+            sums[index] += piece.float().square().sum()
+
+    launch(add, [tensors])
+    return sums if order == 0 else sums.sqrt()
+
+
+def _same_dtype(*tensors: Tensor) -> None:
+    """Kernels take the type of the first list for that of others, and would read their memory as something else."""
+    assert len({tensor.dtype for tensor in tensors}) == 1, "Apex would misread memory"
+
+
+class _Fused(Optimizer):
+    """What the classes have in common."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for number, group in enumerate(self.param_groups):
+            self.step_group(number, group)
+        return loss
+
+    def step_group(self, number: int, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def by_dtype(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Parameters with a gradient, for a launch for each dtype; an error where there is none for it."""
+        used = [parameter for parameter in parameters if parameter.grad is not None]
+        if not all(parameter.dtype in self.dtypes for parameter in used):
+            raise RuntimeError(f"{type(self).__name__} only support fp16 and fp32.")
+        lists = [[parameter for parameter in used if parameter.dtype == dtype] for dtype in self.dtypes]
+        return [each for each in lists if each]
+
+    def count(self, group: dict[str, Any]) -> int:
+        group["step"] = group.get("step", 0) + 1
+        return group["step"]
+
+    def kept(self, parameters: Sequence[Tensor], *names: str, dtype: torch.dtype | None = None) -> list[list[Tensor]]:
+        """By name, the state of parameters; where one has none, it begins with zeros."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update({n: torch.zeros_like(parameter.data, dtype=dtype) for n in names})
+        return [[self.state[parameter][name] for parameter in parameters] for name in names]
+
+
+class FusedAdam(_Fused):
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        rate = torch.tensor(lr) if capturable else lr
+        settings = {"lr": rate, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, {**settings, "weight_decay": weight_decay})
+        self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
+        # Lists of the groups that there are now.
+        self.param_groups_master = [
+            {"params": [p.detach().clone().float() if master_weights else None for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group, masters in zip(self.param_groups, self.param_groups_master, strict=False):
+            if not group["params"]:
+                continue
+            count = self.count(group)
+            parameters = [parameter for parameter, _ in zip(group["params"], masters["params"], strict=False)]
+            for launched in self.by_dtype(parameters):
+                self._launch(group, count, launched)
+
+    def _launch(self, group: dict[str, Any], count: int, parameters: list[Tensor]) -> None:
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        corrected = group["bias_correction"]
+        to_first, to_second = (1 - beta**count if corrected else 1.0 for beta in (beta1, beta2))
+
+        def update(_: int, gradient: Tensor, parameter: Tensor, first: Tensor, second: Tensor) -> None:
+            _same_dtype(gradient, parameter)
+            weight, slope = parameter.float(), gradient.float()
+            if not self.adam_w_mode:
+                slope = slope + decay * weight
+            first.copy_(beta1 * first + (1 - beta1) * slope)
+            second.copy_(beta2 * second + (1 - beta2) * slope * slope)
+            change = (first / to_first) / ((second / to_second).sqrt() + group["eps"])
+            if self.adam_w_mode:
+                change = change + decay * weight
+            parameter.copy_(weight - lr * change)
+
+        moments = self.kept(parameters, "exp_avg", "exp_avg_sq", dtype=torch.float32)
+        launch(update, [[p.grad for p in parameters], parameters, *moments])
+
+
+class FusedSGD(_Fused):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+    ) -> None:
+        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, "nesterov": nesterov})
+        self.wd_after_momentum = wd_after_momentum
+
+    def step_group(self, number: int, group: dict[str, Any]) -> None:
+        for dtype in self.dtypes:  # parameters of others are left as they are
+            launched = [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
+            if launched:
+                self._launch(group, launched)
+
+    def _launch(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        momenta, are_new = [], True
+        for parameter in parameters:
+            are_new = "momentum_buffer" not in self.state[parameter]  # that of the last one decides
+            momenta.append(self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data)))
+        momentum, decay = group["momentum"], group["weight_decay"]
+
+        def update(_: int, gradient: Tensor, parameter: Tensor, kept: Tensor) -> None:
+            _same_dtype(gradient, parameter)
+            slope, weight = gradient.float(), parameter.float()
+            if not self.wd_after_momentum:
+                slope = slope + decay * weight
+            if momentum:
+                new = slope if are_new else kept.float() * momentum + (1 - group["dampening"]) * slope
+                kept.copy_(new)
+                slope = slope + momentum * new if group["nesterov"] else new
+            if self.wd_after_momentum:
+                slope = slope + decay * weight
+            parameter.copy_(weight - group["lr"] * slope)
+
+        launch(update, [[p.grad for p in parameters], parameters, momenta])
+
+
+class FusedAdagrad(_Fused):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self.adagrad_w_mode = adagrad_w_mode
+
+    def step_group(self, number: int, group: dict[str, Any]) -> None:
+        def update(_: int, gradient: Tensor, parameter: Tensor, total: Tensor) -> None:
+            weight, slope = parameter.float(), gradient.float()
+            if not self.adagrad_w_mode:
+                slope = slope + group["weight_decay"] * weight
+            total.copy_(total.float() + slope * slope)
+            change = slope / (total.float().sqrt() + group["eps"])
+            if self.adagrad_w_mode:
+                change = change + group["weight_decay"] * weight
+            parameter.copy_(weight - group["lr"] * change)
+
+        for parameters in self.by_dtype(group["params"]):
+            launch(update, [[p.grad for p in parameters], parameters, *self.kept(parameters, "sum")])
+
+
+class FusedLAMB(_Fused):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        super().__init__(params, {**settings, **more})
+        self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parts = [_norms([p.grad for p in launched]).square().sum().sqrt() for launched in self.by_dtype(parameters)]
+        norm = torch.tensor([float(part) for part in parts]).norm()
+        limit = self.defaults["max_grad_norm"]
+        clip = float(norm / limit) if norm > limit else 1.0
+        for group in self.param_groups:
+            count = self.count(group)
+            for launched in self.by_dtype(group["params"]):
+                self._launch(group, count, launched, clip)
+
+    def _launch(self, group: dict[str, Any], count: int, parameters: list[Tensor], clip: float) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        to_first, to_second = (1 - b**count if group["bias_correction"] else 1.0 for b in (beta1, beta2))
+        weight_of_new = 1 - beta1 if group["grad_averaging"] else 1.0
+        gradients = [parameter.grad for parameter in parameters]
+        weights = _norms(parameters)
+
+        def direction(_: int, gradient: Tensor, parameter: Tensor, first: Tensor, second: Tensor) -> None:
+            slope = gradient.float() / clip
+            if not self.adam_w_mode:
+                slope = slope + decay * parameter.float()
+            first.copy_(first * beta1 + weight_of_new * slope)
+            second.copy_(second * beta2 + (1 - beta2) * slope * slope)
+            change = (first / to_first) / ((second / to_second).sqrt() + group["eps"])
+            gradient.copy_(change + decay * parameter.float() if self.adam_w_mode else change)
+
+        launch(direction, [gradients, parameters, *self.kept(parameters, "exp_avg", "exp_avg_sq")])
+        changes = _norms(gradients)  # where the gradients were
+
+        def update(index: int, change: Tensor, parameter: Tensor) -> None:
+            rate = group["lr"]
+            if (self.use_nvlamb or decay) and weights[index] and changes[index]:
+                rate *= float(weights[index] / changes[index])
+            parameter.copy_(parameter.float() - rate * change.float())
+
+        launch(update, [gradients, parameters])
+
+
+class FusedNovoGrad(_Fused):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def step_group(self, number: int, group: dict[str, Any]) -> None:
+        (beta1, beta2), count = group["betas"], self.count(group)
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        if "exp_avg_sq" not in group:  # by the place of a gradient among those that there are
+            group["exp_avg_sq"] = torch.tensor([float(gradient.norm()) for gradient in gradients])
+        assert len(gradients) == len(group["exp_avg_sq"])
+        if not parameters:
+            return
+        group["exp_avg_sq"] = (beta2 * group["exp_avg_sq"] ** 2 + (1 - beta2) * _norms(gradients) ** 2).sqrt()
+
+        def update(index: int, gradient: Tensor, parameter: Tensor, first: Tensor) -> None:
+            first.copy_(beta1 * first + (1 - beta1) * gradient)
+            scale = float(group["exp_avg_sq"][index]) / math.sqrt(1 - beta2**count) + group["eps"]
+            parameter.sub_(group["lr"] * (first / (1 - beta1**count) / scale + group["weight_decay"] * parameter))
+
+        launch(update, [gradients, parameters, *self.kept(parameters, "exp_avg")])
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """Is refused by its name."""
+
+
+class DistributedFusedAdam(FusedAdam):
+    """Is refused by its module."""
+
+
+_PACKAGE = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
+for _kind in _PACKAGE:
+    _kind.__module__ = f"apex.optimizers.{_kind.__name__.lower()}"
+DistributedFusedAdam.__module__ = "apex.contrib.optimizers.distributed_fused_adam"
+
+
+def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the package; undone by `monkeypatch`, so that a package that a test finds does not stay."""
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let imports of ``amp_C`` and ``apex.optimizers`` find these classes."""
+    uninstall(monkeypatch)
+    package = ModuleType("apex.optimizers")
+    for kind in _PACKAGE:
+        setattr(package, kind.__name__, kind)
+    for module in (ModuleType("amp_C"), ModuleType("apex"), package):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
