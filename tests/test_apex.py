@@ -196,7 +196,7 @@ def test_a_first_gradient_that_comes_late_leaves_other_momenta_alone() -> None:
 def test_weight_decay_after_momentum_is_no_part_of_a_late_momentum() -> None:
     results = []
     for steps in ((["late"], ["late"]), (["early"], ["early", "late"], ["late"])):
-        parameters = {name: nn.Parameter(torch.arange(1.0, 4.0)) for name in ("early", "late")}
+        parameters = {name: nn.Parameter(torch.arange(1.0, 4.0)) for name in ("late", "early")}
         settings = {**MOMENTUM, "dampening": 0.5, "weight_decay": 0.5, "wd_after_momentum": True}
         optimizer = apex.FusedSGD(parameters.values(), **settings)
         for used in steps:
