@@ -303,6 +303,13 @@ def test_a_derived_class_is_tried_out_like_any_other() -> None:
         kinds_that_need_whole(Own(parameters, capturable=True), CPU)
 
 
+def test_apexs_own_classes_are_known_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (apex.FusedAdam, apex.FusedSGD, apex.FusedAdagrad):
+        optimizer = kind([nn.Parameter(torch.ones(3, 2))], lr=1.0)
+        monkeypatch.setattr(kind, "step", lambda self: pytest.fail("its kernels were launched"))
+        assert kinds_that_need_whole(optimizer, CPU) == set()
+
+
 # One that needs whole parameters
 
 

@@ -81,9 +81,6 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = runtime_of(model)
     whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
-    refuse_dtypes(
-        optimizer, _trained(runtime, chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    )
     if runtime.config.offload_optimizer:
         refuse_host(optimizer)
     return ShardedOptimizer(optimizer, runtime, whole_kinds)
