@@ -24,6 +24,7 @@ from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
 from layerzero.reliability.watchdog import Watchdog, watchdog
+from layerzero.setup.closing import close
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
@@ -56,6 +57,7 @@ __all__ = [
     "Watchdog",
     "checkpoint",
     "clip_grad_norm_",
+    "close",
     "fingerprint",
     "full_state_dict",
     "guard_bits",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero.comm.process_groups import new_group_like
 from tests.support.models import (
     IntegerNet,
     Step,
@@ -386,12 +388,17 @@ def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank() ->
 
 def _one_group_more(rank: int) -> None:
     if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
+        dist.new_group([0], use_local_synchronization=True)  # torch's own names are another on the two ranks now
+    layerzero.mesh_from_groups(dist.group.WORLD, dist.group.WORLD)
+    mesh = layerzero.init_mesh(2)
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError):  # the other rank does not come
+            new_group_like([0, 1], like=impatient, device_type="cpu")
+    dist.barrier()
     with pytest.raises(ValueError, match="number of process groups made so far is 2 on rank 0, 1 on rank 1"):
-        layerzero.init_mesh(2)
-    with pytest.raises(ValueError, match="number of process groups made so far"):
-        layerzero.mesh_from_groups(dist.group.WORLD, dist.group.WORLD)
+        layerzero.shard_model(nn.Linear(2, 2), mesh=mesh)
 
 
-def test_ranks_in_different_numbers_of_groups_are_told_before_they_wait_for_ever() -> None:
+def test_ranks_that_have_made_different_numbers_of_groups_are_told_before_they_wait_for_ever() -> None:
     run_ranks(_one_group_more, world_size=2, pg_timeout=10)

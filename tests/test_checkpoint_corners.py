@@ -236,10 +236,6 @@ def _no_memory(rank: int, folder: str) -> None:
     staging.group = None  # what a lost peer leaves
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    with pytest.raises(ValueError, match="number of process groups made so far"):
-        checkpoint.save_async(f"{folder}/four", model, optimizer)
-    if rank == 1:
-        dist.new_group([1], use_local_synchronization=True)
     checkpoint.save_async(f"{folder}/three", model, optimizer).wait()
     assert staging.group is not broken
 

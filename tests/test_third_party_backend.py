@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 import layerzero
-from layerzero.comm.topology import new_group_like
+from layerzero.comm.process_groups import new_group_like
 from tests.support.late_backend import NAME, register
 from tests.support.late_transfers import late as late_transfers
 from tests.support.models import (

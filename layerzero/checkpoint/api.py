@@ -27,8 +27,8 @@ from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
 from layerzero.comm.agreement import agree
+from layerzero.comm.process_groups import groups_so_far, known_to_torch
 from layerzero.comm.texts import share_texts
-from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -259,14 +259,14 @@ def _renew_group(runtime: Runtime, staging: Staging) -> None:
     everyone = runtime.everyone
     said = share_texts(everyone.control, "lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
-        agree("checkpoint.save_async", groups_so_far(), ranks=everyone.ranks)
+        agree("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
         staging.group = everyone.new_control_group()
 
 
 def _write_staged(job: _Job, staging: Staging) -> None:
     assert staging.group is not None
     try:
-        _write(job, staging.group)
+        _write(job, staging.group.group)
     except LostEachOther:
         staging.group = None  # the next save makes another one
         raise
@@ -276,7 +276,8 @@ def _write(job: _Job, group: dist.ProcessGroup) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:
-        write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
+        with known_to_torch(group):
+            write_tensors(job.tensors, storage_writer=job.writer, planner=planner, process_group=group)
     except CheckpointException as error:
         if first:
             job.writer.discard()

@@ -63,8 +63,8 @@ from layerzero.checkpoint.values import dtype_named, with_all_ranks
 from layerzero.checkpoint.writing import write_items
 from layerzero.comm.collectives import Lane, swap
 from layerzero.comm.exchange import Ledger
+from layerzero.comm.process_groups import ModelGroups, groups_so_far
 from layerzero.comm.texts import share_texts
-from layerzero.comm.topology import groups_so_far
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -124,9 +124,12 @@ class Buddies:
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error
-        agree_or_raise(_WHAT, runtime, {"name": name, **groups_so_far()}, failure)
+        (made,) = groups_so_far(runtime.everyone.ranks).values()
+        agree_or_raise(_WHAT, runtime, {"name": name, **made}, failure)
+        self._groups = ModelGroups()
         # Of its own ledger: a thread counts there.
-        self._lane = Lane.over("snapshots", "control", runtime.everyone.new_control_group(), Ledger(), "cpu")
+        group = runtime.everyone.new_control_group(self._groups)
+        self._lane = Lane.over("snapshots", "control", group, Ledger(), "cpu")
         told = [json.loads(text) for text in share_texts(self._lane, node)]
         self._number = max(number for _, number in told)  # of the last snapshot that was begun
         self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
@@ -203,6 +206,7 @@ class Buddies:
         """Wait, and remove all snapshots of the run from the memory of all nodes. All ranks must call this."""
         self._finish()
         share_texts(self._lane, "")  # nobody needs them any more
+        self._groups.release()
         shutil.rmtree(self.folder, ignore_errors=True)  # others of the node are at it, too
 
     def _finish(self) -> None:

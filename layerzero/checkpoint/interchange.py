@@ -22,6 +22,7 @@ from layerzero.checkpoint.files import Manifest
 from layerzero.checkpoint.loading import Source, prepare_from
 from layerzero.checkpoint.storage import Contents, Reader
 from layerzero.checkpoint.values import Decoder, Encoder
+from layerzero.comm.process_groups import known_to_torch
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 
@@ -95,7 +96,8 @@ class _DcpFiles:
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=self._group)
+            with known_to_torch(self._group):
+                read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=self._group)
         except CheckpointException as error:
             raise told("read", self._path, error) from None
         except RuntimeError as error:

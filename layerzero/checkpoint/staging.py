@@ -6,11 +6,12 @@ import itertools
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from layerzero.comm.process_groups import HeldGroup
+from layerzero.comm.topology import Topology
 from layerzero.engine.runtime import Runtime
 from layerzero.storage.device import finish_copies, host_memory
 from layerzero.tensors.rows import Watch
@@ -27,7 +28,7 @@ class Staging:
     """The memory of one model's background saves, which the next save takes again.
 
     Args:
-        device: of the model.
+        topology: of the model. A save that is being written keeps its process groups.
 
     Attributes:
         group: on which the ranks talk while they write, and nobody else does; None: a new one is needed.
@@ -35,12 +36,21 @@ class Staging:
         listeners: of the pending save.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.group: dist.ProcessGroup | None = None
+    def __init__(self, topology: Topology) -> None:
+        device, self._groups = topology.device, topology.groups
+        self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
         self.listeners: list[RemovableHandle] = []  # hooks of optimizers that tell of its failure
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
+
+    def finish(self) -> None:
+        """Wait for a save in the background. If it has failed and nobody has been told, warn."""
+        while self.listeners:
+            self.listeners.pop().remove()
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.settle()
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,15 +80,10 @@ def _padded(tensor: Tensor) -> int:
 
 def staging_of(runtime: Runtime) -> Staging:
     if runtime.staging is None:
-        runtime.staging = Staging(runtime.topology.device)
+        runtime.staging = Staging(runtime.topology)
     return cast("Staging", runtime.staging)
 
 
 def finish_pending(runtime: Runtime) -> None:
     """Wait for a save in the background. If it has failed and nobody has been told, warn."""
-    staging = staging_of(runtime)
-    while staging.listeners:
-        staging.listeners.pop().remove()
-    if staging.pending is not None:
-        pending, staging.pending = staging.pending, None
-        pending.settle()
+    staging_of(runtime).finish()

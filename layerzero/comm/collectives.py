@@ -32,6 +32,7 @@ from torch.autograd import profiler
 
 from layerzero.comm.exchange import GATHERS, SPELLED, Exchange, Ledger
 from layerzero.comm.node_pool import Arrival, NodePool
+from layerzero.comm.process_groups import HeldGroup
 from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
 from layerzero.storage.adding import add_up
@@ -65,23 +66,29 @@ class Lane:
 
     name: str  # for people
     axis: str  # "zero3", "replica" or "control"
-    group: dist.ProcessGroup
+    held: HeldGroup
     ledger: Ledger
     size: int
     rank: int
     is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
 
     @classmethod
-    def over(cls, name: str, axis: str, group: dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
+    def over(cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
+        held = group if isinstance(group, HeldGroup) else HeldGroup(group)
         return cls(
             name=name,
             axis=axis,
-            group=group,
+            held=held,
             ledger=ledger,
-            size=dist.get_world_size(group),
-            rank=dist.get_rank(group),
-            is_gloo=backend_of(group, device_type) == "gloo",
+            size=dist.get_world_size(held.group),
+            rank=dist.get_rank(held.group),
+            is_gloo=backend_of(held.group, device_type) == "gloo",
         )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Raises RuntimeError after the model was closed."""
+        return self.held.group
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
@@ -106,6 +113,8 @@ class Issued:
         if self.flight is not None:
             self.flight.follow(each)
         works = Works(each, self)
+        if self.lane.held.is_local:
+            self.lane.held.track(works)
         if (watching := self.lane.ledger.watching) is not None:  # read once: it may end meanwhile
             watching(self, works)
         return works
@@ -164,9 +173,11 @@ class Works:
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
+            self.issued.lane.held.in_flight.pop(id(self), None)
             if beside:
                 raise Unexplained(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
+        self.issued.lane.held.in_flight.pop(id(self), None)
         if self.flight is not None:
             self.flight.arrived()
         if not beside:
@@ -203,6 +214,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 @contextmanager
 def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Issued]:
     """Count an exchange that is launched, show it to who watches, and name it where it fails."""
+    lane.held.require_open()
     lane.ledger.record(exchange, lane.axis, sent, name)
     observer, flight = lane.ledger.observer, None
     if observer.recorder is not None or profiler._is_profiler_enabled:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Exchange, Lane, all_reduce, broadcast
+from layerzero.comm.process_groups import HeldGroup, ModelGroups
 from layerzero.comm.texts import share_texts
-from layerzero.comm.topology import Topology, new_group_like
+from layerzero.comm.topology import Topology
 
 __all__ = ["Beside", "Everyone", "broadcast_over", "reduce_over"]
 
@@ -38,7 +39,7 @@ class Everyone:
             return cls(topology, topology.ranks, topology.control, ())._known()
         like, ledger = topology.control.group, topology.ledger
         places = sorted(further.mesh.flatten().tolist())
-        beside = Lane.over("control", "control", _gloo(places, like), ledger, "cpu")
+        beside = Lane.over("control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
         told = share_texts(beside, json.dumps(topology.ranks))
         ranks = sorted({rank for text in told for rank in json.loads(text)})
         if len(ranks) != topology.data_parallel * further.size():
@@ -46,7 +47,7 @@ class Everyone:
                 f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}: these must be "
                 f"{further.size()} groups that have no rank in common"
             )
-        control = Lane.over("control", "control", _gloo(ranks, like), ledger, "cpu")
+        control = Lane.over("control", "control", _gloo(topology.groups, ranks, like), ledger, "cpu")
         return cls(topology, tuple(ranks), control, _lanes_along(further, topology))._known()
 
     def _known(self) -> Everyone:
@@ -81,9 +82,13 @@ class Everyone:
         """Reduce a small tensor in place, each rank's once. All of them must call this."""
         reduce_over(self.topology.over_model, number, op)
 
-    def new_control_group(self) -> dist.ProcessGroup:
-        """Another gloo group of all ranks, for a thread of its own. All of them must call this."""
-        return _gloo(list(self.ranks), self.control.group)
+    def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
+        """Another gloo group of all ranks, for a thread of its own. All of them must call this.
+
+        Args:
+            groups: whose it is; None: the model's.
+        """
+        return _gloo(groups or self.topology.groups, list(self.ranks), self.control.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,5 +134,6 @@ def _lanes_along(further: DeviceMesh, topology: Topology) -> tuple[Lane, ...]:
     return tuple(Lane.over(f"across {axis}", "across", group, ledger, kind) for axis, group in groups)
 
 
-def _gloo(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    return new_group_like(ranks, like=like, device_type="cpu", backend=dist.get_backend(like))
+def _gloo(groups: ModelGroups, ranks: list[int], like: dist.ProcessGroup) -> HeldGroup:
+    backend = dist.get_backend_config(like).split(",")[0].split(":")[1]
+    return groups.new(ranks, like=like, device_type="cpu", backend=backend)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -58,7 +57,12 @@ class HandOver:
         self._handles = 0
         self._used = 0  # bytes of the common memory
         self._landings = ThreadStream("refresh")
-        weakref.finalize(self, self._landings.thread.end)
+        self._landings.end_with(self)
+
+    def close(self) -> None:
+        """Leave the shared memory. It is free when no tensor lies in it any more."""
+        self._landings.thread.end()
+        self.memory.close()
 
     def share(self, numel: int, dtype: torch.dtype) -> SharedWeights:
         """The next handle's memory; every rank asks for the same."""

@@ -119,6 +119,10 @@ class NodeMemory:
         self.commit(self.region.foreseen)
         self.signals.advance(_PROOF)
 
+    def close(self) -> None:
+        """Close the file. The other ranks of the node take this one for ended."""
+        self._close()
+
     def doubt(self) -> str | None:
         """What speaks against the others having this very memory, once they have reserved it; None: nothing."""
         behind = self.signals.behind(_PROOF, 1)

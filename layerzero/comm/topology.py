@@ -3,12 +3,6 @@
 Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
 the shard lies inside ZeRO-3 shard s and every exchange runs along one axis.
 
-[Note: Groups of their members alone]
-Groups are made by their members only: a model may live on some of the ranks, and the others need not know of it. After
-``init_process_group(device_id=...)`` torch would split the world's communicator for each new group instead of making
-one, which takes all ranks of the world, and hang where some are not asked. So while a group is made here, the world is
-not bound to a device; the group then connects at its first exchange, as it does without `device_id`.
-
 [Note: A group for each lane]
 A backend matches the exchanges of a group by their order. The model's own exchanges (tokens for experts, say) may use
 the groups of the mesh, several meshes may share one, and so may several models; and when an exchange of ours is
@@ -20,10 +14,8 @@ by nobody, no backend connects it but gloo.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -32,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Lane, backend_of
 from layerzero.comm.exchange import Ledger
+from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
 from layerzero.layout.grid import Grid
 from layerzero.storage.device import compute_device, default_device_type
 
@@ -39,11 +32,9 @@ __all__ = [
     "AXES",
     "Topology",
     "as_data_parallel",
-    "groups_so_far",
     "init_mesh",
     "mesh_from_groups",
     "mesh_of_ranks",
-    "new_group_like",
 ]
 
 AXES = ("replica", "zero3")
@@ -60,6 +51,7 @@ class Topology:
     grid: Grid  # where this rank stands among them
     device: torch.device
     ledger: Ledger
+    groups: ModelGroups  # whose the groups of the lanes are, and of others that the model makes
     # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
     # function of the program; see "One step" in docs/architecture.md.
     zero3_gather: Lane
@@ -99,25 +91,29 @@ class Topology:
         if ranks not in self._among:
             node, like = dist.get_process_group_ranks(self.zero3_gather.group), self.zero3_gather.group
             first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
-            group = new_group_like(node[first : first + ranks], like=like, device_type=kind)
+            group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
             self._among[ranks] = Lane.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
         return self._among[ranks]
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None) -> Topology:
-        """Every rank of the mesh must call this. `ledger`: counts what is sent here, too."""
+    def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None, groups: ModelGroups | None = None) -> Topology:
+        """Every rank of the mesh must call this.
+
+        Args:
+            ledger: counts what is sent here, too.
+            groups: of the model, if it has other topologies.
+        """
         mesh, ledger = as_data_parallel(mesh), ledger or Ledger()
+        groups = groups or ModelGroups()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
         node = dist.get_process_group_ranks(zero3)
         backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
         # See [Note: A group for each lane].
-        gather, reduce = (new_group_like(node, like=zero3, device_type=kind) for _ in range(2))
-        replicas = new_group_like(dist.get_process_group_ranks(replica), like=replica, device_type=kind)
-        control, node_control = (
-            new_group_like(r, like=zero3, device_type=kind, backend=backend) for r in (ranks, node)
-        )
+        gather, reduce = (groups.new(node, like=zero3, device_type=kind) for _ in range(2))
+        replicas = groups.new(dist.get_process_group_ranks(replica), like=replica, device_type=kind)
+        control, node_control = (groups.new(r, like=zero3, device_type=kind, backend=backend) for r in (ranks, node))
         return cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
@@ -125,6 +121,7 @@ class Topology:
             grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
             ledger=ledger,
+            groups=groups,
             zero3_gather=Lane.over("zero3 gather", "zero3", gather, ledger, kind),
             zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
             replica=Lane.over("replica", "replica", replicas, ledger, kind),
@@ -166,13 +163,13 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     except (TypeError, ValueError) as error:
         size, failure = 1, error
     asked = zero3_size if failure is not None else size
-    fields = {"zero3_size": repr(asked), "device_type": device_type, **groups_so_far()}
-    agree("init_mesh", fields, ranks=ranks, failure=failure)
     table = torch.tensor(ranks).view(world // size, size)
+    row, column = _lines_of(table)
+    fields = {"zero3_size": repr(asked), "device_type": device_type}
+    agree("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
     everyone = dist.group.WORLD
     assert everyone is not None
-    row = table[ranks.index(dist.get_rank()) // size].tolist()
-    return _mesh_over(table, new_group_like(row, like=everyone, device_type=device_type), device_type)
+    return _mesh_over(table, mesh_group(row, like=everyone, device_type=device_type), device_type)
 
 
 def _checked_size(zero3_size: int | None, world: int) -> int:
@@ -219,10 +216,10 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
         starts = [ranks[i : i + size] for i in range(0, world, size)]
         failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
-    fields = {"zero1_group": ranks, "size of zero3_group": size, **groups_so_far()}
-    agree("mesh_from_groups", fields, ranks=ranks, failure=failure)
+    fields = {"zero1_group": ranks, "size of zero3_group": size}
+    table = torch.tensor(ranks).view(-1, size if failure is None else 1)
+    agree("mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_lines_of(table)[1]), failure=failure)
 
-    table = torch.tensor(ranks).view(world // size, size)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero3_group):
         device_type = "cpu"
@@ -231,9 +228,15 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
-    column = table[:, dist.get_rank(zero3_group)].tolist()
-    replica_group = new_group_like(column, like=zero3_group, device_type=device_type)
+    _, column = _lines_of(table)
+    replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
+
+
+def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The row and the column of a table of ranks [R, S] in which this rank stands."""
+    ((r, s),) = (table == dist.get_rank()).nonzero().tolist()
+    return table[r].tolist(), table[:, s].tolist()
 
 
 def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
@@ -255,7 +258,7 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
         replica = mesh.get_group(0)
     else:
         mine, kind = [dist.get_rank()], mesh.device_type
-        replica, ranks = new_group_like(mine, like=zero3, device_type=kind), ranks.view(1, -1)
+        replica, ranks = mesh_group(mine, like=zero3, device_type=kind), ranks.view(1, -1)
     return DeviceMesh.from_group([replica, zero3], mesh.device_type, mesh=ranks, mesh_dim_names=AXES)
 
 
@@ -282,56 +285,6 @@ def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.Proces
     table = mesh.mesh.t()
     table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
-
-
-def groups_so_far() -> dict[str, object]:
-    """What ranks that are going to make groups must agree on, for :func:`layerzero.agreement.agree`.
-
-    torch names a group that only its members make by how many groups each of them is in: members that are in different
-    numbers of groups would wait for each other for ever.
-    """
-    return {"number of process groups made so far": len(dist.distributed_c10d._world.pg_names)}
-
-
-def new_group_like(
-    ranks: list[int], *, like: dist.ProcessGroup, device_type: str, backend: str | None = None
-) -> dist.ProcessGroup:
-    """A group with the backend and the timeout of another; torch's own default would be half an hour.
-
-    Only the members call this, each in the same order as its peers. See [Note: Groups of their members alone].
-    """
-    with _nothing_to_split():
-        group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            backend=backend or dist.get_backend_config(like),
-            timeout=_timeout_of(like, device_type),
-            use_local_synchronization=True,
-        )
-    return group
-
-
-@contextmanager
-def _nothing_to_split() -> Iterator[None]:
-    world = dist.group.WORLD
-    assert world is not None
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Of its exchanges; None where its backend does not tell, for torch's default."""
-    try:
-        timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
-    except (AttributeError, RuntimeError):  # the base class of backends raises where there are no options
-        return None
-    return timeout
 
 
 def _indivisible(size: int, world: int) -> str:

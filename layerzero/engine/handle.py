@@ -162,6 +162,16 @@ class Handle:
         graded = any(member.parameter.grad is not None for member in self.members)
         return self.trainable or self.watch.edited or graded
 
+    def close(self) -> None:
+        """Give up all memory but the masters, which the sharded parameters show."""
+        for member in self.members:
+            # In shared memory they would keep all of it.
+            master = member.master if self.shared is None else member.master.clone()
+            member.recut(master, member.span, member.local, Watch())
+            member.close()
+        if self.shared is not None:
+            self.shared.hand_over.close()
+
     # Birth
 
     def _new_master(self) -> Tensor:

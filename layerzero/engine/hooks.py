@@ -7,6 +7,11 @@ The hooks of the root keep the runtime, which keeps the units, handles and their
 user: the runtime and whatever it leads to refer to modules weakly, or by their dicts of parameters, and the hooks of
 other units to the runtime weakly. So the memory of a model is free when the last reference to it goes, without Python's
 garbage collector.
+
+[Note: A closed model]
+``layerzero.close`` takes away the runtime's attributes, whoever holds it: a sharded optimizer, an EMA, the graph of a
+loss. What uses it then raises one error. Hooks that say so take the place of those that drove it. The parameters stay:
+tensors of this rank's rows, of which the others are out of reach.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from layerzero.comm.process_groups import CLOSED
 from layerzero.engine.handle import Handle
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
@@ -26,7 +32,7 @@ from layerzero.tensors.main_grad import GatheredParameter
 from layerzero.tensors.outside import explain_dtypes
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["attach", "forward_hooks", "runtime_of"]
+__all__ = ["attach", "detach", "forward_hooks", "is_closed", "runtime_of"]
 
 
 def attach(runtime: Runtime) -> None:
@@ -46,6 +52,30 @@ def attach(runtime: Runtime) -> None:
                 member.leaf.requires_grad_(requires_grad)
                 if isinstance(member.leaf, GatheredParameter):
                     member.leaf.offer(_main_grad(runtime, handle, slot))
+
+
+def detach(model: nn.Module) -> None:
+    """Let the modules of a model raise; see [Note: A closed model]."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Hook):
+                    hooks[key] = _ClosedBefore() if isinstance(hook, _BeforeForward) else _ClosedAfter()
+
+
+def is_closed(model: nn.Module) -> bool:
+    """It was closed by layerzero.close, or is a part of a model that was."""
+    return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
+
+
+class _ClosedBefore:
+    def __call__(self, *_: object) -> NoReturn:
+        raise RuntimeError(CLOSED)
+
+
+class _ClosedAfter:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output
 
 
 def _prepare_load(
@@ -72,10 +102,13 @@ def runtime_of(model: nn.Module) -> Runtime:
 
     Raises:
         TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
+        RuntimeError: it was closed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
     for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _ClosedBefore):
+            raise RuntimeError(CLOSED)
         if isinstance(hook, _BeforeForward):
             if not hook.is_roots:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
@@ -181,7 +214,7 @@ class _AfterForward(_Hook):
         self._run = torch.compiler.disable(Runtime.after_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._weak() is None:  # the hook before the forward has said so
+        if (runtime := self._weak()) is None or runtime.closed:  # the hook before the forward has said so
             return output
         if output is None:
             explain_dtypes(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)

@@ -36,6 +36,13 @@ class Member:
         assert isinstance(self.parameter, RowShardedTensor)
         self.parameter._local_tensor = LocalRows(master, span, watch)
 
+    def close(self) -> None:
+        """Give up the whole parameter, which an optimizer would keep otherwise."""
+        self.leaf = nn.Parameter(torch.empty(0), requires_grad=False)
+        del self.accumulates
+        assert isinstance(self.parameter, RowShardedTensor)
+        self.parameter.gathered = self.parameter.grad = None
+
     def is_coming(self) -> bool:
         """The backward that runs now delivers a gradient of the whole parameter."""
         try:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from layerzero.comm.everyone import Everyone
+from layerzero.comm.process_groups import CLOSED
 from layerzero.comm.whereabouts import LostExchange
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
@@ -45,6 +46,12 @@ from layerzero.tensors.outside import inside_backward, is_calling_itself, refuse
 from layerzero.tensors.structures import tensors_in
 
 __all__ = ["Runtime"]
+
+
+class Staging(Protocol):
+    """Saves in the background."""
+
+    def finish(self) -> None: ...
 
 
 class Runtime:
@@ -76,7 +83,8 @@ class Runtime:
         self.views: list[View] = []  # the contexts that are entered
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
-        self.staging: object | None = None  # of saves in the background: layerzero.checkpoint's
+        self.staging: Staging | None = None  # of saves in the background: layerzero.checkpoint's
+        self.on_close: list[Callable[[], object]] = []  # ends what was begun beside the model; does nothing twice
         member_of = {id(m.parameter): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model: handles may have others on other ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
@@ -104,6 +112,38 @@ class Runtime:
                 "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
             )
         return model
+
+    def close(self) -> None:
+        """Finish what is under way beside the program, and give up all that the model has but its parameters.
+
+        See [Note: A closed model] in hooks.py. Where groups are a device's, all ranks must call this.
+        """
+        try:
+            self.notice_interrupt()
+            if self.staging is not None:
+                self.staging.finish()
+            while self.on_close:
+                self.on_close.pop()()
+            self.observer.end_all()
+        finally:
+            self.gradients.close()
+            for handle in self.handles:
+                handle.close()
+            for optimizer in self.optimizers:
+                optimizer.rows_have_moved()  # type: ignore[attr-defined]
+            self.topology.groups.release()
+            self.__dict__.clear()
+
+    @property
+    def closed(self) -> bool:
+        return not self.__dict__
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if self.closed and not name.startswith("__"):
+                raise RuntimeError(CLOSED)
+            raise AttributeError(name)
 
     # Forward
 

@@ -162,6 +162,10 @@ class GradientSync:
                 member.leaf.grad = None
                 take_flag(member.leaf)
 
+    def close(self) -> None:
+        """End the threads that reduce."""
+        self._streams.close()
+
     # Between backwards
 
     def complete(self) -> bool:

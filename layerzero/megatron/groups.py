@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import groups_so_far, new_group_like
+from layerzero.comm.process_groups import groups_so_far, mesh_group
 from layerzero.storage.device import default_device_type
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "process_groups", "tell_all", "together"]
@@ -79,18 +79,20 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     ranks = sorted(dist.get_process_group_ranks(zero1))
     alike = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
     failure = _failure(zero3_size, ranks, alike)
-    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks", **groups_so_far()}
-    agree("layerzero.megatron.process_groups", fields, ranks=ranks, failure=failure)
-    start = ranks.index(dist.get_rank()) // zero3_size * zero3_size
+    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks"}
+    size = zero3_size if failure is None else 1
+    start = ranks.index(dist.get_rank()) // size * size
+    node = ranks[start : start + size]
+    made = groups_so_far(node, [rank for rank in node if rank in alike])
+    agree("layerzero.megatron.process_groups", fields, ranks=ranks, groups=made, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
         device_type = "cpu"
-    node = ranks[start : start + zero3_size]
-    zero3 = new_group_like(node, like=zero1, device_type=device_type)
+    zero3 = mesh_group(node, like=zero1, device_type=device_type)
     expert_zero3 = None
     if len(alike) < len(ranks):
         own = [rank for rank in node if rank in alike]
-        expert_zero3 = new_group_like(own, like=experts, device_type=device_type)
+        expert_zero3 = mesh_group(own, like=experts, device_type=device_type)
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
     expert_zero1 = None if expert_zero3 is None else experts

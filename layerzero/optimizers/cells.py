@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from layerzero.comm.collectives import Lane
-from layerzero.comm.topology import Topology, new_group_like
+from layerzero.comm.topology import Topology
 from layerzero.layout.owners import Across
 from layerzero.tensors.faces import Face
 
@@ -63,7 +63,7 @@ def cell_across(topology: Topology, axis: int, places: Mapping[int, tuple[int, i
     """Of the ranks of :func:`places_across`. All ranks of the model must call this."""
     ranks = sorted(places)
     kind = topology.mesh.device_type
-    group = new_group_like(ranks, like=topology.zero3_gather.group, device_type=kind)
+    group = topology.groups.new(ranks, like=topology.zero3_gather.group, device_type=kind)
     lane = Lane.over("owners", "across", group, topology.ledger, kind)
     return Cell(topology, axis, lane, tuple(places[rank] for rank in ranks))
 

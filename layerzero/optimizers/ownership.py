@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.topology import Topology, groups_so_far
+from layerzero.comm.process_groups import groups_so_far
+from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
@@ -160,7 +161,7 @@ def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> N
         "parameters that an optimizer needs whole",
         {"names": sorted(names), "put together along further axes": told},
         ranks=runtime.everyone.ranks,
-        groups={f"cell of {sorted(places)}": groups_so_far() for places in new_cells.values() if places},
+        groups=groups_so_far(*(sorted(places) for places in new_cells.values() if places)),
         failure=failure,
     )
     if not changes:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, Lane, all_gather, all_reduce
+from layerzero.comm.process_groups import ModelGroups
 from layerzero.comm.topology import Topology, init_mesh
 from layerzero.planning.cluster import Cluster
 from layerzero.storage.device import finish_copies, host_memory
@@ -80,9 +81,11 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     if nbytes < 1 << 12:
         raise ValueError(f"nbytes={nbytes}; give 4096 or more, or latencies are all there is")
     before = set(dist.distributed_c10d._world.pg_map)
+    groups = ModelGroups()
     try:
-        return _probed(Topology.from_mesh(init_mesh(zero3_size)), nbytes, dtype)
+        return _probed(Topology.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
     finally:
+        groups.release()
         for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
             dist.destroy_process_group(group)
 

@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -129,15 +130,23 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
+        # The model's end is its own. The threads hold this object, which holds no model.
+        self._finalizer = weakref.finalize(runtime, self._stop)
+        self._finalizer.atexit = False
+        runtime.on_close.append(self.close)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Watch no more. The end of the model does the same."""
+        self._finalizer()
+        for thread in self._threads:
+            thread.join(_SILENT)  # one may wait for a store that does not answer
+
+    def _stop(self) -> None:
         self._ledger.watching = None
         if self._hook is not None:
             self._hook.remove()
         self._ended.set()
-        for thread in self._threads:
-            thread.join(_SILENT)  # one may wait for a store that does not answer
+        self._flying.clear()
 
     def _count_step(self, *_: object) -> None:
         self._steps += 1
@@ -163,6 +172,18 @@ class Watchdog:
             _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
         finally:
             self._ended.set()  # for the other thread, too
+            self._forget()
+            del self._store  # a connection
+
+    def _forget(self) -> None:
+        """Delete what the watchdogs of all ranks have in the store, when the last of them ends."""
+        try:
+            self._store.delete_key(f"{self._scope}/{self._rank}")
+            if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
+                for key in ("alarms", "ended"):
+                    self._store.delete_key(f"{self._scope}/{key}")
+        except RuntimeError:  # gone, or one that keeps everything
+            pass
 
     def _mind(self) -> None:
         """Say, if it is so, that the store does not answer."""

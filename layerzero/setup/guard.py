@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -12,22 +13,31 @@ from layerzero.engine.runtime import Runtime
 
 __all__ = ["guard_optimizers"]
 
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # a global hook must not keep a model alive
+
 
 def guard_optimizers(runtime: Runtime) -> None:
     """Make every optimizer that steps this model's parameters go through `shard_optimizer`.
 
-    The hook does nothing once the runtime is gone. Sharded parameters stepped on their own would miss the reduction of
-    accumulated gradients and the refresh; parameters from before sharding are no longer the model's.
+    Sharded parameters stepped on their own would miss the reduction of accumulated gradients and the refresh;
+    parameters from before sharding are no longer the model's.
     """
-    # A weak reference: a global hook must not keep a model alive.
-    weak = weakref.ref(runtime)
+    _RUNTIMES.add(runtime)
+    _guard_process()
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        runtime = weak()
-        if runtime is None or optimizer in runtime.optimizers:
-            return
+
+@functools.cache
+def _guard_process() -> None:
+    # One hook for all models of the process, which stays: a model may be collected while torch walks its hooks.
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for runtime in list(_RUNTIMES):
+        if runtime.closed or optimizer in runtime.optimizers:
+            continue
         if any(optimizer.param_groups is sharded.param_groups for sharded in runtime.optimizers):
-            return  # an optimizer around a sharded one, which it steps; what else it does is seen by the parameters
+            continue  # an optimizer around a sharded one, which it steps; what else it does is seen by the parameters
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 member = runtime.parameters.member_of(parameter)
@@ -36,7 +46,3 @@ def guard_optimizers(runtime: Runtime) -> None:
                         f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded; "
                         "use optimizer = layerzero.shard_optimizer(optimizer, model)"
                     )
-
-    # Never removed: a model may be collected while torch walks its hooks, which must not change then. What stays behind
-    # is this function with a dead reference.
-    register_optimizer_step_pre_hook(check)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Lane
 from layerzero.comm.everyone import Beside, Everyone, broadcast_over
+from layerzero.comm.process_groups import ModelGroups
 from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import Topology, check_mesh, init_mesh, mesh_of_ranks
 from layerzero.setup.partition import UnitPlan, ranks_in
@@ -175,17 +176,19 @@ class Site:
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
-def sites_of(further: Further) -> tuple[Everyone, dict[DeviceMesh, Site]]:
+def sites_of(further: Further, groups: ModelGroups) -> tuple[Everyone, dict[DeviceMesh, Site]]:
     """Where the units of a model are sharded, by mesh; the root's first. All ranks of the model must call this."""
     root, *_ = further
-    topology = Topology.from_mesh(root)
+    topology = Topology.from_mesh(root, groups=groups)
     everyone = Everyone.around(topology, further[root])
     topology = everyone.topology
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
             _compare(everyone, mesh, axes)
-        own = topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger))
+        own = (
+            topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger, topology.groups))
+        )
         beside = None if axes is None else Beside.of(own, axes, everyone)
         sites[mesh] = Site(everyone, own, beside, holds_copies=mesh == root)
     return everyone, sites

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.codecs import GatherCodec
-from layerzero.comm.topology import as_data_parallel, groups_so_far
+from layerzero.comm.process_groups import (
+    ModelGroups,
+    groups_so_far,
+    kept_for_release,
+    released_everywhere,
+    settle_releases,
+)
+from layerzero.comm.texts import share_texts
+from layerzero.comm.topology import AXES, as_data_parallel
 from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
@@ -192,14 +200,37 @@ def shard_model(
         check_codec(plans, config)
         if sync_module_states:
             check_buffers(plans)
-        fields = describe(model, plans, config) | groups_so_far()
+        fields = describe(model, plans, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     failure = agree_beside(model, root, fields, failure)
-    agree("shard_model", fields | parts_of(plans), ranks=ranks, failure=failure)
+    settle_releases()
+    made = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+    agree("shard_model", fields | parts_of(plans), ranks=ranks, groups=made, failure=failure)
 
-    everyone, sites = sites_of(further)
+    groups = ModelGroups()
+    try:
+        runtime = _build(model, plans, further, config, groups, param_init_fn)
+        _open(runtime, plans)
+    except BaseException:
+        groups.abandon()
+        raise
+    return model
+
+
+def _build(
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    further: Further,
+    config: LayerZeroConfig,
+    groups: ModelGroups,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> Runtime:
+    """Make what the plans say. All ranks of the model must call this, with equal plans."""
+    everyone, sites = sites_of(further, groups)
     topology = everyone.topology
+    if not topology.zero3_reduce.held.is_local:
+        released_everywhere(share_texts(everyone.control, kept_for_release()), everyone.ranks)
     averaged = topology.data_parallel
     handles = [
         plan_handles(plan, config, Where.of(site.topology, in_node=False), averaged=averaged, has_face=site.has_face)
@@ -228,10 +259,9 @@ def shard_model(
     runtime = Runtime(model, units_built, config, everyone, buffers, ignored)
     runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
-    if unwritten or (was_on_meta and not sync_module_states):
+    if unwritten or (was_on_meta and not config.sync_module_states):
         runtime.before_first_forward = refusal_of(unwritten, runtime.members, everyone.ranks)
-    _open(runtime, plans)
-    return model
+    return runtime
 
 
 def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
@@ -259,7 +289,7 @@ def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) ->
     transfers = Transfers(device) if asked else None
     if transfers is not None and not transfers.pins:
         said = f"{' and '.join(asked)}=True on {device}: there is no device to free memory of; results are the same"
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
     outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
     accumulators = Accumulators(device, of_grads, keep)

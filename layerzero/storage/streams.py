@@ -23,6 +23,7 @@ meanwhile, that one fails, too, and tells more: who does what elsewhere.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -52,7 +53,7 @@ __all__ = [
 Operation = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]
 
-_PATIENCE = 5.0  # seconds for exchanges in flight when a model or the process ends
+_PATIENCE = 5.0  # seconds for exchanges in flight when a model is closed or the process ends
 
 
 class Awaited(Protocol):
@@ -105,6 +106,9 @@ class Streams(ABC):
 
     def check(self) -> None:  # noqa: B027 - most fail where they are handed over
         """Raise the failure of an exchange that somebody else than the program has waited for."""
+
+    def close(self) -> None:  # noqa: B027 - most have no threads
+        """End the threads that play streams, after what they were given."""
 
     @abstractmethod
     def settle(self, marks: Sequence[deque[Awaited]]) -> None:
@@ -190,12 +194,26 @@ class StreamThread(threading.Thread):
                     self._failures.add(error)
                 del operation
 
+    def stop(self) -> None:
+        """End after what was given. Called by finalisers, in any thread and in the middle of anything: never waits."""
+        self.given.put(None)
+
     def end(self) -> None:
-        """When a model or the process ends, which must not go while a thread is inside a backend."""
+        """Stop, and return when it has ended; after a few seconds anyway."""
         if self.is_alive():
-            self.given.put(None)
+            self.stop()
             if self is not threading.current_thread():
                 self.join(_PATIENCE)
+
+
+_STARTED: weakref.WeakSet[StreamThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """At the end of the process, in which no thread may be inside a backend."""
+    for thread in list(_STARTED):
+        thread.end()
 
 
 class ThreadStream(Stream):
@@ -205,9 +223,14 @@ class ThreadStream(Stream):
         self._failures = _Failures() if failures is None else failures
         self.thread = StreamThread(name, self._failures)
 
+    def end_with(self, owner: object) -> None:
+        """End the thread when `owner` is garbage collected."""
+        weakref.finalize(owner, self.thread.stop).atexit = False
+
     def start(self) -> None:
         if self.thread.ident is None:
             self.thread.start()
+            _STARTED.add(self.thread)
 
     def run(self, operation: Operation) -> None:
         self.start()
@@ -240,7 +263,11 @@ class ThreadStreams(Streams):
         self._threads = (node, replica)
         self._launcher = node.thread  # of every hop 2 that follows a hop 1
         for stream in self._threads:
-            weakref.finalize(self, stream.thread.end)
+            stream.end_with(self)
+
+    def close(self) -> None:
+        for stream in self._threads:
+            stream.thread.end()
 
     @property
     def failed(self) -> bool:

@@ -82,9 +82,6 @@ def verify(
     does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank,
     so that dropout and batch-norm in training mode can be compared.
 
-    Under torchrun, verify in a job of its own before the long one: torch keeps the process groups of the sharded runs,
-    five for each size, until ``torch.distributed.destroy_process_group()``.
-
     Use a small configuration of the model: every rank holds all of it, and rank 0 keeps two copies for each step in
     host memory.
 

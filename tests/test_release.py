@@ -1,0 +1,465 @@
+"""A model releases what it has made: when it is garbage collected, and by layerzero.close."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.optim import optimizer as torch_optimizer
+
+import layerzero
+from layerzero.comm.process_groups import settle_releases
+from layerzero.engine.hooks import runtime_of
+from tests.support.late_backend import NAME, register
+from tests.support.models import (
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+)
+from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
+from tests.support.wrapped_gloo import mesh_on
+
+WORLD = 4
+CLOSED = "the model was closed"
+
+
+BESIDE = {f"layerzero {name}" for name in ("node", "replica", "refresh", "watchdog")}  # threads that end by themselves
+
+
+def counts() -> dict[str, int]:
+    """What of this process models add to, after what was collected has been released."""
+    gc.collect()
+    settle_releases()
+    deadline = time.monotonic() + 3
+    while any(thread.name in BESIDE for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(_world.pg_map),
+        "names": len(_world.pg_names),
+        "ranks of groups": len(_world.pg_group_ranks),
+        "backends of groups": len(_world.pg_backend_config),
+        "tags": sum(map(len, _world.tags_to_pg.values())),
+        "hooks": len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks),
+        "mappings": Path("/proc/self/maps").read_text().count("layerzero"),
+    }
+
+
+def grown(before: dict[str, int], seconds: float = 5.0) -> list[str]:
+    """What is more than before; the system takes a moment to forget a thread that has ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        more = [f"{name}: {before[name]} to {count}" for name, count in counts().items() if count > before[name]]
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.02)
+
+
+def keys() -> int:
+    """Of the store, when all ranks have come here."""
+    dist.barrier()
+    number: int = _get_default_store().num_keys()
+    dist.barrier()
+    return number
+
+
+def sharded(rank: int, size: int = 2, **settings: Any) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
+    """A model that has made a step, and its optimizer."""
+    net = integer_net()
+    where = {} if "mesh" in settings else {"zero3_size": size}
+    model = layerzero.shard_model(net, units=net.UNITS, **where, **settings)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    train(model, optimizer, rank, range(1))
+    return model, optimizer
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# Models in turn
+
+
+def _in_turn(rank: int, models: int) -> None:
+    before, keys_before = counts(), 0
+    for turn in range(models):
+        model, optimizer = sharded(rank, (1, 2, 4)[turn % 3], reshard_after_forward=True if turn % 3 < 2 else 2)
+        next(model.parameters()).norm().full_tensor()  # torch's caches keep the mesh of the first such result
+        del model, optimizer
+        if turn == 5:
+            before, keys_before = counts(), keys()
+    more = grown(before)
+    assert not more, more
+    assert keys() == keys_before
+
+
+@BOTH
+def test_models_in_turn_leave_nothing_behind(node_memory: str | None) -> None:
+    run_ranks(_in_turn, 18, world_size=WORLD, node_memory=node_memory)
+
+
+def _mesh_of_the_user(rank: int) -> None:
+    mesh = mesh_of(2)
+    sharded(rank, mesh=mesh)
+    before = counts()
+    for _ in range(3):
+        model, optimizer = sharded(rank, mesh=mesh)
+        layerzero.close(model)
+        del model, optimizer
+    more = grown(before)
+    assert not more, more
+    number = torch.ones(1)
+    dist.all_reduce(number, group=mesh.get_group("zero3"))
+    assert number.item() == 2
+
+
+def test_the_mesh_of_the_user_stays() -> None:
+    run_ranks(_mesh_of_the_user, world_size=WORLD)
+
+
+def _cycle(rank: int) -> None:
+    sharded(rank)
+    before = counts()
+    with without_collector():
+        model, optimizer = sharded(rank)
+        model.__dict__["myself"] = model
+        weak = weakref.ref(model)
+        del model, optimizer
+        assert weak() is not None
+    more = grown(before)
+    assert not more, more
+    assert weak() is None
+
+
+def test_a_model_in_a_cycle_of_the_user_is_released_by_the_collector() -> None:
+    run_ranks(_cycle, world_size=WORLD)
+
+
+def _at_different_times(rank: int) -> None:
+    """Names of groups depend on no number that differs between ranks then."""
+    sharded(rank), sharded(rank, 4)
+    before = counts()
+    pairs = []  # torch itself would give the name of a group that has ended to the next one
+    with without_collector():
+        for turn in range(3):
+            model, optimizer = sharded(rank)
+            if rank == turn:
+                model.__dict__["myself"] = model
+            del model, optimizer
+            pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+            group = dist.new_group(pair, use_local_synchronization=True)
+            dist.barrier(group)
+            pairs.append(group)
+            del group
+            model, optimizer = sharded(rank, 4)
+            del model, optimizer
+    while pairs:
+        dist.destroy_process_group(pairs.pop())
+    more = grown(before)
+    assert not more, more
+
+
+def test_ranks_may_collect_at_different_times() -> None:
+    run_ranks(_at_different_times, world_size=WORLD, pg_timeout=20)
+
+
+def _parameters_live_on(rank: int) -> None:
+    model, optimizer = sharded(rank)
+    expected = full_parameters(model)
+    kept = dict(model.named_parameters())
+    del model, optimizer
+    gc.collect()
+    settle_releases()
+    assert not different({name: parameter.full_tensor() for name, parameter in kept.items()}, expected)
+
+
+def test_parameters_that_outlive_the_model_can_still_be_gathered() -> None:
+    run_ranks(_parameters_live_on, world_size=WORLD)
+
+
+# Failures
+
+
+def _failed_initialisation(rank: int) -> None:
+    def initialise(module: nn.Module) -> None:
+        if rank == 1:
+            raise ValueError("no weights here")
+
+    sharded(rank)
+    before, keys_before = counts(), keys()
+    for _ in range(3):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pytest.raises((ValueError, RuntimeError), match="no weights here"):
+            layerzero.shard_model(net, zero3_size=2, param_init_fn=initialise)
+    more = grown(before)
+    assert not more, more
+    model, optimizer = sharded(rank)
+    del model, optimizer
+    more = grown(before)
+    assert not more, more
+    assert keys() < keys_before + 3 * 3 * WORLD * 2  # the addresses of three times five groups, and three errors
+
+
+def test_a_shard_model_that_fails_releases_what_it_made() -> None:
+    run_ranks(_failed_initialisation, world_size=WORLD, pg_timeout=20)
+
+
+class _Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.fails:
+            raise ValueError("a batch that cannot be read")
+        return self.layers[2](self.layers[1](x))
+
+
+def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
+    sharded(rank)
+    before = counts()
+    model = layerzero.shard_model(_Raises(), zero3_size=2, units={nn.Linear})
+    model(torch.ones(1, 8)).sum().backward()
+    model.fails = rank in fails_on
+    if model.fails:
+        # Its own error, or that the others are gone already.
+        with pytest.raises((ValueError, RuntimeError), match=r"cannot be read|has ended|gather"):
+            model(torch.ones(1, 8))
+    del model
+    more = grown(before, 20)
+    assert not more, more
+
+
+@pytest.mark.parametrize("fails_on", [(0, 1, 2, 3), (0,)], ids=["all", "one"])
+def test_a_model_with_a_gather_in_flight_is_released(fails_on: tuple[int, ...]) -> None:
+    """Where one rank alone has begun it, the others' release ends it."""
+    run_ranks(_dropped_after_a_failure, fails_on, world_size=WORLD, pg_timeout=60)
+
+
+# layerzero.close
+
+
+def _refuses(action: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match=CLOSED):
+        action()
+
+
+def _closed(rank: int) -> None:
+    sharded(rank)
+    before = counts()
+    model, optimizer = sharded(rank)
+    average = layerzero.EMA(model)
+    watchdog = layerzero.watchdog(model)
+    guard = layerzero.guard_steps(model, optimizer)
+    expected = full_parameters(model)
+    loss = integer_loss(model, integer_batch(rank=rank))
+    layerzero.close(model)
+    layerzero.close(model)
+    _refuses(loss.backward)
+    del loss  # autograd has saved weights
+    more = grown(before)
+    assert not more, more
+    for action in (
+        lambda: integer_loss(model, integer_batch(rank=rank)),
+        optimizer.step,
+        average.update,
+        lambda: layerzero.clip_grad_norm_(model, 1.0),
+        lambda: layerzero.full_state_dict(model),
+        lambda: layerzero.memory(model),
+        lambda: layerzero.checkpoint.save("nowhere", model, optimizer),
+        lambda: layerzero.shard_optimizer(exact_sgd(model.parameters()), model),
+        lambda: next(model.parameters()).full_tensor(),
+        lambda: model.get_submodule("first")(torch.ones(1, 5)),
+    ):
+        _refuses(action)
+    for name, parameter in model.named_parameters():
+        rows = parameter._local_tensor.span.rows
+        assert torch.equal(parameter.to_local(), expected[name][rows.start : rows.stop])
+    watchdog.close()
+    assert guard is not None
+    del model, optimizer, average, watchdog, guard
+    more = grown(before)
+    assert not more, more
+    model, optimizer = sharded(rank)
+    assert not different(full_parameters(model), expected), "a model after one that was closed"
+
+
+@BOTH
+def test_a_closed_model_has_released_everything_and_says_so(node_memory: str | None) -> None:
+    run_ranks(_closed, world_size=WORLD, node_memory=node_memory)
+
+
+def _inside(rank: int) -> None:
+    model, optimizer = sharded(rank)
+    loss = integer_loss(model, integer_batch(rank=rank))
+    loss.register_hook(lambda _: layerzero.close(model))
+    with pytest.raises(RuntimeError, match="inside a backward"):
+        loss.backward()
+    optimizer.zero_grad()
+    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="leave the context first"):
+        layerzero.close(model)
+    with pytest.raises(ValueError, match="not sharded"):
+        layerzero.close(nn.Linear(2, 2))
+    layerzero.close(model)
+
+
+def test_close_is_refused_inside_a_pass() -> None:
+    run_ranks(_inside, world_size=WORLD)
+
+
+def _saving(rank: int, folder: str) -> None:
+    sharded(rank)
+    before = counts()
+    for name in ("closed", "collected"):
+        model, optimizer = sharded(rank)
+        expected = full_parameters(model)
+        pending = layerzero.checkpoint.save_async(f"{folder}/{name}", model, optimizer)
+        if name == "closed":
+            layerzero.close(model)
+            assert pending.done()
+        del model, optimizer
+        pending.wait()
+        del pending
+        more = grown(before)
+        assert not more, more
+        model, optimizer = sharded(rank)
+        train(model, optimizer, rank, range(1, 2))
+        layerzero.checkpoint.load(f"{folder}/{name}", model, optimizer)
+        assert not different(full_parameters(model), expected), name
+        del model, optimizer
+
+
+def test_a_save_in_the_background_ends_first(tmp_path: Any) -> None:
+    run_ranks(_saving, str(tmp_path), world_size=WORLD)
+
+
+def _shared_parameters(rank: int) -> None:
+    model, optimizer = sharded(rank)
+    assert counts()["mappings"]
+    layerzero.close(model)
+    assert not counts()["mappings"]
+    assert [parameter.to_local().sum() for parameter in model.parameters()] and optimizer
+
+
+def test_the_rows_of_a_closed_model_keep_no_shared_memory() -> None:
+    run_sharing(_shared_parameters, world_size=WORLD)
+
+
+# Beside the model
+
+
+def _watched(rank: int) -> None:
+    model, optimizer = sharded(rank)
+    layerzero.watchdog(model).close()
+    del model, optimizer
+    before, keys_before = counts(), keys()
+    for _ in range(3):
+        model, optimizer = sharded(rank)
+        layerzero.watchdog(model)
+        del model, optimizer
+        deadline = time.monotonic() + 10
+        while any("watchdog" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        more = grown(before)
+        assert not more, more
+        assert keys() <= keys_before
+
+
+def test_a_watchdog_ends_with_its_model() -> None:
+    run_ranks(_watched, world_size=WORLD)
+
+
+def _on_another_backend(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    sharded(rank, mesh=mesh)
+    counts()
+    sharded(rank, mesh=mesh)
+    before = counts()
+    for _ in range(3):
+        sharded(rank, mesh=mesh)
+        more = grown(before)
+        assert not more, more
+    model, optimizer = sharded(rank, mesh=mesh)
+    layerzero.close(model)
+    assert counts()["groups"] < before["groups"], "close compares what all ranks have let go"
+    if rank == 0:
+        cycle = [runtime_of(sharded(rank, mesh=mesh)[0]).topology]
+    else:
+        sharded(rank, mesh=mesh)
+    counts()
+    model, optimizer = sharded(rank, mesh=mesh)
+    if rank == 0:
+        assert not cycle.pop().zero3_gather.held._closed, "rank 0 has still used it"
+    layerzero.close(model)
+    del model, optimizer
+
+
+def test_groups_of_other_backends_end_on_all_ranks_together() -> None:
+    run_ranks(_on_another_backend, world_size=WORLD, pg_timeout=20)
+
+
+class Square(nn.Linear):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+def make_batch(index: int, rank: int) -> Tensor:
+    return torch.ones(2, 4) + index + rank
+
+
+def _verified(rank: int) -> None:
+    before: dict[str, int] = {}
+    for _ in range(3):
+        assert layerzero.verify(Square, make_batch, steps=1, zero3_sizes=[2]).ok
+        layerzero.plan(Square(), layerzero.planning.Cluster(nodes=2, accelerators=2), micro_batches=[1])
+        more = grown(before) if before else []
+        assert not more, more
+        before = counts()
+
+
+def test_verify_and_plan_leave_nothing_behind() -> None:
+    run_ranks(_verified, world_size=WORLD)
+
+
+def test_verify_on_processes_of_its_own_leaves_none() -> None:
+    before, ranks = -1, set(multiprocessing.active_children())
+    for _ in range(2):  # the first call starts a helper of multiprocessing, which stays
+        assert layerzero.verify(Square, make_batch, steps=1, zero3_sizes=[2], world_size=2).ok
+        gc.collect()
+        assert set(multiprocessing.active_children()) == ranks
+        after = len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
+        assert before in (-1, after)
+        before = after
