@@ -161,6 +161,8 @@ def _saves(args: Namespace) -> bool:
 
 
 _WRAPPER = "is another sharding of the model; leave it out"
+_HOOKS = "looks for the output layer inside Megatron's own wrapper; leave it out"
+_REMAT = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 _OFFLOAD = "is of Megatron's optimizer; see offload_optimizer and offload_grads of --layerzero-config"
 _RULES: dict[str, _Rule] = {
     "--use-torch-fsdp2": _Rule(_is_set("use_torch_fsdp2"), _WRAPPER),
@@ -180,7 +182,7 @@ _RULES: dict[str, _Rule] = {
         _is_set("ckpt_convert_format"), "has no place for shards; convert without layerzero"
     ),
     "--non-persistent-ckpt-type": _Rule(
-        lambda args: args.non_persistent_ckpt_type == "local",
+        lambda args: args.non_persistent_ckpt_type in ("local", "in_memory"),
         "keeps what a node has in a format of its own; use global",
     ),
     "--overlap-param-gather-with-optimizer-step": _Rule(
@@ -215,6 +217,26 @@ _RULES: dict[str, _Rule] = {
     "--overlap-moe-expert-parallel-comm": _Rule(
         _is_set("overlap_moe_expert_parallel_comm"), "calls parts of layers by themselves"
     ),
+    "--gtp-weight-remat-size": _Rule(
+        lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
+        "is another sharding of the weights, as its expert counterpart and --tensor-parallel-num-weight-shards are; leave "
+        "it out, and see zero3_size of --layerzero-config",
+    ),
+    "--moe-expert-rank-capacity-factor": _Rule(
+        _is_set("moe_expert_rank_capacity_factor"), "runs a step again when experts get too many tokens; leave it out"
+    ),
+    "--moe-router-load-balancing-type quantile_balancing": _Rule(
+        lambda args: "quantile_balancing" in (getattr(args, "moe_router_load_balancing_type", None) or ()),
+        "updates a bias of the routers with the gradients; use aux_loss or sinkhorn",
+    ),
+    "--optimizer-cuda-graph": _Rule(
+        _is_set("optimizer_cuda_graph"), "replays a step without its exchanges; leave it out"
+    ),
+    "--save-params-interval": _Rule(
+        _is_set("save_params_interval"), "reads whole weights, of which a rank has rows; use --save-interval"
+    ),
+    "--logits-save-dir": _Rule(_is_set("logits_save_dir"), _HOOKS),
+    "--logits-load-dir": _Rule(_is_set("logits_load_dir"), _HOOKS),
     "--fp8-format": _Rule(_is_set("fp8"), "would quantise gathered weights in each forward"),
     "--fp4-format": _Rule(_is_set("fp4"), "would quantise gathered weights in each forward"),
     "--cuda-graph-impl": _Rule(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.process_groups import groups_so_far, mesh_group
+from layerzero.megatron.versions import unsupported_version, version
 from layerzero.storage.device import default_device_type
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "process_groups", "tell_all", "together"]
@@ -62,6 +63,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     Raises:
         TypeError, ValueError: `zero3_size` does not divide the data-parallel ranks, nor a multiple of the
             expert-parallel ones or a part of them; or ranks ask for different ones.
+        RuntimeError: the version of Megatron-Core is not supported; names it and those that are.
     """
     if pg_collection is None:
         from megatron.core import parallel_state  # noqa: PLC0415
@@ -78,8 +80,8 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         experts = getattr(pg_collection, "expt_dp", None)
     ranks = sorted(dist.get_process_group_ranks(zero1))
     alike = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
-    failure = _failure(zero3_size, ranks, alike)
-    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks"}
+    failure = unsupported_version() or _failure(zero3_size, ranks, alike)
+    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
     start = ranks.index(dist.get_rank()) // size * size
     node = ranks[start : start + size]

@@ -1,17 +1,21 @@
 """Puts layerzero into Megatron-LM's training script, from the user's own script and without a change to its files.
 
 [Note: What is replaced in Megatron-LM]
-``pretrain`` takes a function that adds flags, and has no hook for the wrapper around the model, the optimizer, or what
-reads whole weights. So these names of ``megatron.training.training`` are given other values, and nothing else is:
+``pretrain`` has no hook for the wrapper around the model, the optimizer, or what reads whole weights. So these names of
+``megatron.training.training`` are given other values, and nothing else is:
 
 - ``get_model``: builds the chunks as it did, and wraps them with layerzero where it would have wrapped them;
 - ``get_megatron_optimizer``: makes the optimizer that steps them;
-- ``finalize_model_grads``: what :func:`layerzero.megatron.wrap` has set in the config, which the loop sets again;
-- ``calc_params_l2_norm`` and ``check_param_hashes_across_dp_replicas``: count rows once, and compare replicas' shards.
+- ``calc_params_l2_norm`` and ``check_param_hashes_across_dp_replicas``: count rows once, and compare replicas' shards;
+- 0.16: ``finalize_model_grads``: what :func:`layerzero.megatron.wrap` has set in the config, which the loop sets again;
+- 0.19: ``setup_model_and_optimizer``: refuses flags, then does what it did. A script that gives ``pretrain`` the
+  configuration of a model has it built by ``megatron.training.models``, which calls no ``get_model``: there
+  ``dist_utils._ddp_wrap``, which wraps the chunks that it has built, is given another value.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +27,7 @@ from layerzero.megatron.flags import Chosen, chosen_of
 from layerzero.megatron.groups import tell_all
 from layerzero.megatron.optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.units import default_units, named, with_named
+from layerzero.megatron.versions import SUPPORTED, require_supported
 from layerzero.megatron.weights import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap
 
@@ -32,46 +37,55 @@ __all__ = ["install"]
 def install() -> None:
     """Let Megatron-LM's ``pretrain`` train with layerzero. Call it in the pretraining script, before ``pretrain``.
 
-    Written for ``megatron.training`` of Megatron-LM core_v0.16.1; see [Note: What is replaced in Megatron-LM]. Calling
-    it twice changes nothing. Flags that cannot be had here are an error on all ranks, before there is a model.
+    Written for ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
+    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Flags that cannot be had here are an error
+    on all ranks, before there is a model.
 
     Raises:
-        ImportError: there is no ``megatron.training``, which megatron-core's package does not have.
-        RuntimeError: it is of another version, or was imported under another name.
+        ImportError: there is no ``megatron.training``, which the package of megatron-core 0.16 does not have.
+        RuntimeError: Megatron-Core is of another version, or ``megatron.training`` is; names what is installed and the
+            versions that work.
 
     Example::
 
         layerzero.megatron.install()
-        pretrain(..., extra_args_provider=layerzero.megatron.add_arguments)
+        pretrain(..., extra_args_provider=layerzero.megatron.add_arguments)  # 0.16; 0.19: parse_and_validate_args
     """
+    release = require_supported()
     from megatron.training import training  # noqa: PLC0415
 
     if isinstance(training.get_model, _GetModel):
         return
-    if missing := [name for name in _REPLACED if not hasattr(training, name)]:
-        raise RuntimeError(f"{training.__file__} has no {', '.join(missing)}: layerzero knows Megatron-LM core_v0.16.1")
-    build = _GetModel(training.get_model, training)
+    replaced = [*_REPLACED, "finalize_model_grads" if release < _BUILDERS else "setup_model_and_optimizer"]
+    if missing := [name for name in replaced if not hasattr(training, name)]:
+        raise RuntimeError(
+            f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces: it is not of the release of "
+            f"megatron-core {'.'.join(map(str, release))}. Use Megatron-LM at {SUPPORTED[release][1]}"
+        )
+    build = _GetModel(training.get_model, training, release)
     training.get_model = build
     training.get_megatron_optimizer = build.make_optimizer
     training.calc_params_l2_norm = params_norm
     training.check_param_hashes_across_dp_replicas = replicas_agree
+    if release >= _BUILDERS:
+        from megatron.training.models import dist_utils  # noqa: PLC0415
+
+        training.setup_model_and_optimizer = build.refusing_first(training.setup_model_and_optimizer)
+        dist_utils._ddp_wrap = build.wrap_built
 
 
-_REPLACED = (
-    "get_model",
-    "get_megatron_optimizer",
-    "finalize_model_grads",
-    "calc_params_l2_norm",
-    "check_param_hashes_across_dp_replicas",
-)
+_REPLACED = ("get_model", "get_megatron_optimizer", "calc_params_l2_norm", "check_param_hashes_across_dp_replicas")
+_BUILDERS = (0, 19)  # since this release models are also built from a configuration
 
 
 class _GetModel:
     """In the place of ``get_model`` of Megatron-LM."""
 
-    def __init__(self, build: Callable[..., list[nn.Module]], training: Any) -> None:
+    def __init__(self, build: Callable[..., list[nn.Module]], training: Any, release: tuple[int, int]) -> None:
         self._build = build
         self._training = training
+        self._release = release
+        self._settings: Chosen | None = None  # what the command line asks for, once that is known
         self._ema_decay: float | None = None
 
     def __call__(
@@ -83,8 +97,26 @@ class _GetModel:
     ) -> list[Any]:
         chosen = self._chosen() if wrap_with_ddp else None
         chunks = self._build(model_provider_func, *args, wrap_with_ddp=False, **kwargs)
-        if chosen is None:
-            return chunks
+        return chunks if chosen is None else self._wrap(chunks, chosen)
+
+    def refusing_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of ``setup_model_and_optimizer``: refuse flags before there is a model."""
+
+        @functools.wraps(setup)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._settings = None if self._training.get_args().skip_train else self._chosen()
+            try:
+                return setup(*args, **kwargs)
+            finally:
+                self._settings = None
+
+        return checked
+
+    def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
+        """In the place of ``_ddp_wrap``, whose further arguments are of Megatron's wrappers."""
+        return self._wrap(model, self._chosen())
+
+    def _wrap(self, chunks: list[nn.Module], chosen: Chosen) -> list[ShardedChunk]:
         from megatron.core import parallel_state  # noqa: PLC0415
         from megatron.core.utils import get_model_config  # noqa: PLC0415
 
@@ -96,11 +128,14 @@ class _GetModel:
             units = with_named(default, chosen.units)
         self._ema_decay = chosen.ema_decay
         wrapped = wrap(chunks, config, units=units, **chosen.wrap)
-        self._training.finalize_model_grads = config.finalize_model_grads_func
+        if self._release < _BUILDERS:  # later loops leave what is set
+            self._training.finalize_model_grads = config.finalize_model_grads_func
         _require_all(chosen.units, wrapped)
         return wrapped
 
     def _chosen(self) -> Chosen:
+        if self._settings is not None:
+            return self._settings
         from megatron.core import parallel_state  # noqa: PLC0415
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

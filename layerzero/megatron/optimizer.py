@@ -32,7 +32,7 @@ class ShardedMegatronOptimizer:
     Args:
         model_chunks: from :func:`layerzero.megatron.wrap`.
         config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
-            `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how Megatron shards and overlaps is
+            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how Megatron shards and overlaps is
             not, as layerzero does that.
         no_weight_decay_cond: ``cond(name, parameter)``, of true shapes, for parameters without weight decay. None:
             biases and vectors, as in Megatron.
@@ -159,13 +159,17 @@ class ShardedMegatronOptimizer:
         """Unscale, clip, update and launch the refresh. All ranks must call this.
 
         Returns:
-            Whether weights were updated (not where a gradient overflowed on any rank of the model), the norm of all
-            gradients before clipping, and how many of them are zero (None unless `config.log_num_zeros_in_grad`).
+            Whether weights were updated (not where a gradient overflowed on any rank of the model, nor where the norm is
+            above `config.grad_norm_skip_threshold`), the norm of all gradients before clipping, and how many of them
+            are zero (None unless `config.log_num_zeros_in_grad`).
         """
         if self.prepare_grads():
             return False, None, None
         norm = self.clip_grad_norm(self.config.clip_grad)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        if norm > getattr(self.config, "grad_norm_skip_threshold", math.inf):  # since Megatron-Core 0.19
+            self._note_skipped()
+            return False, norm, zeros
         return self.step_with_ready_grads(), norm, zeros
 
     @torch.no_grad()
@@ -184,9 +188,13 @@ class ShardedMegatronOptimizer:
         if overflow and self._checks:
             refuse(self.model_chunks, self.groups)
         self.grad_scaler.update(overflow)
-        for chunk in self.model_chunks:
-            runtime_of(chunk).topology.ledger.steps["skipped"] += overflow
+        if overflow:
+            self._note_skipped()
         return overflow
+
+    def _note_skipped(self) -> None:
+        for chunk in self.model_chunks:
+            runtime_of(chunk).topology.ledger.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
         """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""

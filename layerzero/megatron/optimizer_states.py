@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from layerzero.engine.hooks import runtime_of
@@ -36,7 +37,7 @@ _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # where tensors are, by chunk and name
 _MASTERS = ("param", "fp32_param")
 _AVERAGE = "ema"
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells Megatron's parameter groups apart
+_IDENTITY = param_group_identifier_keys  # tells Megatron's parameter groups apart; other keys in other releases
 
 
 class Stepped(NamedTuple):

@@ -39,6 +39,12 @@ def param_groups(
             own["lr_mult"] = lr_mult
         if is_expert_parallel(parameter):
             own["is_expert_parallel"] = True
+        if own.setdefault("optimizer", config.optimizer) != config.optimizer:
+            raise ValueError(
+                f"config_overrides gives parameter {name!r} the optimizer {own['optimizer']!r}, and config.optimizer is "
+                f"{config.optimizer!r}: layerzero.megatron steps all parameters with one. Take it out of config_overrides"
+            )
+        del own["optimizer"]
         identity = tuple(sorted(own.items()))
         if identity not in groups:
             groups[identity] = _group(config, own)

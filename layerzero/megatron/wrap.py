@@ -188,6 +188,13 @@ _REFUSED = {
     "moe_router_enable_expert_bias": "the bias of routers is updated with the gradients",
     "delay_wgrad_compute": "gradients of weights come after the backward of their layer",
     "fp8": "weights would be gathered in 16 bits and quantised in each forward",
+    "fp4": "weights would be gathered in 16 bits and quantised in each forward",
+    # since Megatron-Core 0.19
+    "overlap_dispatch_backward_with_experts_wgrad": "gradients of experts come after the backward of their layer",
+    "moe_single_grouped_weight": "the experts of a rank are one tensor of Transformer Engine's",
+    "moe_single_grouped_bias": "the experts of a rank are one tensor of Transformer Engine's",
+    "moe_expert_rank_capacity_factor": "a step is run again when experts get too many tokens",
+    "flextron": "gradients of its routers are summed over pipeline stages",
 }
 
 
@@ -199,6 +206,16 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
             )
     if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         raise ValueError("config.cuda_graph_impl: graphs keep the addresses of weights, which come and go; use 'none'")
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since Megatron-Core 0.19
+        if getattr(config, name, 1) > 1:
+            raise ValueError(
+                f"config.{name}={getattr(config, name)}: weights are sharded by Megatron already; use 1, and zero3_size"
+            )
+    if "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        raise ValueError(
+            "config.moe_router_load_balancing_type='quantile_balancing' is not supported by layerzero.megatron: the bias "
+            "of routers is updated with the gradients. Use 'aux_loss' or 'sinkhorn'"
+        )
     if getattr(config, "num_moe_experts", None):
         size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
         if size not in (None, tensor_size):  # Megatron 0.16 does not mark them, and lets them drift apart

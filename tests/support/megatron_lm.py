@@ -116,7 +116,8 @@ def training() -> Iterator[Any]:
         warnings.filterwarnings("error", module="layerzero")
         put(datasets.MockGPTLowLevelDataset, "size", 200)  # documents; the index of 100,000 takes seconds
         put(helpers, "compile_helpers", lambda: None)  # the wheel has them
-        put(initialize.fused_kernels, "load", lambda _: None)
+        if hasattr(initialize, "fused_kernels"):  # Megatron-LM core_v0.16.1
+            put(initialize.fused_kernels, "load", lambda _: None)
         put(module, "initialize_megatron", functools.partial(initialize.initialize_megatron, allow_no_cuda=True))
         level = logging.getLogger().level
         stack.callback(lambda: logging.getLogger().setLevel(level))

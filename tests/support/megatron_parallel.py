@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from typing import Any
 from unittest import mock
@@ -27,10 +28,15 @@ def layer_spec(config: Any) -> Any:
 
 def on_this_rank(*batch: Tensor) -> tuple[Tensor, ...]:
     """This context-parallel rank's piece of whole sequences, [batch, sequence]."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    pieces = get_batch_on_this_cp_rank({str(index): whole.contiguous() for index, whole in enumerate(batch)})
-    return tuple(pieces.values())
+    settings: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # since Megatron-Core 0.19
+        settings["is_hybrid_cp"] = False
+    named = {str(index): whole.contiguous() for index, whole in enumerate(batch)}
+    pieces = get_batch_on_this_cp_rank(named, **settings)
+    return tuple(pieces[name] for name in named)
 
 
 def sum_over_pieces(*values: Tensor) -> list[Tensor]:

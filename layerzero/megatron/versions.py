@@ -1,0 +1,40 @@
+"""Releases of Megatron-Core that :mod:`layerzero.megatron` supports."""
+
+from __future__ import annotations
+
+__all__ = ["SUPPORTED", "require_supported", "unsupported_version", "version"]
+
+# The tests run on the last patch of each: (major, minor) to its release, and to the tag of Megatron-LM with its loop.
+SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
+
+
+def version() -> str:
+    """Version of the Megatron-Core that Python imports, such as ``"0.19.2"``."""
+    import megatron.core  # noqa: PLC0415
+
+    return str(megatron.core.__version__)
+
+
+def require_supported() -> tuple[int, int]:
+    """Major and minor version of Megatron-Core.
+
+    Raises:
+        RuntimeError: layerzero does not support it; names it and the versions that work.
+    """
+    if error := unsupported_version():
+        raise error
+    major, minor = version().split(".")[:2]
+    return int(major), int(minor)
+
+
+def unsupported_version() -> RuntimeError | None:
+    """Return the error of :func:`require_supported`, or None."""
+    found = version()
+    if any(found.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
+        return None
+    releases = " or ".join(f"{major}.{minor}.*" for major, minor in SUPPORTED)
+    tested = " and ".join(release for release, _ in SUPPORTED.values())
+    return RuntimeError(
+        f"layerzero.megatron does not support megatron-core {found}: it replaces and calls functions that differ between "
+        f"releases. Install megatron-core {releases}; the tests run on {tested}"
+    )
