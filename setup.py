@@ -62,7 +62,7 @@ setup(
             "setuptools>=77",
         ],
         "yaml": ["PyYAML"],
-        "megatron": ["megatron-core>=0.16,<0.17", "PyYAML"],
+        "megatron": ["megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*", "PyYAML"],
         "accelerate": ["accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "transformers": ["transformers>=5.23,<6", "accelerate>=1.15,<2", "safetensors", "xxhash>=3.0", "PyYAML"],
         "lightning": ["lightning>=2.6,<3", "safetensors", "xxhash>=3.0", "PyYAML"],

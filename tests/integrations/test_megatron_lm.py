@@ -1,6 +1,7 @@
 """Megatron-LM's own pretraining script, with layerzero and without: the same digits; flags work or are refused.
 
-Needs a checkout of Megatron-LM at core_v0.16.1; the environment variable MEGATRON_LM says where.
+Needs a checkout of Megatron-LM: at core_v0.16.1 where the environment variable MEGATRON_LM says, or, with Megatron-Core 0.19,
+at core_v0.19.0 where MEGATRON_LM_0_19 says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import layerzero.megatron
 from tests.support.megatron_checkpoints import may_start_writers
-from tests.support.megatron_lm import ARGUMENTS, NEEDS_CHECKOUT, Printed, pretrain, steps_of
+from tests.support.megatron_lm import ARGUMENTS, CHECKOUT, NEEDS_CHECKOUT, RELEASE, Printed, pretrain, steps_of
 from tests.support.ranks import run_ranks
 
 pytestmark = NEEDS_CHECKOUT
@@ -38,7 +39,7 @@ RESHARDABLE = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 def own(rank: int, arguments: Sequence[str], also: Any = None) -> Printed:
     """Megatron-LM's script as it is."""
-    script = str(Path(os.environ["MEGATRON_LM"]) / "pretrain_gpt.py")
+    script = str(Path(CHECKOUT) / "pretrain_gpt.py")
     return pretrain([*ARGUMENTS, *arguments], lambda: runpy.run_path(script, run_name="__main__"), also=also)
 
 
@@ -118,6 +119,11 @@ REFUSED = {
         *DISTRIBUTED[1:],
     ],
 }
+if RELEASE >= (0, 19):
+    REFUSED |= {
+        "--save-params-interval": ["--save-params-interval", "2", "--save", "nowhere", "--save-interval", "2"],
+        "--logits-save-dir": ["--logits-save-dir", "nowhere"],
+    }
 
 
 def _refusals(rank: int) -> dict[str, str]:

@@ -54,6 +54,9 @@ def cpu_instead_of_cuda() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        # How Megatron-Core 0.19 calls torch.distributed.checkpoint.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable", UserWarning)
+        warnings.filterwarnings("ignore", "The argument order of load has been changed", UserWarning)
         yield
 
 

@@ -1,8 +1,9 @@
 """Megatron-LM's own pretraining script on gloo ranks: its parser, data, schedules, logs and checkpoints as they are.
 
-Needs a checkout of Megatron-LM at core_v0.16.1, which the environment variable MEGATRON_LM names: the package on PyPI
-has no ``megatron.training``. The checkout is only read. What else it wants of CUDA than what :mod:`megatron_cpu` has is
-done here.
+Needs a checkout of Megatron-LM, which an environment variable names: MEGATRON_LM one of core_v0.16.1, MEGATRON_LM_0_19 one
+of core_v0.19.0, where that release of Megatron-Core is installed. The package has no ``pretrain_gpt.py``, and before 0.19 no
+``megatron.training``. The checkout is only read. What else it wants of CUDA than what :mod:`megatron_cpu` has is done
+here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import io
 import logging
 import os
@@ -27,11 +29,15 @@ import torch
 
 from tests.support.megatron_cpu import cpu_instead_of_cuda
 
-__all__ = ["ARGUMENTS", "NEEDS_CHECKOUT", "Printed", "pretrain", "steps_of", "training"]
+__all__ = ["ARGUMENTS", "CHECKOUT", "NEEDS_CHECKOUT", "RELEASE", "Printed", "pretrain", "steps_of", "training"]
 
-NEEDS_CHECKOUT = pytest.mark.skipif(
-    not os.environ.get("MEGATRON_LM"), reason="MEGATRON_LM names no checkout of Megatron-LM (core_v0.16.1)"
-)
+try:
+    RELEASE = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+except importlib.metadata.PackageNotFoundError:
+    RELEASE = (0, 16)
+_VARIABLE, _TAG = ("MEGATRON_LM", "core_v0.16.1") if RELEASE < (0, 19) else ("MEGATRON_LM_0_19", "core_v0.19.0")
+CHECKOUT = os.environ.get(_VARIABLE, "")
+NEEDS_CHECKOUT = pytest.mark.skipif(not CHECKOUT, reason=f"{_VARIABLE} names no checkout of Megatron-LM ({_TAG})")
 
 # A GPT of two layers on eight sequences a step, and no kernels that a CPU lacks.
 ARGUMENTS = shlex.split(
@@ -93,7 +99,7 @@ def training() -> Iterator[Any]:
     """``megatron.training.training`` of the checkout, on a CPU; what is put into it is taken out at the end."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_instead_of_cuda())
-        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, os.environ["MEGATRON_LM"]]))
+        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, CHECKOUT]))
         put = functools.partial(_put, stack)
         state = torch.zeros(1, dtype=torch.uint8)
         put(torch.cuda, "device_count", lambda: 1)

@@ -1,0 +1,138 @@
+"""layerzero.megatron works with the releases of Megatron-Core that it names, and refuses others by number."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import layerzero.megatron
+from layerzero.megatron.versions import SUPPORTED, require_supported, version
+from tests.support.megatron_compare import assert_same
+from tests.support.megatron_cpu import cpu_instead_of_cuda
+from tests.support.megatron_ranks import Case, Run, make_ours, make_reference, megatron, run
+from tests.support.ranks import run_ranks
+
+if find_spec("megatron") is None:
+    pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+DATA = Case(zero3_size=2, micro_batches=1, layers=2, steps=4)
+OTHERS = ("0.15.3", "0.17.1", "0.18.2", "0.20.0rc0+d98e8a6", "1.16.1")
+
+
+def other(number: str) -> mock._patch[str]:
+    """Megatron-Core as if it were of another version."""
+    import megatron.core  # noqa: PLC0415
+
+    return mock.patch.object(megatron.core, "__version__", number)
+
+
+def test_the_tests_run_on_the_releases_that_messages_and_requirements_name() -> None:
+    pinned = {
+        found
+        for file in ("requirements-megatron.txt", "requirements-megatron-0.19.txt")
+        for found in re.findall(r"^megatron-core==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+    }
+    assert pinned == {release for release, _ in SUPPORTED.values()}
+    with cpu_instead_of_cuda():
+        assert SUPPORTED[require_supported()][0] == version()
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_installing_into_another_release_is_refused_by_number(number: str) -> None:
+    with cpu_instead_of_cuda(), other(number), pytest.raises(RuntimeError) as raised:
+        layerzero.megatron.install()
+    for part in (f"megatron-core {number}: ", "Install megatron-core 0.16.* or 0.19.*", "0.16.1 and 0.19.2"):
+        assert part in str(raised.value)
+
+
+def _wraps(rank: int) -> list[str]:
+    said = []
+    for number in ("0.17.1", "0.17.1" if rank else version(), version() + (".post1" if rank else "")):
+        with megatron(DATA), other(number), pytest.raises((RuntimeError, ValueError)) as raised:
+            make_ours(DATA)
+        said.append(str(raised.value))
+    return said
+
+
+def test_wrapping_in_another_release_is_refused_on_all_ranks() -> None:
+    for everywhere, on_one, different in run_ranks(_wraps, world_size=2):
+        assert "does not support megatron-core 0.17.1" in everywhere
+        assert "does not support megatron-core 0.17.1" in on_one
+        assert "megatron-core" in different and ".post1" in different
+
+
+REFUSED = {
+    "gtp_weight_remat_size": (2, "weights are sharded by Megatron already"),
+    "expert_gtp_weight_remat_size": (2, "weights are sharded by Megatron already"),
+    "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "the bias of routers is updated"),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
+    "moe_expert_rank_capacity_factor": (1.5, "a step is run again"),
+    "fp4": ("e2m1", "quantised in each forward"),
+}
+
+
+def _refuses(rank: int) -> None:
+    from tests.support import megatron_ranks  # noqa: PLC0415
+
+    for name, (value, match) in REFUSED.items():
+        with megatron(DATA):
+            config = megatron_ranks.make_config(DATA)
+            chunks = megatron_ranks.make_chunks(DATA, config)
+            setattr(config, name, value)
+            with pytest.raises(ValueError, match=rf"config.{name}.*{match}"):
+                layerzero.megatron.wrap(chunks, config, zero3_size=1)
+    with megatron(DATA):
+        chunks, optimizer = make_ours(DATA.but(zero3_size=1))
+        key = mock.Mock(matches=lambda parameter, name: name.endswith("linear_fc1.weight"))
+        with pytest.raises(ValueError, match="the optimizer 'muon', and config.optimizer is 'adam'"):
+            layerzero.megatron.ShardedMegatronOptimizer(
+                chunks, optimizer.config, config_overrides={key: {"optimizer": "muon"}}
+            )
+
+
+def test_what_later_releases_brought_and_is_not_supported_is_refused() -> None:
+    run_ranks(_refuses, world_size=1)
+
+
+def _skips(rank: int) -> list[bool]:
+    from megatron.core.optimizer import OptimizerConfig  # noqa: PLC0415
+
+    if "grad_norm_skip_threshold" not in {field.name for field in dataclasses.fields(OptimizerConfig)}:
+        return []
+
+    def limited(threshold: float) -> mock._patch[object]:
+        from tests.support import megatron_ranks  # noqa: PLC0415
+
+        make = megatron_ranks.optimizer_config
+
+        def configure(case: Case) -> object:
+            config = make(case)
+            config.grad_norm_skip_threshold = threshold
+            return config
+
+        return mock.patch.object(megatron_ranks, "optimizer_config", configure)
+
+    with megatron(DATA):
+        norms = [float(step[1] or 0.0) for step in run(DATA, make_reference).steps]
+    threshold = (max(norms) + min(norms)) / 2
+    runs: list[Run] = []
+    for make in (make_reference, make_ours):
+        with megatron(DATA), limited(threshold):
+            runs.append(run(DATA, make))
+    assert_same(runs[1], runs[0], DATA)
+    return [step[0] for step in runs[1].steps]
+
+
+def test_steps_with_large_norms_are_skipped_as_megatron_skips_them() -> None:
+    updated = run_ranks(_skips, world_size=2)[0]
+    if not updated:
+        pytest.skip("OptimizerConfig.grad_norm_skip_threshold needs Megatron-Core 0.19")
+    assert {*updated} == {True, False}
+    assert not dist.is_initialized()
