@@ -3,7 +3,8 @@
     PYTHONPATH=Megatron-LM torchrun --nproc-per-node 8 examples/pretrain_megatron.py \\
         --layerzero-config layerzero.yaml ...
 
-where Megatron-LM is a checkout at core_v0.19.0 or core_v0.16.1, and the dots are the flags that its pretrain_gpt.py takes.
+where Megatron-LM is a checkout at core_v0.19.0 or core_v0.16.1, and the dots are the flags that its pretrain_gpt.py
+takes.
 """
 
 from functools import partial

@@ -219,8 +219,8 @@ _RULES: dict[str, _Rule] = {
     ),
     "--gtp-weight-remat-size": _Rule(
         lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
-        "is another sharding of the weights, as its expert counterpart and --tensor-parallel-num-weight-shards are; leave "
-        "it out, and see zero3_size of --layerzero-config",
+        "is another sharding of the weights, and so are its expert counterpart and "
+        "--tensor-parallel-num-weight-shards; leave it out, and see zero3_size of --layerzero-config",
     ),
     "--moe-expert-rank-capacity-factor": _Rule(
         _is_set("moe_expert_rank_capacity_factor"), "runs a step again when experts get too many tokens; leave it out"

@@ -38,8 +38,8 @@ def install() -> None:
     """Let Megatron-LM's ``pretrain`` train with layerzero. Call it in the pretraining script, before ``pretrain``.
 
     Written for ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Flags that cannot be had here are an error
-    on all ranks, before there is a model.
+    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Flags that cannot be had here are an
+    error on all ranks, before there is a model.
 
     Raises:
         ImportError: there is no ``megatron.training``, which the package of megatron-core 0.16 does not have.

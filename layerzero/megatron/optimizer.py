@@ -32,8 +32,8 @@ class ShardedMegatronOptimizer:
     Args:
         model_chunks: from :func:`layerzero.megatron.wrap`.
         config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
-            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how Megatron shards and overlaps is
-            not, as layerzero does that.
+            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how
+            Megatron shards and overlaps is not, as layerzero does that.
         no_weight_decay_cond: ``cond(name, parameter)``, of true shapes, for parameters without weight decay. None:
             biases and vectors, as in Megatron.
         scale_lr_cond: ``cond(name, parameter)`` for parameters whose learning rate is multiplied by `lr_mult`.
@@ -159,9 +159,9 @@ class ShardedMegatronOptimizer:
         """Unscale, clip, update and launch the refresh. All ranks must call this.
 
         Returns:
-            Whether weights were updated (not where a gradient overflowed on any rank of the model, nor where the norm is
-            above `config.grad_norm_skip_threshold`), the norm of all gradients before clipping, and how many of them
-            are zero (None unless `config.log_num_zeros_in_grad`).
+            Whether weights were updated (not where a gradient overflowed on any rank of the model, nor where the norm
+            is above `config.grad_norm_skip_threshold`), the norm of all gradients before clipping, and how many of
+            them are zero (None unless `config.log_num_zeros_in_grad`).
         """
         if self.prepare_grads():
             return False, None, None

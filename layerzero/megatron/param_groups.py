@@ -41,8 +41,9 @@ def param_groups(
             own["is_expert_parallel"] = True
         if own.setdefault("optimizer", config.optimizer) != config.optimizer:
             raise ValueError(
-                f"config_overrides gives parameter {name!r} the optimizer {own['optimizer']!r}, and config.optimizer is "
-                f"{config.optimizer!r}: layerzero.megatron steps all parameters with one. Take it out of config_overrides"
+                f"config_overrides gives parameter {name!r} the optimizer {own['optimizer']!r}, and config.optimizer "
+                f"is {config.optimizer!r}: layerzero.megatron steps all parameters with one. Take it out of "
+                "config_overrides"
             )
         del own["optimizer"]
         identity = tuple(sorted(own.items()))

@@ -35,6 +35,6 @@ def unsupported_version() -> RuntimeError | None:
     releases = " or ".join(f"{major}.{minor}.*" for major, minor in SUPPORTED)
     tested = " and ".join(release for release, _ in SUPPORTED.values())
     return RuntimeError(
-        f"layerzero.megatron does not support megatron-core {found}: it replaces and calls functions that differ between "
-        f"releases. Install megatron-core {releases}; the tests run on {tested}"
+        f"layerzero.megatron does not support megatron-core {found}: it replaces and calls functions that differ "
+        f"between releases. Install megatron-core {releases}; the tests run on {tested}"
     )

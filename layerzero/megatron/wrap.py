@@ -213,8 +213,8 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
             )
     if "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         raise ValueError(
-            "config.moe_router_load_balancing_type='quantile_balancing' is not supported by layerzero.megatron: the bias "
-            "of routers is updated with the gradients. Use 'aux_loss' or 'sinkhorn'"
+            "config.moe_router_load_balancing_type='quantile_balancing' is not supported by layerzero.megatron: the "
+            "bias of routers is updated with the gradients. Use 'aux_loss' or 'sinkhorn'"
         )
     if getattr(config, "num_moe_experts", None):
         size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size

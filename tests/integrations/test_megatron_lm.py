@@ -1,7 +1,7 @@
 """Megatron-LM's own pretraining script, with layerzero and without: the same digits; flags work or are refused.
 
-Needs a checkout of Megatron-LM: at core_v0.16.1 where the environment variable MEGATRON_LM says, or, with Megatron-Core 0.19,
-at core_v0.19.0 where MEGATRON_LM_0_19 says.
+Needs a checkout of Megatron-LM: at core_v0.16.1 where the environment variable MEGATRON_LM says, or, with Megatron-Core
+0.19, at core_v0.19.0 where MEGATRON_LM_0_19 says.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ REFUSED = {
 if RELEASE >= (0, 19):
     REFUSED |= {
         "--save-params-interval": ["--save-params-interval", "2", "--save", "nowhere", "--save-interval", "2"],
-        "--logits-save-dir": ["--logits-save-dir", "nowhere"],
     }
 
 

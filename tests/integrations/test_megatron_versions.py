@@ -91,7 +91,7 @@ def _refuses(rank: int) -> None:
     with megatron(DATA):
         chunks, optimizer = make_ours(DATA.but(zero3_size=1))
         key = mock.Mock(matches=lambda parameter, name: name.endswith("linear_fc1.weight"))
-        with pytest.raises(ValueError, match="the optimizer 'muon', and config.optimizer is 'adam'"):
+        with pytest.raises(ValueError, match=r"the optimizer 'muon', and config\.optimizer is 'adam'"):
             layerzero.megatron.ShardedMegatronOptimizer(
                 chunks, optimizer.config, config_overrides={key: {"optimizer": "muon"}}
             )

@@ -1,9 +1,9 @@
 """Megatron-LM's own pretraining script on gloo ranks: its parser, data, schedules, logs and checkpoints as they are.
 
-Needs a checkout of Megatron-LM, which an environment variable names: MEGATRON_LM one of core_v0.16.1, MEGATRON_LM_0_19 one
-of core_v0.19.0, where that release of Megatron-Core is installed. The package has no ``pretrain_gpt.py``, and before 0.19 no
-``megatron.training``. The checkout is only read. What else it wants of CUDA than what :mod:`megatron_cpu` has is done
-here.
+Needs a checkout of Megatron-LM, which an environment variable names: MEGATRON_LM one of core_v0.16.1, or, where
+Megatron-Core 0.19 is installed, MEGATRON_LM_0_19 one of core_v0.19.0. The package has no ``pretrain_gpt.py``, and
+before 0.19 no ``megatron.training``. The checkout is only read. What else it wants of CUDA than what
+:mod:`megatron_cpu` has is done here.
 """
 
 from __future__ import annotations
