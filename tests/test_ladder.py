@@ -136,7 +136,7 @@ def make_rank(grid: Grid, route: Route, layout: FlatLayout, pool: BufferPool) ->
         if extent is route.lands and route.shares_early:
             place = ScratchPlace(numel, torch.float32, pool)
         if extent is RANK and route.waits is NODE:
-            place = InsidePlace(sums[NODE].place, grid.place(layout, RANK, NODE), pool)
+            place = InsidePlace(sums[NODE].place, grid.place(layout, RANK, NODE))
         place.open(keep=False).fill_(torch.nan)
         sums[extent] = Sum(layout, grid, extent, place)
     return Rank(grid, sums)
@@ -296,11 +296,10 @@ def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
 
 
 def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
-    pool = BufferPool(CPU)
     around = KeptPlace(4, torch.float32, CPU)
-    inside = InsidePlace(around, slice(1, 3), pool)
+    inside = InsidePlace(around, slice(1, 3))
     inside.vacate(keep=False)
-    assert inside.stay is Stay.AWAY and not pool.allocated_bytes, "nothing is moved"
+    assert inside.stay is Stay.AWAY and not inside.nbytes, "nothing is moved"
     inside.settle(keep=False)
     inside.open(keep=True).fill_(3)
     inside.vacate(keep=True)
@@ -309,6 +308,11 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
     assert inside.stay is Stay.ASIDE and inside.open(keep=True).eq(3).all()
     inside.settle(keep=True)
     assert inside.stay is Stay.HOME and around.open(keep=True).tolist() == [7, 3, 3, 7]
+    assert inside.nbytes == 8, "it stays, to be used again"
+    inside.vacate(keep=True)
+    inside.settle(keep=False)
+    around.open(keep=True).fill_(5)
+    assert inside.open(keep=True).tolist() == [5, 5]
 
 
 def test_a_round_is_complete_when_what_is_expected_has_come() -> None:

@@ -127,6 +127,38 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
             _assert_predicted(model, case)
 
 
+# Of three micro-batches: which backwards run inside no_sync, and whether gradients are zeroed to None after a step.
+LOOPS = {
+    "one reduction a step": ((True, True, False), True),
+    "each backward reduces": ((False, False, False), True),
+    "one in between reduces": ((False, True, False), True),
+    "zeros are kept": ((True, True, False), False),
+}
+
+
+def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
+    for (size, mode), policy, (name, loop) in itertools.product(_layouts(sizes), POLICIES, LOOPS.items()):
+        inside_no_sync, to_none = loop
+        model = shard(_seeded(4), size=size, mp_policy=policy, accumulation=mode)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        for step in range(3):
+            for micro_batch, waits in enumerate(inside_no_sync):
+                with layerzero.no_sync(model) if waits else nullcontext():
+                    loss_of(model(batch(rank, step, micro_batch).float())).backward()
+                if step:  # reduce buffers are allocated by the first reduction
+                    _assert_predicted(model, (size, mode, policy, name, step, micro_batch))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            _assert_predicted(model, (size, mode, policy, name, step))
+        aside = size == 2 and mode == "sharded" and name != "one reduction a step"
+        assert (layerzero.memory(model).measured["gradient_shard"] > 0) == (mode == "full" or size != 2 or aside)
+
+
+@BOTH
+def test_memory_is_predicted_between_micro_batches_whatever_the_loop(node_memory: str | None) -> None:
+    run_ranks(_predicted_within_a_step, _sizes_of(node_memory), node_memory=node_memory, timeout=240)
+
+
 def _seeded(count: int) -> nn.Module:
     torch.manual_seed(0)
     return blocks(count).float()

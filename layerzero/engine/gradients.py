@@ -108,7 +108,7 @@ class Gradients:
         if self._to_host is not None:
             return HostPlace(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
         if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
-            return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE), self.pool)
+            return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE))
         return KeptPlace(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
 
     # What it holds

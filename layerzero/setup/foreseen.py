@@ -80,7 +80,7 @@ def _of_handle(handle: PlannedHandle, unit: PlannedUnit, config: LayerZeroConfig
     host = "host_" if in_host else ""
     own = grid.numel(handle.layout, Extent.RANK) * precision.master.itemsize
     # See [Note: The final gradient rests in the node sum] in storage/places.py.
-    rests = handle.route.waits is Extent.NODE and not config.offload_grads and not in_host
+    rests = handle.route.waits is Extent.NODE and not config.offload_grads and not in_host and not handle.set_aside
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,

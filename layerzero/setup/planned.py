@@ -58,6 +58,7 @@ class PlannedHandle:
     in_host: bool = False  # its master and its final gradient
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
     coded: int = 0  # bytes of all that is received where encoded shards are gathered
+    set_aside: bool = False  # a backward has begun while its final gradient was still wanted; see storage/places.py
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
         """What the first exchange sends is a sum that waits on this rank, in one place for good."""
@@ -127,6 +128,7 @@ def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
                     handle.to_host is not None,
                     handle.gathered_sizes[1:],
                     handle.whole.size,
+                    handle.gradients is not None and handle.gradients.final.place.nbytes > 0,
                 )
                 for handle in unit.handles
             ),

@@ -5,9 +5,11 @@ Once hop 2 has sent a sharded node sum, nothing in it matters until the next bac
 needs no memory of its own: it rests in this rank's part of the node sum, which is what ``.grad`` shows.
 
 It must leave before anything else is summed up there, if it is still wanted (no zero_grad since): it is a mean over all
-ranks already, and what comes is a part of a sum. It is set aside in scratch then, and comes home when the node sum has
-been sent. ``.grad`` always shows the home; it cannot be read while something else is there, which is during backwards
-and after one inside no_sync. A loop that zeroes gradients before the next backward, to None, never moves anything.
+ranks already, and what comes is a part of a sum. It is copied to memory of its own then, and back when the node sum has
+been sent. That memory is allocated at the first such copy and stays, so that what a model holds depends on the program
+and not on timing. ``.grad`` always shows the home; it cannot be read while something else is there, which is during
+backwards and after one inside no_sync. A loop that zeroes gradients before the next backward, to None, never moves
+anything.
 
 Sums in slabs have no lasting place on the device, and a whole one may be opened to kernels (``main_grad``) while
 ``.grad`` is read: beside these, as where nothing waits, the final gradient has memory of its own.
@@ -189,7 +191,7 @@ class ScratchPlace(Place):
 
 
 class Stay(enum.Enum):
-    """Of an :class:`InsidePlace`: HOME -> AWAY (nothing to keep) -> ASIDE (in scratch) -> HOME."""
+    """Of an :class:`InsidePlace`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
 
     HOME = "home"
     AWAY = "away"
@@ -202,18 +204,21 @@ class InsidePlace(Place):
     See [Note: The final gradient rests in the node sum].
     """
 
-    def __init__(self, around: Place, part: slice, pool: BufferPool) -> None:
+    def __init__(self, around: Place, part: slice) -> None:
         super().__init__(part.stop - part.start, around.dtype)
         assert around.lasting
         self.stay = Stay.HOME
         self._around = around
         self._part = part
-        self._pool = pool
-        self._aside: Tensor | None = None  # while ASIDE
+        self._aside: Tensor | None = None  # [numel], from the first time that something is kept
 
     @property
     def own_numel(self) -> int:
         return 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._aside is None else self._aside.untyped_storage().nbytes()
 
     def home(self) -> Tensor:
         return self._around.open(keep=True)[self._part]
@@ -222,8 +227,8 @@ class InsidePlace(Place):
         if self.stay is Stay.HOME:
             return self.home()
         if self._aside is None:
-            self._aside = self._pool.take(self.numel, self.dtype)
-            self.stay = Stay.ASIDE
+            self._aside = torch.empty_like(self.home())
+        self.stay = Stay.ASIDE
         return self._aside
 
     def vacate(self, *, keep: bool) -> None:
@@ -234,9 +239,7 @@ class InsidePlace(Place):
             self.open(keep=False).copy_(self.home())
 
     def settle(self, *, keep: bool) -> None:
-        if self._aside is not None:
-            if keep:
-                self.home().copy_(self._aside)
-            self._pool.give(self._aside)
-            self._aside = None
+        if keep and self.stay is Stay.ASIDE:
+            assert self._aside is not None
+            self.home().copy_(self._aside)
         self.stay = Stay.HOME

@@ -26,7 +26,7 @@ class MemoryReport:
     ``full_buffer`` (gathered units, and what `reshard_after_forward` keeps of them), ``idle_buffer`` (memory that these
     take turns in, while none is there; at most the root's, one unit's, those of the units gathered ahead of it, and
     those that stay), ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0
-    where it rests in the accumulator), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received),
+    where it rests in the accumulator, until a backward begins without zero_grad, which sets it aside), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received),
     ``optimizer`` (measured only). With `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and
     ``host_optimizer`` in host memory, and 0 of these on the device.
 
@@ -36,8 +36,8 @@ class MemoryReport:
     Attributes:
         predicted: by formula, from the layouts and settings, for a model between two steps, the second one or a later
             one, whose units are called one after the other in the order of their registration. Measured may be more,
-            in ``reduce_buffer``, where units are not (their gradients land at the same time), where a backward comes
-            without zero_grad (the gradients are set aside), or where parameters were unfrozen.
+            in ``reduce_buffer``, where units are not (their gradients land at the same time), or where parameters were
+            unfrozen; less before the first backward that reduces, as ``reduce_buffer`` is allocated when it is used.
         measured: of the storages that exist now.
         predicted_peak: the most bytes on the device at any time in a step, with the optimizer's as they are measured.
         measured_peak: the most so far, as the model's own pools count them. Activations, and what an optimizer or
