@@ -23,7 +23,8 @@ def _whole(target: Tensor, parts: list[Tensor], wire: torch.dtype | None, overwr
     total = target.clone()
     for number, each in enumerate(parts):
         part = each if wire is None else each.to(wire)
-        added = part.to(total.dtype) * scale if overwrite and number == 0 else total.add(part, alpha=scale)
+        wider = torch.promote_types(part.dtype, total.dtype)
+        added = part.to(wider) * scale if overwrite and number == 0 else total.add(part, alpha=scale)
         total = added.to(total.dtype)
     return total
 
@@ -53,6 +54,14 @@ def test_pieces_have_the_bits_of_the_whole(
     expected = _whole(target, parts, wire, overwrite, scale)
     add_up(target, iter(parts), wire=wire, overwrite=overwrite, scale=scale)
     assert torch.equal(target, expected)
+
+
+def test_what_fits_after_it_is_scaled_is_scaled_before_it_is_rounded() -> None:
+    target, part = torch.zeros(2, dtype=torch.float16), torch.tensor([2.0**18, 2.0**-18])
+    add_up(target, (part,), overwrite=True, scale=0.25)
+    assert target.tolist() == [torch.inf, 2.0**-20]
+    add_up(target, (part,), overwrite=True, scale=2.0**-3)
+    assert target.tolist() == [2.0**15, 2.0**-21]
 
 
 @pytest.mark.parametrize("turned", ["target", "part"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -100,7 +102,14 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
     lands, waits, legs = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
     for grid in grids(data_parallel, zero3_size):
         for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
-            route = Route.plan(grid, precision, accumulation=mode, divide_factor=data_parallel, adds_hop1=adds_hop1)
+            route = Route.plan(
+                grid,
+                precision,
+                accumulation=mode,
+                divide_factor=data_parallel,
+                adds_hop1=adds_hop1,
+                adds_hop2=adds_hop1,
+            )
             assert (route.lands, route.waits) == (lands, waits)
             assert [(leg.start, leg.stop, leg.exchange) for leg in route.legs] == legs
             early = lands is not waits
@@ -109,14 +118,78 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
             wires = {Exchange.HOP1: landing, Exchange.HOP2: precision.replica_reduce}
             assert [leg.wire for leg in route.legs] == [wires[leg.exchange] for leg in route.legs]
             scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
-            once = 0 if half or not legs else len(legs)
-            expected = [1.0] * len(scales)
-            expected[once] = 1 / data_parallel
-            assert scales == expected, "the mean is taken once, early where fp16 would overflow"
+            if half and not adds_hop1:
+                assert math.prod(scales) == pytest.approx(1 / data_parallel, rel=1e-15)
+                assert all(math.frexp(scale)[0] == 0.5 for scale in scales[:-1]), "powers of two"
+            else:
+                expected = [1.0] * len(legs) + [1 / data_parallel]
+                assert scales == expected, "the mean is taken once"
             assert route.landing_dtype == (landing if early else precision.master)
             assert route.shares_early == early
             accumulating, reducing = route.between(lands, waits), route.between(lands, RANK)
             assert reducing == route.legs == accumulating + route.between(waits, RANK)
+
+
+# fp16 on the wire, by arithmetic: what the sum of equal gradients comes to, added up as backends do
+
+F16, F32 = torch.float16, torch.float32
+WIRES = {"both": (F16, F16), "hop 1": (F16, F32), "hop 2": (F32, F16), "hop 2, bf16 inside": (torch.bfloat16, F16)}
+
+
+def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
+    """The sum over ranks, a power of two: in fp32, or in the wire's dtype."""
+    value = value.float() if adds else value
+    while ranks > 1:
+        value, ranks = value + value, ranks // 2
+    return value
+
+
+def _reduced(gradient: float, route: Route, grid: Grid, *, adds: bool) -> float:
+    """The final gradient where each rank has the same one, in fp16."""
+    value = (torch.tensor(gradient, dtype=F16).float() * route.landing_scale).to(route.landing_dtype)
+    for leg in route.legs:
+        ranks = grid.zero3_size if leg.exchange is Exchange.HOP1 else grid.replicas
+        value = _sum_of_equal(value.to(leg.wire), ranks, adds=adds).float() * leg.scale
+    return value.item()
+
+
+def _root_of_ranks(data_parallel: int, zero3_size: int) -> float:
+    """The most by which gradients are divided before the backend adds them."""
+    return max(2.0 ** math.ceil(math.log2(n) / 2) for n in (zero3_size, data_parallel // zero3_size))
+
+
+@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("adds", [True, False], ids=["added here", "added by the backend"])
+@pytest.mark.parametrize(("data_parallel", "zero3_size"), [(1024, 2**power) for power in range(11)] + [(2, 2), (4, 2)])
+def test_fp16_gradients_keep_their_size_on_the_way(
+    data_parallel: int, zero3_size: int, adds: bool, mode: str, wires: str
+) -> None:
+    grid = Grid.of_rank(0, data_parallel=data_parallel, zero3_size=zero3_size)
+    precision = Precision(F32, F16, *WIRES[wires])
+    how: Any = {"accumulation": mode, "adds_hop1": adds, "adds_hop2": adds}
+    route = Route.plan(grid, precision, divide_factor=data_parallel, **how)
+    assert _reduced(3e-5, route, grid, adds=adds) == pytest.approx(3e-5, rel=0.05), "1e-3 of it, divided by all of D"
+    lost = 1 if adds else _root_of_ranks(data_parallel, zero3_size)
+    for gradient in (2.0**-24 * lost, 2.0**15 / lost, 1.0):
+        assert _reduced(gradient, route, grid, adds=adds) == gradient
+    # A sum is what a loss wants that is divided by all tokens: then each rank's gradient is small already.
+    summed = Route.plan(grid, precision, divide_factor=1.0, **how)
+    assert summed.landing_scale == 1.0
+    assert _reduced(2.0**-24, summed, grid, adds=adds) == 2.0**-24 * data_parallel
+    assert _reduced(2.0**15 / data_parallel, summed, grid, adds=adds) == 2.0**15
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 24.0, 1e6])
+@pytest.mark.parametrize("zero3_size", [1, 2, 3, 6, 12])
+def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> None:
+    grid = Grid.of_rank(0, data_parallel=12, zero3_size=zero3_size)
+    for wires, mode, adds in itertools.product(WIRES.values(), ("sharded", "full"), (True, False)):
+        precision = Precision(F32, F16, *wires)
+        route = Route.plan(grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds)
+        scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
+        assert math.prod(scales) == pytest.approx(1 / factor, rel=1e-15)
+        assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
 
 # Sums
@@ -194,7 +267,8 @@ def test_every_program_ends_with_the_mean_of_what_was_contributed(
 def follow(program: str, layout: FlatLayout, all_grids: list[Grid], mode: str) -> None:
     pool = BufferPool(CPU)
     factor = 4.0
-    routes = [Route.plan(grid, FP32, accumulation=mode, divide_factor=factor, adds_hop1=True) for grid in all_grids]
+    how: Any = {"accumulation": mode, "divide_factor": factor, "adds_hop1": True, "adds_hop2": True}
+    routes = [Route.plan(grid, FP32, **how) for grid in all_grids]
     ranks = [make_rank(grid, route, layout, pool) for grid, route in zip(all_grids, routes, strict=True)]
     route, dropped = routes[0], len(layout.slots) - 1
     expected = {slot: torch.zeros(each.shape) for slot, each in enumerate(layout.slots)}

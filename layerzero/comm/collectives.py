@@ -6,8 +6,9 @@ This is the only file of the package that calls a collective. Everyone else name
 [Note: Reductions add in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the
 same bytes, adds in the accumulator's precision whatever dtype travelled, gives the same bits on every run, and is
-faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used. Where the ranks share
-memory, what would be received is read where it lies, and added in the same order: the same bits.
+faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which adds
+in the dtype that travels. Where the ranks share memory, what would be received is read where it lies, and added in the
+same order: the same bits.
 
 [Note: Gathers in place]
 gloo's all-gather is a ring that builds the result in a buffer of its own and copies it out, this rank's piece included.

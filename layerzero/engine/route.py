@@ -22,12 +22,18 @@ to add in. (A gradient that comes in several portions, as out of reentrant check
 dtype then, as autograd itself does where a parameter is used several times.)
 
 [Note: Where the mean is taken]
-Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Only where
-fp16 travels, which would overflow, and where nothing travels, they are divided when they land.
+Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Where fp16
+travels, whose largest number is 65504 and whose smallest is 6e-8, the division is split, so that what is on the wire has
+about the size of one rank's gradient. The factor is a product of one for each hop. The factor of a hop whose wire is
+fp16 is divided out before the next wire in fp16: hop 2 carries means of the nodes, which are scaled in the fp32 node sum.
+Where the backend adds in the wire's dtype, sums grow there: then about the square root of a hop's factor is divided out
+before that hop, and the rest after it, as in FSDP. All but the last scale are powers of two, and so exact outside fp16.
+Where nothing travels, gradients are divided when they land.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,32 +68,49 @@ class Route:
 
     @classmethod
     def plan(
-        cls, grid: Grid, precision: Precision, *, accumulation: str, divide_factor: float, adds_hop1: bool
+        cls,
+        grid: Grid,
+        precision: Precision,
+        *,
+        accumulation: str,
+        divide_factor: float,
+        adds_hop1: bool,
+        adds_hop2: bool,
     ) -> Route:
         """The route of a handle.
 
         Args:
             accumulation: ``"sharded"`` or ``"full"``.
             divide_factor: what the sum over all ranks is divided by.
-            adds_hop1: hop 1 brings what each rank has, which is added up here in fp32.
+            adds_hop1: hop 1 brings what each rank has, which is added up here in fp32; else the backend adds in the
+                wire's dtype.
+            adds_hop2: the same of hop 2.
         """
         if grid.data_parallel == 1:
             return cls(Extent.RANK, Extent.RANK, (), precision.master, 1.0 / divide_factor)
-        half = torch.float16 in (precision.reduce, precision.replica_reduce)
-        first, last = (1.0 / divide_factor, 1.0) if half else (1.0, 1.0 / divide_factor)
         sharded, landing = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
-        if sharded and adds_hop1 and not half and precision.compute.itemsize < landing.itemsize:
+        if sharded and adds_hop1 and precision.compute.itemsize < landing.itemsize:
             landing = precision.compute  # see [Note: What lands as it is]
+        factor1, factor2 = _factors(grid, divide_factor)
+        first, second = (
+            _before(factor1, landing, adds=adds_hop1),
+            _before(factor2, precision.replica_reduce, adds=adds_hop2),
+        )
         hop1, hop2 = (Exchange.HOP1, landing), (Exchange.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
-            legs: tuple[Leg, ...] = (Leg(Extent.WHOLE, Extent.RANK, *hop2, last),)
+            first = second
+            legs: tuple[Leg, ...] = (Leg(Extent.WHOLE, Extent.RANK, *hop2, first / divide_factor),)
         elif grid.replicas == 1:
-            legs = (Leg(Extent.WHOLE, Extent.RANK, *hop1, last),)
+            legs = (Leg(Extent.WHOLE, Extent.RANK, *hop1, first / divide_factor),)
         else:
-            legs = (Leg(Extent.WHOLE, Extent.NODE, *hop1, 1.0), Leg(Extent.NODE, Extent.RANK, *hop2, last))
+            between = 1.0
+            if precision.replica_reduce is torch.float16:
+                between = 1.0 / _power_of_two(factor1 * second / first)
+            last = first / (divide_factor * between)
+            legs = (Leg(Extent.WHOLE, Extent.NODE, *hop1, between), Leg(Extent.NODE, Extent.RANK, *hop2, last))
         if sharded:
-            return cls(Extent.WHOLE, legs[0].stop, legs, landing, first)
-        return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, first)
+            return cls(Extent.WHOLE, legs[0].stop, legs, landing, 1.0 / first)
+        return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[Leg, ...]:
         """The legs that lead from one extent down to another."""
@@ -97,3 +120,21 @@ class Route:
     def shares_early(self) -> bool:
         """What waits holds contributions of other ranks of the node already."""
         return self.waits is not self.lands
+
+
+def _factors(grid: Grid, divide_factor: float) -> tuple[float, float]:
+    """What is divided out for hop 1 and for hop 2: by how much the sums of each are expected to grow."""
+    if grid.replicas == 1:
+        return divide_factor, 1.0
+    factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))
+    return factor1, divide_factor / factor1
+
+
+def _before(factor: float, wire: torch.dtype, *, adds: bool) -> float:
+    """The part of a hop's factor that is divided out before it; see [Note: Where the mean is taken]."""
+    return 1.0 if adds or wire is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
+
+
+def _power_of_two(least: float) -> float:
+    """The smallest power of two, 1 included, that is not less."""
+    return 2.0 ** math.ceil(math.log2(max(1.0, least)))

@@ -160,7 +160,12 @@ def plan_handles(
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = config.precision_of(dtype, policy, trainable=trainable)
         route = Route.plan(
-            where.grid, precision, accumulation=accumulation, divide_factor=factor, adds_hop1=where.adds_hop1
+            where.grid,
+            precision,
+            accumulation=accumulation,
+            divide_factor=factor,
+            adds_hop1=where.adds_hop1,
+            adds_hop2=where.adds_hop2,
         )
         layouts = plan_layouts(
             [

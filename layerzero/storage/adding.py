@@ -55,7 +55,10 @@ def _is_in_pieces(target: Tensor, parts: Sequence[Tensor]) -> bool:
 def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
     for each in parts:
         part = each if wire is None else each.to(wire)
-        if overwrite:
+        if overwrite and scale != 1.0 and part.dtype.itemsize > target.dtype.itemsize:
+            torch.mul(part, scale, out=target)  # what is too large for the target before it is scaled may fit after
+            overwrite = False
+        elif overwrite:
             target.copy_(part)
             if scale != 1.0:
                 target.mul_(scale)
