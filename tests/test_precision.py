@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.route import Route
+from tests.support import late_backend
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.models import (
     different,
@@ -26,6 +27,7 @@ from tests.support.models import (
     integer_net,
 )
 from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
 SIZES = (1, 2, 4)
@@ -236,6 +238,33 @@ def _reduce(rank: int) -> None:
 
 def test_reductions_use_the_dtypes_asked_for() -> None:
     run_ranks(_reduce, world_size=WORLD, node_memory="off")
+
+
+def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
+    policy, tiny = MixedPrecisionPolicy(param_dtype=torch.float16), 2.0**-23  # twice the smallest number of fp16
+    late_backend.register()
+    for size in SIZES:
+        mesh = mesh_on(late_backend.NAME, size) if added_by_the_backend else mesh_of(size)
+        for accumulation in ACCUMULATIONS:
+            model = layerzero.shard_model(Scale(*[1.0] * 8), mesh=mesh, mp_policy=policy, accumulation=accumulation)
+            for gradient in (tiny, -(2.0**14)):  # the sum of which is too large for fp16
+                (model() * gradient).sum().backward()
+                assert (model.weight.grad.full_tensor() == gradient).all(), (size, accumulation, model.weight.grad)
+                model.weight.grad = None
+                with layerzero.no_sync(model):
+                    (model() * 0).sum().backward()
+                (model() * gradient).sum().backward()
+                assert (model.weight.grad.full_tensor() == gradient).all(), (size, accumulation, model.weight.grad)
+                model.weight.grad = None
+
+
+@BOTH
+def test_tiny_and_large_fp16_gradients_arrive(node_memory: str | None) -> None:
+    run_ranks(_keep_tiny_gradients, False, node_memory=node_memory)
+
+
+def test_tiny_and_large_fp16_gradients_arrive_where_the_backend_adds_them_up() -> None:
+    run_ranks(_keep_tiny_gradients, True)
 
 
 def _land(rank: int) -> None:
