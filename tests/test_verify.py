@@ -233,6 +233,43 @@ def test_a_broken_engine_is_found_out() -> None:
             assert {row for precision, row in wrong if precision == "bfloat16"} == names, f"{name}\n{report}"
 
 
+_calls = {"loss": 0}
+
+
+def _evaluates_on_rank_0(model: nn.Module, batch: Tensor) -> Tensor:
+    """Every loss but the first, which all ranks must come to, is followed by a forward on rank 0 alone."""
+    _calls["loss"] += 1
+    loss: Tensor = model(batch)
+    if _calls["loss"] > 1 and dist.get_rank() == 0:
+        with torch.no_grad():
+            model(batch)
+    return loss
+
+
+def _verify_an_evaluation_on_one_rank(rank: int) -> str:
+    _calls["loss"] = 0
+    with pytest.raises(RuntimeError) as raised:
+        layerzero.verify(Net, make_batch, loss_fn=_evaluates_on_rank_0, zero3_sizes=[2])
+    return str(raised.value)
+
+
+def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
+    # What the ranks do of themselves is to share memory, where such an evaluation is allowed.
+    for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, node_memory=None, pg_timeout=10):
+        assert "the plain run works, the sharded run with zero3_size=2 in float32 does not" in said, said
+        assert "rank 0 was elsewhere: in gather" in said or "gather of 'the root' failed on rank 0" in said, said
+
+
+def _allowed_in_shared_memory(rank: int) -> str:
+    _calls["loss"] = 0
+    report = layerzero.verify(Net, make_batch, loss_fn=_evaluates_on_rank_0, zero3_sizes=[2], node_memory="auto")
+    return "ok" if report.ok else str(report)
+
+
+def test_shared_memory_hides_an_evaluation_on_one_rank_alone() -> None:
+    assert run_ranks(_allowed_in_shared_memory, world_size=2, node_memory=None) == ["ok", "ok"]
+
+
 def _verify_low_precision(rank: int) -> tuple[layerzero.VerifyReport, layerzero.VerifyReport]:
     settings: dict[str, Any] = {"loss_fn": TiedTransformer.loss, "units": {Block}, "zero3_sizes": [2], "steps": 2}
     low = layerzero.verify(TiedTransformer, token_batch, mp_policy=BF16, **settings)
