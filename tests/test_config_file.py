@@ -25,6 +25,8 @@ gradient_divide_factor: 2.0
 accumulation: full
 offload_grads: true
 offload_optimizer: true
+offload_params: true
+pin_memory: false
 reshard_after_forward: false
 gather_codec: float8_rows
 prefetch: 2
@@ -68,6 +70,8 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         accumulation="full",
         offload_grads=True,
         offload_optimizer=True,
+        offload_params=True,
+        pin_memory=False,
         reshard_after_forward=False,
         gather_codec=Float8Rows(),
         prefetch=2,

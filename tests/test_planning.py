@@ -77,6 +77,9 @@ SETTINGS: list[dict[str, object]] = [
     {"zero3_size": 2, "mp_policy": BF16, "offload_optimizer": True},
     {"zero3_size": 4, "mp_policy": BF16, "offload_optimizer": True},
     {"zero3_size": 2, "mp_policy": BF16, "offload_grads": True, "offload_optimizer": True, "accumulation": "full"},
+    {"zero3_size": 2, "mp_policy": BF16, "offload_params": True, "offload_optimizer": True},
+    {"zero3_size": 1, "mp_policy": BF16, "offload_params": True},
+    {"zero3_size": 2, "mp_policy": MixedPrecisionPolicy(), "offload_params": True, "offload_grads": True},
     {"zero3_size": 2, "mp_policy": BF16, "prefetch": 3},
     {"zero3_size": 2, "mp_policy": BF16, "reshard_after_forward": False},
     {"zero3_size": 4, "mp_policy": BF16, "reshard_after_forward": 2},
@@ -121,7 +124,8 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
     for rank, measured in enumerate(run_ranks(_measured, timeout=240)):
         for settings, (held, peak, predicted_peak) in zip(SETTINGS, measured, strict=True):
             config = LayerZeroConfig(units={Block}, node_memory="off", **settings)
-            where = where_of(4, settings["zero3_size"], rank=rank, on_device=False)
+            in_host = settings.get("offload_params", False)
+            where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = Paper(on_meta, config).units(config, where)
             found = foreseen(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"

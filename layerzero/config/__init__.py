@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
 
-__all__ = ["ACCUMULATIONS", "AUTO", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
+__all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
 NODE_MEMORIES = ("auto", "off")
+OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # units: what a model says of itself
 UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
@@ -59,6 +60,8 @@ class LayerZeroConfig:
     accumulation: Accumulation = "sharded"
     offload_grads: bool = False
     offload_optimizer: bool = False
+    offload_params: bool = False
+    pin_memory: bool = True
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
@@ -116,9 +119,14 @@ class LayerZeroConfig:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
         if self.node_memory not in NODE_MEMORIES:
             raise ValueError(f"node_memory={self.node_memory!r}; use one of {NODE_MEMORIES}")
-        for name in ("offload_grads", "offload_optimizer", "sync_module_states"):
+        for name in (*OFFLOADS, "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not self.pin_memory and not any(getattr(self, name) for name in OFFLOADS):
+            raise ValueError(
+                f"pin_memory=False is about the host memory of {', '.join(OFFLOADS)}, and none of them is on: set one "
+                "of them, or leave pin_memory out"
+            )
         if not callable(self.reshard_after_forward):
             _check_reshards(self.reshard_after_forward, "reshard_after_forward")
         codec = self.gather_codec
@@ -198,6 +206,8 @@ class LayerZeroConfig:
             "gradient_divide_factor": self.gradient_divide_factor,
             "offload_grads": self.offload_grads,
             "offload_optimizer": self.offload_optimizer,
+            "offload_params": self.offload_params,
+            "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
             "gather_codec": _told(self.gather_codec),
             "node_memory": self.node_memory,

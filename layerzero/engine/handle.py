@@ -36,6 +36,7 @@ from layerzero.engine.route import Route
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.flat import FlatLayout, Slot
 from layerzero.layout.grid import Extent, overlap
+from layerzero.storage.host import Fetch, HostShard
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.faces import Face
 from layerzero.tensors.leaves import Leaves
@@ -100,23 +101,31 @@ class Handle:
         self.watch = Watch()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
-        self._gathering: Works | Decoding | None = None
+        self._gathering: Works | Decoding | Fetch | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
         grid, device = topology.grid, topology.device
-        self.zero3 = (  # [G / S]
-            torch.zeros(grid.numel(layout, Extent.NODE), dtype=precision.compute, device=device)
-            if shared is None
-            else shared.full[grid.place(layout, Extent.NODE, Extent.WHOLE)]
-        )
+        numel, place = grid.numel(layout, Extent.NODE), grid.place(layout, Extent.NODE, Extent.WHOLE)
+        self.in_host: HostShard | None = None  # where compute weights lie there; see storage/host.py
+        if shared is not None:
+            self.zero3 = shared.full[place]  # [G / S]
+        elif buffers.weights_to_host is not None:
+            self.in_host = HostShard(numel, precision.compute, buffers.weights_to_host, buffers.scratch)
+            self.zero3 = self.in_host.tensor
+        else:
+            self.zero3 = torch.zeros(numel, dtype=precision.compute, device=device)
         self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
         self.master = self._new_master()  # [L]
         self.full = self.zero3 if shared is None else shared.full  # [G]
         if self.gathers:
             self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
-        self.kept, self.whole = gathers_of(layout, self.full, self.zero3, topology.zero3_gather, travel, buffers.full)
+        self._gathered_own = self.full[place] if self.in_host is not None else self.zero3  # what a gather sends
+        self.kept, self.whole = gathers_of(
+            layout, self.full, self._gathered_own, topology.zero3_gather, travel, buffers.full
+        )
+        self._encodes = bool(travel.codec)
         self.compute = self.full.data  # see [Note: Version counters]
         self.route = route
         self._take_values([parameter for parameter, _, _ in originals])
@@ -138,11 +147,13 @@ class Handle:
     @cached_property
     def shares_master(self) -> bool:
         """See [Note: One storage for equal shards]."""
-        return self.precision.master == self.precision.compute and self.to_host is None
+        return self.precision.master == self.precision.compute and self.to_host is None and self.in_host is None
 
     @cached_property
     def gathers(self) -> bool:
-        """The full buffer is more than the ZeRO-3 shard."""
+        """The full buffer is more than the ZeRO-3 shard, or elsewhere."""
+        if self.in_host is not None:
+            return True
         return self.shared is None and not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
 
     @property
@@ -250,8 +261,16 @@ class Handle:
         if self.gathers:
             self.finish_refresh()
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
-            self._gathering = self.kept.gather(name=self.label) or self.whole.gather(name=self.label)
+            self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
         self._move_to(ShardState.GATHERING)
+
+    def _gather_shards(self) -> Works | Decoding | Fetch:
+        if self.in_host is None:
+            return self.whole.gather(name=self.label)
+        if self.topology.zero3_size == 1:
+            return self.in_host.start_fetch(self._gathered_own)
+        with self.in_host.fetched(self._gathered_own, beside=not self._encodes):
+            return self.whole.gather(name=self.label)
 
     def wait(self) -> None:
         """Finish the gather: from here on the leaves hold the parameters."""
@@ -315,21 +334,28 @@ class Handle:
         """Start carrying the masters of all replicas into the ZeRO-3 shard."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
+        zero3, own = self.zero3, self._zero3_own
+        if self.in_host is not None:
+            zero3 = self.in_host.borrow()
+            own = zero3[self.topology.grid.place(self.layout, Extent.RANK, Extent.NODE)]
         if self.to_host is not None:
-            self.to_host.wait(self.to_host.copy(self._zero3_own, self.master, to_host=False))
+            self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
         elif not self.shares_master:
-            self._zero3_own.copy_(self.master)
+            own.copy_(self.master)
         replica = self.topology.replica
         if replica.size > 1:
             self._refreshing = all_gather(
                 replica,
                 Exchange.REFRESH,
-                self.zero3,
-                self._zero3_own,
+                zero3,
+                own,
                 name=self.label,
                 only_reads_shard=self.shares_master,
                 parts=self.topology.grid.parts(self.layout),
             )
+        if self.in_host is not None:
+            self.finish_refresh()
+            self.in_host.store(zero3)
         if self.shared is not None:
             self.shared.land(self._refreshing)
         self.watch.edited = False
@@ -351,6 +377,11 @@ class Handle:
         if self._refreshing is not None:
             self._refreshing.wait()
             self._refreshing = None
+
+    def read_zero3(self) -> Tensor:
+        """The ZeRO-3 shard, 1-D [G / S], on the device, as the last refresh left it; a copy if it is in the host."""
+        self.finish_refresh()
+        return self.zero3 if self.in_host is None else self.in_host.arrive().to(self.topology.device)
 
     # Gradients
 

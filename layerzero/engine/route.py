@@ -23,12 +23,12 @@ dtype then, as autograd itself does where a parameter is used several times.)
 
 [Note: Where the mean is taken]
 Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Where fp16
-travels, whose largest number is 65504 and whose smallest is 6e-8, the division is split, so that what is on the wire has
-about the size of one rank's gradient. The factor is a product of one for each hop. The factor of a hop whose wire is
-fp16 is divided out before the next wire in fp16: hop 2 carries means of the nodes, which are scaled in the fp32 node sum.
-Where the backend adds in the wire's dtype, sums grow there: then about the square root of a hop's factor is divided out
-before that hop, and the rest after it, as in FSDP. All but the last scale are powers of two, and so exact outside fp16.
-Where nothing travels, gradients are divided when they land.
+travels, whose largest number is 65504 and whose smallest is 6e-8, the division is split, so that what is on the wire is
+about as large as one rank's gradient. The factor is a product of one for each hop. The factor of hop 1 is divided out
+before hop 2 if that carries fp16: node sums are scaled in fp32, and sent as means. Where the backend adds in the wire's
+dtype, sums grow there: then about the square root of a hop's factor is divided out before that hop, and the rest after
+it, as in FSDP. All but the last scale are powers of two, and so exact outside fp16. Where nothing travels, gradients
+are divided when they land.
 """
 
 from __future__ import annotations

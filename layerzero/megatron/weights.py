@@ -57,10 +57,9 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     for number, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in runtime_of(chunk).handles:
-            handle.finish_refresh()
             shard = (number, handle.topology.ranks, handle.topology.grid.s)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
-            digest.update(handle.zero3.cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(handle.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
     said: list[Any] = [None] * groups.zero1.size()
     dist.all_gather_object(said, mine, group=groups.zero1)

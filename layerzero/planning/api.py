@@ -99,7 +99,8 @@ def plan(
         micro_batches: A, numbers to try, of one step.
         zero3_sizes: S, to try; None: the divisors of a node, and all ranks.
         accumulations, reduce_dtypes: to try. A reduce dtype is for both hops.
-        offload: True: try `offload_grads`, `offload_optimizer` and both, too; None: where it does not fit without.
+        offload: True: try `offload_grads`, `offload_optimizer` and both, and each with `offload_params`, too; None: the
+            first three where it does not fit without, and the others where these do not fit, either.
         recompute: blocks keep their inputs alone for the backward (activation checkpointing).
         activation_bytes: of a rank's micro-batch; for models of sizes, 0 stands for an estimate.
 
@@ -140,10 +141,14 @@ def plan(
             choice = Choice(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
             rows.append(shop.row(choice))
             if offload or (offload is None and not rows[-1].fits):
-                rows += [
-                    shop.row(replace(choice, offload_grads=grads, offload_optimizer=optimizer))
+                combined = [
+                    replace(choice, offload_grads=grads, offload_optimizer=optimizer)
                     for grads, optimizer in ((True, False), (False, True), (True, True))
                 ]
+                found = [shop.row(each) for each in combined]
+                if offload or not any(row.fits for row in found):
+                    found += [shop.row(replace(each, offload_params=True)) for each in (choice, *combined)]
+                rows += found
     rows.sort(key=lambda row: (not row.fits, -row.tokens))
     peers = [
         shop.row(
@@ -168,7 +173,7 @@ def _best(rows: Sequence[Row]) -> Row | None:
         choice = row.choice
         return (
             choice.micro_batches,
-            choice.offload_optimizer + choice.offload_grads,
+            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
             choice.reduce_dtype is not torch.float32,
             row.peak,
         )

@@ -30,10 +30,14 @@ class _OnPaper:
     mesh = torch.tensor([0])
 
 
-def where_of(ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True) -> Where:
+def where_of(
+    ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
+) -> Where:
     """A rank that exchanges on NCCL, or on gloo where it computes on the CPU."""
     grid = Grid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
-    return Where(grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device)
+    return Where(
+        grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
+    )
 
 
 class Paper:

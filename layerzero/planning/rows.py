@@ -37,12 +37,13 @@ class Choice:
     accumulation: str = "sharded"
     offload_grads: bool = False
     offload_optimizer: bool = False
+    offload_params: bool = False
     reduce_dtype: torch.dtype = torch.float32
     micro_batches: int = 1
 
     @property
     def offload(self) -> str:
-        chosen = {"grads": self.offload_grads, "optimizer": self.offload_optimizer}
+        chosen = {"grads": self.offload_grads, "optimizer": self.offload_optimizer, "params": self.offload_params}
         return "+".join(name for name, on in chosen.items() if on) or "-"
 
 
@@ -125,6 +126,7 @@ class Workshop:
             accumulation=choice.accumulation,
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
+            offload_params=choice.offload_params,
             node_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
@@ -184,7 +186,12 @@ class Workshop:
         return min(self.cluster.accelerators, self.cluster.ranks) if choice.scheme == "HSDP" else self.cluster.ranks
 
     def planned(self, choice: Choice) -> list[PlannedUnit]:
-        where = where_of(self.cluster.ranks, choice.zero3_size, on_device=self.cluster.device != "cpu")
+        where = where_of(
+            self.cluster.ranks,
+            choice.zero3_size,
+            on_device=self.cluster.device != "cpu",
+            offload_params=choice.offload_params,
+        )
         return self.paper.units(self.config(choice), where)
 
     def works(self, units: Sequence[PlannedUnit] | None = None) -> list[Work]:
@@ -246,6 +253,7 @@ class Workshop:
             replica_reduce=choice.reduce_dtype.itemsize,
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
+            offload_params=choice.offload_params,
             root_stays=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
             update=self._update(own, in_host=choice.offload_optimizer),

@@ -52,6 +52,7 @@ class Sharding:
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
+    offload_params: bool = False
     root_stays: bool = True  # gathered from forward to backward, as on devices
     adds_hop1: bool = False  # each rank adds up what hop 1 brings, as on gloo: gradients travel as they were computed
     update: float = 0.0  # seconds of the optimizer
@@ -131,7 +132,7 @@ class _Rank:
 
     @property
     def _gathering(self) -> bool:
-        return self.how.zero3_size > 1
+        return self.how.zero3_size > 1 or self.how.offload_params
 
     def _gather_ahead(self, order: Sequence[Work], begun: int, index: int) -> Generator[Operation, None, int]:
         """Launch the gathers of the units up to `index`, and of those ahead of it; how many have begun."""
@@ -142,6 +143,14 @@ class _Rank:
                 yield Wait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._take()
+                if how.offload_params:  # on the lane of the gather, which comes after it
+                    up = Exchange(
+                        "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
+                    )
+                    yield Launch(up, self._gathers[unit.name])
+                    if how.zero3_size == 1:
+                        continue
+                    self._gathers[unit.name] = self._take()
                 sent = unit.numel * how.compute * _share(how.zero3_size)
                 exchange = Exchange("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
                 yield Launch(exchange, self._gathers[unit.name])
@@ -226,6 +235,10 @@ class _Rank:
             sent = unit.numel / how.zero3_size * how.compute * _share(how.replicas)
             refresh = Exchange("refresh", unit.name, "replica", "replica", how.replicas, sent)
             yield Launch(refresh, self._refreshes[unit.name])
+        if how.offload_params:
+            self._refreshes[unit.name] = self._take()
+            down = Exchange("store", unit.name, "host", "replica", 1, unit.numel / how.zero3_size * how.compute)
+            yield Launch(down, self._refreshes[unit.name])
 
     def _compute(self, phase: str, unit: Work, seconds: float) -> Compute:
         return Compute(seconds, (phase, unit.name), self._next_span())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layerzero.config import OFFLOADS
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.rows import Choice, Row
 from layerzero.views.tables import rate, seconds, size, table
@@ -141,7 +142,7 @@ def _settings(plan: Plan) -> dict[str, str]:
     found = {"zero3_size": str(choice.zero3_size)}
     if choice.accumulation != "sharded":
         found["accumulation"] = choice.accumulation
-    for name in ("offload_grads", "offload_optimizer"):
+    for name in OFFLOADS:
         if getattr(choice, name):
             found[name] = "true"
     if plan.cluster.device == "cpu":
@@ -152,7 +153,7 @@ def _settings(plan: Plan) -> dict[str, str]:
 def call_text(plan: Plan) -> str:
     """The call of ``shard_model``."""
     assert plan.best is not None
-    quoted = {"accumulation": lambda value: f'"{value}"', "offload_grads": str.title, "offload_optimizer": str.title}
+    quoted = {"accumulation": lambda value: f'"{value}"', **dict.fromkeys(OFFLOADS, str.title)}
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
     param, reduce = plan.workshop.param_dtype, plan.best.choice.reduce_dtype
     lines = [f"    {name}={value}," for name, value in settings.items()]

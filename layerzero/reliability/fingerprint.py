@@ -147,30 +147,31 @@ def _is_due(handle: Handle) -> bool:
 
 def _sum(handle: Handle) -> Tensor:
     """What all replicas have alike of a handle: 0-dim int64."""
-    whole = sum64(handle.zero3)
+    whole = sum64(handle.read_zero3())
     return torch.zeros_like(whole) if handle.shares_master and _is_due(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:
     """This rank's part of its ZeRO-3 shard: where its masters are carried."""
-    return handle.zero3[handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)]
+    return handle.read_zero3()[handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)]
 
 
 def _cast(handle: Handle) -> Tensor:
-    return handle.master.to(device=handle.zero3.device, dtype=handle.precision.compute)
+    return handle.master.to(device=handle.topology.device, dtype=handle.precision.compute)
 
 
 def _locate(handle: Handle, topology: Topology, sound: Mapping[str, bool]) -> list[Corruption]:
     """What differs in one handle between the replicas of this rank; the same on all of them, which all call this."""
-    replicas, shard = topology.replicas, as_integers(handle.zero3).view(torch.uint8)  # backends know few integers
+    zero3 = handle.read_zero3()
+    replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends know few integers
     everyone = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
     parts = topology.grid.parts(handle.layout)
     if replicas > 1:
         all_gather(topology.replica, Exchange.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
-    copies = everyone.view(as_integers(handle.zero3).dtype)
+    copies = everyone.view(as_integers(zero3).dtype)
     if not handle.shares_master:
-        whole = torch.empty_like(handle.zero3)
+        whole = torch.empty_like(zero3)
         own = whole[topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)].copy_(_cast(handle))
         if replicas > 1:
             all_gather(topology.replica, Exchange.UNSHARD, whole, own, name=handle.label, parts=parts).wait()

@@ -214,7 +214,7 @@ def build_unit(
     root_stays = not plan.name and streams_module(topology.device) is not None
     # Also where this node shares memory: another one may not, and all ranks make the same groups.
     keeping = None if root_stays or isinstance(reshards, bool) else topology.gather_among(reshards)
-    gathers = Where.of(topology, in_node=node is not None).gathers
+    gathers = Where.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
     travel = Travel(config.gather_codec, keeping) if gathers else Travel()
     handles = [
         Handle(

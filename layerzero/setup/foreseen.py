@@ -54,7 +54,7 @@ def formula_bytes(units: Sequence[PlannedUnit]) -> dict[str, list[int]]:
         for handle in unit.handles:
             layout, compute = handle.layout, handle.precision.compute
             whole, node = layout.numel, grid.numel(layout, Extent.NODE)
-            if unit.where.gathers:
+            if unit.where.gathers and grid.zero3_size > 1:
                 each = handle.coded // grid.zero3_size or node * compute.itemsize
                 sent = (grid.zero3_size - 1) * each
                 found.setdefault(Exchange.GATHER.value, []).append(sent)
@@ -78,15 +78,18 @@ def _of_handle(handle: PlannedHandle, unit: PlannedUnit, config: LayerZeroConfig
     grid, precision = unit.where.grid, handle.precision
     in_host = handle.in_host
     host = "host_" if in_host else ""
+    weights = "host_" if unit.where.weights_in_host else ""
+    shares_master = precision.master == precision.compute and not in_host and not weights
     own = grid.numel(handle.layout, Extent.RANK) * precision.master.itemsize
     # See [Note: The final gradient rests in the node sum] in storage/places.py.
     rests = handle.route.waits is Extent.NODE and not config.offload_grads and not in_host and not handle.set_aside
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,
-        f"{host}zero1_shard": 0 if precision.master == precision.compute and not in_host else own,
+        f"{host}zero1_shard": 0 if shares_master else own,
         f"{host}gradient_shard": own if handle.trainable and not rests else 0,
-        "zero3_shard": grid.numel(handle.layout, Extent.NODE) * precision.compute.itemsize,
+        "zero3_shard": 0,
+        f"{weights}zero3_shard": grid.numel(handle.layout, Extent.NODE) * precision.compute.itemsize,
         "full_buffer": 0,
     }
 

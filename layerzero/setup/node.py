@@ -43,7 +43,7 @@ def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topolo
         return None
     sums = [room_for(each.layout.numel * each.precision.master.itemsize) for each in handles]
     kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
-    rotating = plan_scratch(handles, config, Where.of(topology, in_node=True)).outgoing
+    rotating = plan_scratch(handles, config, Where.of(topology, in_node=True, offload_params=False)).outgoing
     foreseen = RING_BYTES + room_of_all(rotating) + kept
     region = Region(
         words=words_for(len(handles)),

@@ -28,21 +28,23 @@ class Where:
     adds_hop2: bool
     on_device: bool  # with streams and memory of its own
     in_node: bool = False  # the ranks of a node share memory
+    weights_in_host: bool = False  # ZeRO-3 shards
 
     @classmethod
-    def of(cls, topology: Topology, *, in_node: bool) -> Where:
+    def of(cls, topology: Topology, *, in_node: bool, offload_params: bool) -> Where:
         return cls(
             topology.grid,
             adds_hop1=topology.zero3_reduce.is_gloo,
             adds_hop2=topology.replica.is_gloo,
             on_device=streams_module(topology.device) is not None,
             in_node=in_node,
+            weights_in_host=offload_params and not in_node,
         )
 
     @property
     def gathers(self) -> bool:
-        """The full buffer is more than the ZeRO-3 shard."""
-        return not self.in_node and not self.grid.covers(Extent.NODE, Extent.WHOLE)
+        """The full buffer is more than the ZeRO-3 shard, or elsewhere."""
+        return self.weights_in_host or not (self.in_node or self.grid.covers(Extent.NODE, Extent.WHOLE))
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
     """Units that are there, which may have been cut in another way since they were planned."""
     units = tuple(units)
     in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
+    in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)
     return [
         PlannedUnit(
             unit.name,
@@ -132,7 +135,7 @@ def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
                 )
                 for handle in unit.handles
             ),
-            Where.of(unit.topology, in_node=in_node),
+            Where.of(unit.topology, in_node=in_node, offload_params=in_host),
             unit.reshards,
             unit.topology,
         )

@@ -24,7 +24,7 @@ from layerzero.comm.process_groups import (
 )
 from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import AXES, as_data_parallel
-from layerzero.config import Accumulation, LayerZeroConfig, Policy, Reshards, Units
+from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.build import (
@@ -72,6 +72,8 @@ def shard_model(
     accumulation: Accumulation = "sharded",
     offload_grads: bool = False,
     offload_optimizer: bool = False,
+    offload_params: bool = False,
+    pin_memory: bool = True,
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     gather_codec: GatherCodec | None = None,
@@ -124,6 +126,13 @@ def shard_model(
             summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
             weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
             nothing else.
+        offload_params: compute weights live in host memory, too, for models that do not fit otherwise: ZeRO-3 shards,
+            which each gather copies to the device first, beside other work. Combined with `offload_optimizer` the
+            device keeps gathered units, gradients on their way, and scratch. On the CPU the setting warns, and changes
+            no results; where ranks share memory it has no effect at all.
+        pin_memory: what `offload_grads`, `offload_optimizer` and `offload_params` keep in host memory is pinned. False,
+            where a machine limits pinned memory: copies are slower, and the host waits for them. On the CPU nothing is
+            pinned.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
             ``callable(name, module) -> bool | int``: False for the last unit spares the gather that nothing hides. An
             int, as in FSDP2: until its backward a unit stays sharded over so many neighbouring ranks, a divisor of
@@ -179,6 +188,8 @@ def shard_model(
             accumulation=accumulation,
             offload_grads=offload_grads,
             offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+            pin_memory=pin_memory,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             gather_codec=gather_codec,
@@ -233,9 +244,10 @@ def _build(
         released_everywhere(share_texts(everyone.control, kept_for_release()), everyone.ranks)
     averaged = topology.data_parallel
     handles = [
-        plan_handles(plan, config, Where.of(site.topology, in_node=False), averaged=averaged, has_face=site.has_face)
+        plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
         for plan in plans
         for site in (sites[plan.mesh],)
+        for where in (Where.of(site.topology, in_node=False, offload_params=config.offload_params),)
     ]
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
@@ -244,7 +256,8 @@ def _build(
     scratch = Scratch(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
-        scratch = scratch.plus(plan_scratch(planned, config, Where.of(site.topology, in_node=node is not None)))
+        where = Where.of(site.topology, in_node=node is not None, offload_params=config.offload_params)
+        scratch = scratch.plus(plan_scratch(planned, config, where))
     buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
@@ -285,12 +298,18 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
 
 def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:
     device, full = scratch.device, StoragePool(scratch.device)
-    asked = [name for name in ("offload_grads", "offload_optimizer") if getattr(config, name)]
-    transfers = Transfers(device) if asked else None
+    asked = [name for name in OFFLOADS if getattr(config, name)]
+    transfers = Transfers(device, pin_memory=config.pin_memory) if asked else None
     if transfers is not None and not transfers.pins:
-        said = f"{' and '.join(asked)}=True on {device}: there is no device to free memory of; results are the same"
+        unpinned = "" if config.pin_memory else ", nothing is pinned"
+        said = (
+            f"{' and '.join(asked)}=True on {device}: there is no device to free memory of{unpinned}; "
+            "results are the same"
+        )
         warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
     outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
     accumulators = Accumulators(device, of_grads, keep)
-    return Buffers(scratch, outgoing, full, accumulators, transfers if config.offload_optimizer else None)
+    of_masters = transfers if config.offload_optimizer else None
+    of_weights = transfers if config.offload_params else None
+    return Buffers(scratch, outgoing, full, accumulators, of_masters, of_weights)

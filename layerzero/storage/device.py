@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,15 +78,19 @@ class StreamOrder:
 
 
 class Transfers:
-    """Copies between a device and pinned host memory that run beside the computation, one after the other each way.
+    """Copies between a device and host memory that run beside the computation, one after the other each way.
 
     On the CPU, where there is nothing to run beside, a copy is done when :meth:`copy` returns.
+
+    Args:
+        pin_memory: pin the host memory. A copy from or to memory that is not pinned keeps the host waiting.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         self.device = device
         self.order = StreamOrder.of(device)
         self.pins = self.order is not None
+        self._pin_memory = pin_memory
         self._module: Any = streams_module(device)
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
@@ -98,8 +103,17 @@ class Transfers:
         return buffer
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D [numel] in host memory, pinned where there is a device."""
+        """1-D [numel] in host memory, pinned where there is a device, unless the user has chosen otherwise."""
+        if not self._pin_memory:
+            return torch.empty(numel, dtype=dtype)
         return host_memory(numel, dtype, device=self.device)
+
+    def beside(self, *, to_host: bool) -> AbstractContextManager[object]:
+        """Make the stream of the copies one way the current one."""
+        stream: AbstractContextManager[object] = (
+            nullcontext() if self._side is None else self._module.stream(self._side[to_host])
+        )
+        return stream
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamMark] = ()) -> StreamMark:
         """Start a copy that sees all that the current stream has computed so far, and what `after` marks.

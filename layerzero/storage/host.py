@@ -1,4 +1,4 @@
-"""What the optimizer works on, in host memory: masters and their final gradients.
+"""What lies in host memory: masters and final gradients, which the optimizer works on there, and compute weights.
 
 [Note: The host updates]
 With `offload_optimizer` masters lie in pinned host memory, and so do the final gradients that ``.grad`` shows; the
@@ -6,9 +6,19 @@ optimizer runs on the CPU and keeps its state there. A final gradient is summed 
 when it rests. Fresh rows are carried up to the ZeRO-3 shard when a refresh is launched, and cast on the way. Both are
 copies beside other work, which streams wait for. The host waits before it reads a gradient that has just been stored.
 It may write a master that is still being carried up: who writes launches another refresh, which comes after.
+
+[Note: Weights in the host]
+With `offload_params` ZeRO-3 shards lie in pinned host memory. A gather first copies the shard into this rank's place in
+the full buffer, on the stream of such copies, and is launched from that stream: the computation waits for neither
+before it needs the weights. A refresh is put together on the device, in scratch, and then copied down. The stream that
+launches it waits for that copy, so that the scratch of one handle serves the next one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +27,7 @@ from layerzero.storage.buffers import BufferPool
 from layerzero.storage.device import StreamMark, Transfers
 from layerzero.storage.places import Place
 
-__all__ = ["HostPlace"]
+__all__ = ["Fetch", "HostPlace", "HostShard"]
 
 
 class HostPlace(Place):
@@ -66,3 +76,62 @@ class HostPlace(Place):
     def arrive(self) -> None:
         stored, self._stored = self._stored, None
         self._transfers.finish(stored)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A copy to the device that nothing follows."""
+
+    transfers: Transfers
+    mark: StreamMark
+
+    def wait(self) -> None:
+        """Let what the current stream computes from here on come after the copy."""
+        self.transfers.wait(self.mark)
+
+
+class HostShard:
+    """A ZeRO-3 shard in host memory; see [Note: Weights in the host].
+
+    Attributes:
+        tensor: 1-D [numel], zeros at first.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: Transfers, pool: BufferPool) -> None:
+        self.tensor = transfers.host_buffer(numel, dtype).zero_()
+        self._transfers = transfers
+        self._pool = pool  # lends the scratch
+        self._stored: StreamMark = None  # of the last copy to the host
+        self._fetched: StreamMark = None  # of the last copy to the device
+
+    @contextmanager
+    def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
+        """Copy the shard to `target` [numel] on the device; what is launched inside comes after the copy.
+
+        Args:
+            beside: launch on the stream of the copy, so that the current stream does not wait for it.
+        """
+        fetch = self.start_fetch(target)
+        with self._transfers.beside(to_host=False) if beside else nullcontext():
+            fetch.wait()
+            yield
+
+    def start_fetch(self, target: Tensor) -> Fetch:
+        """Start copying the shard to `target` [numel] on the device."""
+        self._fetched = self._transfers.copy(target, self.tensor, to_host=False, after=(self._stored,))
+        return Fetch(self._transfers, self._fetched)
+
+    def borrow(self) -> Tensor:
+        """Scratch on the device, 1-D [numel], for :meth:`store`."""
+        return self._pool.take(self.tensor.numel(), self.tensor.dtype)
+
+    def store(self, fresh: Tensor) -> None:
+        """Copy down what has been put together in borrowed scratch, which goes back."""
+        self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
+        self._transfers.wait(self._stored)
+        self._pool.give(fresh)
+
+    def arrive(self) -> Tensor:
+        """The shard, once the host may read it."""
+        self._transfers.finish(self._stored)
+        return self.tensor

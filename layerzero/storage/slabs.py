@@ -91,6 +91,7 @@ class Buffers:
     full: StoragePool
     accumulators: Accumulators
     to_host: Transfers | None = None  # what carries masters and final gradients, where the host updates
+    weights_to_host: Transfers | None = None  # what carries compute weights, where they lie in the host
 
 
 def _aligned(nbytes: int) -> int:

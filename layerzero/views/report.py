@@ -26,9 +26,10 @@ class MemoryReport:
     ``full_buffer`` (gathered units, and what `reshard_after_forward` keeps of them), ``idle_buffer`` (memory that these
     take turns in, while none is there; at most the root's, one unit's, those of the units gathered ahead of it, and
     those that stay), ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0
-    where it rests in the accumulator, until a backward begins without zero_grad, which sets it aside), ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received),
-    ``optimizer`` (measured only). With `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and
-    ``host_optimizer`` in host memory, and 0 of these on the device.
+    where it rests in the accumulator, until a backward begins without zero_grad, which sets it aside),
+    ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer`` (measured only). With
+    `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and ``host_optimizer`` in host memory,
+    with `offload_params` ``host_zero3_shard``, and 0 of these on the device.
 
     Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and the gradients that
     others read, in ``reduce_buffer`` and, where ``"full"`` accumulates, ``accumulator``.
@@ -164,7 +165,8 @@ def measure(runtime: Runtime) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:
-        measured["zero3_shard"] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
+        weights = "host_zero3_shard" if handle.in_host is not None else "zero3_shard"
+        measured[weights] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
         where = "host_" if handle.to_host is not None else ""
         measured[f"{where}zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes + handle.whole.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,10 +30,11 @@ class LateTransfers(Transfers):
 
     made: list[LateTransfers] = []  # noqa: RUF012
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
+        super().__init__(device, pin_memory=pin_memory)
         self.pins = True  # so that nothing warns of it
         self.stores = self.fetches = 0
+        self._lock = threading.RLock()  # threads that end exchanges copy while the program does
         self._queue: deque[_Copy] = deque()
         self._done = 0
         self._host: set[int] = set()
@@ -47,6 +49,10 @@ class LateTransfers(Transfers):
         return buffer
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[int | None] = ()) -> int:
+        with self._lock:
+            return self._copy(target, source, to_host=to_host)
+
+    def _copy(self, target: Tensor, source: Tensor, *, to_host: bool) -> int:
         assert (target.data_ptr() in self._host) is to_host and (source.data_ptr() in self._host) is not to_host
         late = [pending.target for pending in self._queue] + [target for _, target, _ in self._arriving]
         filled_late = any(_overlap(source, each) for each in late)
@@ -59,8 +65,9 @@ class LateTransfers(Transfers):
 
     def finish(self, mark: int | None) -> None:
         if mark is not None:
-            self.wait(mark)
-            self._arrive(lambda done, _: done <= mark)
+            with self._lock:
+                self.wait(mark)
+                self._arrive(lambda done, _: done <= mark)
 
     def _arrive(self, which: Callable[[int, Tensor], bool]) -> None:
         for done, target, contents in self._arriving:
@@ -71,6 +78,10 @@ class LateTransfers(Transfers):
         ]
 
     def wait(self, mark: int) -> None:
+        with self._lock:
+            self._wait(mark)
+
+    def _wait(self, mark: int) -> None:
         while self._done < mark:
             made = self._queue.popleft()
             self._done += 1
