@@ -22,7 +22,7 @@ from layerzero.storage.host import HostShard
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
-from tests.support.ranks import mesh_of, run_ranks, run_sharing
+from tests.support.ranks import run_ranks, run_sharing
 from tests.support.wrapped_gloo import mesh_on
 from tests.test_offload_optimizer import LOW, MODES, WORLD, _shard, _train
 
@@ -80,14 +80,16 @@ def test_kept_shards_and_encoded_gathers_come_from_the_host_too() -> None:
 
 def _on_a_device(rank: int) -> None:
     register()
-    for size, others in itertools.product((1, 2, 4), ({}, {"offload_grads": True, "offload_optimizer": True})):
+    for size, others in itertools.product((1, 2), ({}, {"offload_grads": True, "offload_optimizer": True})):
         for mode in MODES if size == 2 else ("sharded",):
             settings = {"accumulation": mode, "mp_policy": LOW, "units": IntegerNet.UNITS}
-            expected = _trained(layerzero.shard_model(integer_net(), mesh=mesh_of(size), **settings), rank, range(4, 7))
-            mesh = mesh_on(NAME, size)
+            mesh = mesh_on(NAME, size)  # whose backend adds in the wire's dtype, unlike gloo here
+            with Device().installed():
+                model = layerzero.shard_model(integer_net(), mesh=mesh, **settings)
+                expected = _trained(model, rank, range(4, 6))
             with Device().installed():
                 model = layerzero.shard_model(integer_net(), mesh=mesh, offload_params=True, **others, **settings)
-                _assert_same(_trained(model, rank, range(4, 7)), expected, (size, mode, others))
+                _assert_same(_trained(model, rank, range(4, 6)), expected, (size, mode, others))
                 report = layerzero.memory(model)
                 measured = {kind: n for kind, n in report.measured.items() if not kind.endswith("optimizer")}
                 assert measured == report.predicted, (size, mode, others, report)
