@@ -32,6 +32,7 @@ from layerzero.views.loop import no_sync, refresh, register_forward_method
 from layerzero.views.metrics import metrics
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
+from layerzero.views.unit_list import UnitInfo, UnitList, UnitParameter, units
 
 __version__ = "0.1.0"  # setup.py reads it from here
 
@@ -53,6 +54,9 @@ __all__ = [
     "Trace",
     "TraceEvent",
     "TrafficReport",
+    "UnitInfo",
+    "UnitList",
+    "UnitParameter",
     "VerifyReport",
     "Watchdog",
     "checkpoint",
@@ -77,6 +81,7 @@ __all__ = [
     "shard_optimizer",
     "trace",
     "traffic",
+    "units",
     "unsharded",
     "verify",
     "watchdog",

@@ -276,9 +276,16 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
     if names == AXES[::-1]:
         raise ValueError(f"mesh has axes {names}; the first one is of replicas: expected {AXES}")
-    table = mesh.mesh.view(-1, shape[-1])
-    if (table.diff(dim=0) <= 0).any() or (table.diff(dim=1) <= 0).any():
-        raise ValueError(f"mesh has the ranks {mesh.mesh.tolist()}; along each axis they must ascend")
+    ranks = mesh.mesh.flatten()
+    if (ranks.diff() <= 0).any():
+        blocks = sorted(ranks.tolist())
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row: the ranks that share weights "
+            "must be neighbours among the data-parallel ones, as the layout of rows assumes. Use "
+            f"{[blocks[i : i + shape[-1]] for i in range(0, len(blocks), shape[-1])]}, as layerzero.init_mesh makes it"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh has the ranks {mesh.mesh.tolist()}, and this is rank {dist.get_rank()}: pass its own")
 
 
 def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:

@@ -22,7 +22,9 @@ _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # units: what a model says of itself
 UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
 
-Units = type[nn.Module] | str | Callable[[str, nn.Module], bool | str] | Iterable[type[nn.Module] | str] | None
+# Callable[..., bool] are the policies of FSDP1; lists inside the iterable are modules that form one unit.
+_UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
+Units = _UnitEntry | Callable[[str, nn.Module], bool | str] | Callable[..., bool] | Iterable[_UnitEntry] | None
 Accumulation = str | Callable[[str, nn.Module], str]
 Policy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy]
 Reshards = bool | int | Callable[[str, nn.Module], bool | int]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -188,7 +188,9 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
         return "null  # what your callable names" if yaml else "your_callable"
-    named = [units] if isinstance(units, type) else list(units)  # type: ignore[call-overload]
+    named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
+    if not all(isinstance(each, (str, type)) for each in named):  # modules, and lists of them
+        return "null  # the units that you gave" if yaml else "your_units"
     names = [called or (each if isinstance(each, str) else each.__name__) for each in named]
     if yaml:
         comment = "  # the class of your model's blocks" if called else ""

@@ -47,6 +47,8 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
     for plan in plans:
         chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
         fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
+        if len(plan.called) > 1:
+            fields[f"modules that call unit {plan.name!r}"] = [plan.modules.get(module) for module in plan.called]
         for found in plan.parameters:
             parameter = found.parameter
             frozen = "" if parameter.requires_grad else " frozen"
@@ -118,7 +120,12 @@ def agree_on_codec(
 
 
 def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
-    """Every module on the meta device can be initialised."""
+    """Raise unless every module on the meta device can be initialised."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Give a function that "
+            "initialises a module which was built on meta, such as model._init_weights"
+        )
     sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
     for plan in plans:
         for module, module_name in plan.modules.items():

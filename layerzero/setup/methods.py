@@ -6,16 +6,17 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from layerzero.engine.hooks import forward_hooks, runtime_of
+from layerzero.engine.unit import Unit
 from layerzero.tensors.outside import call_between
 
-__all__ = ["bind_methods", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
+__all__ = ["bind_methods", "mark_units", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
 
 _LOG = logging.getLogger("layerzero")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -130,3 +131,25 @@ def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any
         return function(weak(), *args, **kwargs)
 
     return method
+
+
+def mark_units(units: Iterable[Unit]) -> None:
+    """Let ``print(model)`` show which modules are units, through their ``extra_repr``."""
+    for unit in units:
+        sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"
+        mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
+        for module in unit.modules:
+            module.extra_repr = _marked(module, mark)  # type: ignore[method-assign]
+
+
+def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
+    """Return an ``extra_repr`` that adds `mark`, and keeps no reference to the module; see `_method`."""
+    weak, own = weakref.ref(module), vars(module).get("extra_repr")
+
+    def extra_repr() -> str:
+        held = weak()
+        assert held is not None
+        text = type(held).extra_repr(held) if own is None else own()
+        return f"{text}{chr(10) if chr(10) in text else ', '}{mark}" if text else mark
+
+    return extra_repr

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -65,13 +68,14 @@ def partition(
     """
     _refuse_sharded_twice(model)
     plans = {"": UnitPlan("", mesh_of("", model), [model])}
-    for unit_name, module in _chosen_units(model, units):
+    root_ranks = ranks_in(plans[""].mesh)
+    ignored = _ignored(model, root_ranks, ignored_params or (), ignored_modules or ())
+    for unit_name, module in _chosen_units(model, units, ignored):
         if unit_name:
             if unit_name not in plans:
                 plans[unit_name] = UnitPlan(unit_name, mesh_of(unit_name, module), [])
             plans[unit_name].called.append(module)
     ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
-    ignored = _ignored(model, ranks[plans[""].mesh], ignored_params or (), ignored_modules or ())
     refuse_wrapped_parts(model, ignored)
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
@@ -96,8 +100,9 @@ def _ignored(
     ignored_params: Iterable[nn.Parameter] | str,
     ignored_modules: Iterable[nn.Module | str],
 ) -> set[int]:
-    """The ids of all parameters that are to be left alone."""
+    """Return the ids of all parameters that stay whole."""
     owned = {id(parameter) for parameter in model.parameters()}
+    by_kind = isinstance(ignored_params, str)  # then a model may turn out to have no other parameters
     ignored = set()
     if isinstance(ignored_params, str):
         if ignored_params != UNSUPPORTED:
@@ -114,7 +119,12 @@ def _ignored(
             )
         ignored.add(id(parameter))
     modules = {id(module) for module in model.modules()}
-    for entry in ignored_modules:
+    for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
+        if entry is model:
+            raise ValueError(
+                f"ignored_modules holds the {type(model).__name__} that is sharded itself, so that nothing would be "
+                "sharded. Name the parts of it that stay whole, or leave shard_model out"
+            )
         if not isinstance(entry, (str, nn.Module)):
             raise TypeError(f"ignored_modules holds {entry!r}; give modules, or names of modules or of their classes")
         if not isinstance(entry, str) and id(entry) not in modules:
@@ -124,6 +134,11 @@ def _ignored(
             )
         named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
         ignored |= {id(p) for _, module in named for p in module.parameters()}
+    if owned and ignored == owned and not by_kind:
+        raise ValueError(
+            f"ignored_params and ignored_modules hold all {len(owned)} parameters of this {type(model).__name__}, so "
+            "that nothing would be sharded. Leave out what is to be sharded, or leave shard_model out"
+        )
     return ignored
 
 
@@ -152,21 +167,30 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
-def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
-    """Modules, and the names of their units: their own, or a key that several share."""
+_ACCEPTED = (
+    "use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
+    "callable(name, module) -> bool or str, or a policy of torch.distributed.fsdp.wrap"
+)
+_Chosen = list[tuple[str, nn.Module]]  # in the order of the modules: the unit's name, and a module that calls it
+
+
+def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
+    """Return the modules that call units, with the names of these units: their own, or one that several share."""
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
         units = _blocks_or_raise(model)
-    if not isinstance(units, (str, type)) and callable(units):
+    if isinstance(units, _Policy) or _takes_recurse(units):
+        return _by_policy(model, units, ignored)
+    if not isinstance(units, (str, type, nn.Module)) and callable(units):
         chosen = _by_answer(model, units)
     else:
-        chosen = _by_kind(model, units)
+        chosen = _by_entries(model, units)
     has_parameters = {unit for unit, module in chosen if any(True for _ in module.parameters())}
     for unit, module in chosen:
         if unit not in has_parameters:
             raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters; leave it out of units")
-        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if not _has_forward(module):
             raise ValueError(
                 f"unit {unit!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
                 "name its members instead"
@@ -174,7 +198,17 @@ def _chosen_units(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]
     return chosen
 
 
-def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> list[tuple[str, nn.Module]]:
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:
+    try:
+        inspect.signature(units).bind("", model)
+    except TypeError as error:
+        raise TypeError(f"units={units!r} cannot be called with a name and a module: {error}; {_ACCEPTED}") from None
+    except ValueError:  # a callable that has no signature
+        pass
     chosen = []
     alone: set[str] = set()
     keys: set[str] = set()
@@ -189,22 +223,125 @@ def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) 
     return chosen
 
 
-def _by_kind(model: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
-    accepted = "use module classes, names of modules or classes, 'auto', or one callable(name, module) -> bool or str"
-    if not isinstance(units, (str, type, Iterable)):
-        raise TypeError(f"units={units!r}; {accepted}")
-    wanted = [units] if isinstance(units, (str, type)) else list(units)
+def _takes_recurse(units: object) -> bool:
+    """Tell whether `units` is a function with the arguments of an FSDP1 policy, ``functools.partial`` included."""
+    if isinstance(units, (str, type, nn.Module)) or not callable(units):
+        return False
+    try:
+        return units is always_wrap_policy or "recurse" in inspect.signature(units).parameters
+    except ValueError:  # a callable that has no signature
+        return False
+
+
+def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
+    """Return the modules that FSDP1 would wrap.
+
+    Those that FSDP1 would wrap to no effect, without a forward or without parameters that are sharded, are left to the
+    unit around them.
+    """
+    wrapped: set[nn.Module] = set()
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(policy, _Policy):
+        for module, settings in policy._run_policy(model, set(), {}).items():
+            if settings:
+                raise ValueError(
+                    f"units={policy!r} gives module {names[module]!r} the settings {settings}, which are those of "
+                    "FSDP1. Return True there, and choose settings of units with mp_policy=, accumulation= or "
+                    "reshard_after_forward=callable(name, module)"
+                )
+            wrapped.add(module)
+    else:
+        _ask_policy(model, policy, ignored, wrapped)
+    wrapped = {each for each in wrapped if _has_forward(each) and _numel(each, ignored)}
+    return [(name, module) for module, name in names.items() if name and module in wrapped]
+
+
+def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
+    """Add the modules that a policy wraps to `wrapped`, children first; return the elements in units so far."""
+    numel, inside = _numel(module, ignored), 0
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    for child in module.children():
+        inside += _ask_policy(child, policy, ignored, wrapped)
+    if not policy(module=module, recurse=False, nonwrapped_numel=numel - inside) or not _has_forward(module):
+        return inside
+    wrapped.add(module)
+    return numel
+
+
+def _numel(module: nn.Module, ignored: Collection[int]) -> int:
+    """Return the number of elements in the parameters of a module that are to be sharded."""
+    return sum(p.numel() for p in module.parameters() if id(p) not in ignored and not is_lazy(p))
+
+
+def _by_entries(model: nn.Module, units: Any) -> _Chosen:
+    if not isinstance(units, (str, type, nn.Module, Iterable)):
+        raise TypeError(f"units={units!r}; {_ACCEPTED}")
+    wanted: list[Any] = [units]
+    if not isinstance(units, (str, type)) and not _is_one_module(units):
+        wanted = list(cast("Iterable[Any]", units))
+    names = {module: name for name, module in model.named_modules()}
+    unit_of: dict[nn.Module, str] = {}  # of what is given as an object, which outweighs names and classes
     for entry in wanted:
-        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise TypeError(f"units holds {entry!r}; {accepted}")
+        if isinstance(entry, nn.Module) or _is_list(entry):
+            members = [entry] if isinstance(entry, nn.Module) else list(entry)
+            together = _together(model, members, names)
+            unit = "+".join(names[module] for module in together)
+            if isinstance(entry, nn.Module) and entry is model:  # a unit anyway
+                continue
+            for module in together:
+                if module in unit_of and unit_of[module] != unit:
+                    raise ValueError(
+                        f"units holds module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
+                        "is in one unit only. Leave it out of one of them"
+                    )
+                unit_of[module] = unit
+        elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"units holds {entry!r}; {_ACCEPTED}")
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
-    names = {entry for entry in wanted if isinstance(entry, str)}
-    by_name = {name for name, _ in _named(model, "units", names)}
-    chosen = [(n, m) for n, m in model.named_modules() if n in by_name or (n and isinstance(m, classes))]
+    by_name = {name for name, _ in _named(model, "units", {entry for entry in wanted if isinstance(entry, str)})}
     missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
     if missing:
         raise _not_there(model, "units", missing)
-    return chosen
+    alone = {
+        module: name for module, name in names.items() if name in by_name or (name and isinstance(module, classes))
+    }
+    unit_of = alone | unit_of
+    return [(unit_of[module], module) for module in names if module in unit_of]
+
+
+def _is_one_module(units: object) -> bool:
+    """Tell whether `units` is a module to be a unit itself: a list of modules, of any kind, holds several."""
+    return isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
+
+
+def _is_list(entry: object) -> bool:
+    return isinstance(entry, Iterable) and not isinstance(entry, (str, type, nn.Module))
+
+
+def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
+    """Return the modules of the model that one list names, in the order of the model."""
+    found: set[nn.Module] = set()
+    for entry in entries:
+        if isinstance(entry, str):
+            found |= {module for _, module in _named(model, "units", {entry})}
+        elif not isinstance(entry, nn.Module):
+            raise TypeError(f"units holds a list with {entry!r}; give modules of the model, or their names")
+        elif entry not in names:
+            raise ValueError(
+                f"units holds a {type(entry).__name__} that is no module of this model: take it from the model that "
+                "is sharded, or give its name"
+            )
+        else:
+            found.add(entry)
+    if not found:
+        raise ValueError("units holds an empty list; give the modules that form a unit")
+    if model in found and len(entries) > 1:
+        raise ValueError(
+            f"units holds a list with the {type(model).__name__} that is sharded itself, which is a unit anyway. Leave "
+            "it out: what is in no other unit belongs to it"
+        )
+    return [module for module in names if module in found]
 
 
 def block_classes(model: nn.Module) -> set[str]:

@@ -42,7 +42,7 @@ from layerzero.setup.foreseen import held_bytes
 from layerzero.setup.guard import guard_optimizers
 from layerzero.setup.launchers import restart_warning
 from layerzero.setup.meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
-from layerzero.setup.methods import bind_methods
+from layerzero.setup.methods import bind_methods, mark_units
 from layerzero.setup.node import Node, share_node
 from layerzero.setup.partition import UnitPlan, partition, ranks_in
 from layerzero.setup.planned import Where, planned_again
@@ -100,10 +100,14 @@ def shard_model(
         zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
             a node, as torchrun says.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
-            classes (``["blocks.0", "Block"]``), or ``callable(name, module) -> bool``; where that returns a str, all
-            modules with this key are one unit, gathered when any of them is called: a loss in chunks with its tied
-            head. ``"auto"``: the classes in the model's ``_no_split_modules``, or that transformers checkpoints.
-            Parameters outside all units belong to the root. None: root only.
+            classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names, each of which is
+            one unit that is gathered when any of them is called: ``[Block, [model.norm, model.head]]``. A module in a
+            list is no unit by its class or name. Or ``callable(name, module) -> bool``; where that returns a str, all
+            modules with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or that
+            transformers checkpoints. Or a policy of ``torch.distributed.fsdp.wrap``: a ``ModuleWrapPolicy``, or a
+            function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial`` included, such as
+            ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None: root only.
+            :func:`layerzero.units` lists what was chosen, and ``print(model)`` marks it.
         mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
             (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
             for every unit. Or ``callable(name, module)`` that chooses a policy for each unit; ``""`` is the root, and
@@ -148,7 +152,8 @@ def shard_model(
         ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
             frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
             their own. All ranks must have loaded the same.
-        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`.
+        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`. Not the model
+            itself, and not all of its parameters: nothing would be sharded.
         sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
             parallelism: each part, and each plain buffer, from the first rank that has it; copies of parameters from
             the first of all.
@@ -171,7 +176,7 @@ def shard_model(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
-    root = as_data_parallel(root_mesh(model, mesh, zero3_size))
+    root = _agreed_root(model, mesh, zero3_size)
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
     plans: list[UnitPlan] = []
@@ -277,6 +282,17 @@ def _build(
     return runtime
 
 
+def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
+    """Return the mesh of the root; where one rank of `mesh` cannot use it, all of them raise."""
+    try:
+        return as_data_parallel(root_mesh(model, mesh, zero3_size))
+    except (TypeError, ValueError) as error:
+        ranks = sorted(ranks_in(mesh)) if isinstance(mesh, DeviceMesh) else []
+        if dist.get_rank() in ranks:  # else it is not known which ranks are here
+            agree("shard_model", {}, ranks=ranks, failure=error)
+        raise
+
+
 def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     """To its users, and not to other wrappers and optimizers."""
     attach(runtime)
@@ -284,6 +300,7 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(runtime.model)
+    mark_units(runtime.units)
     quieten()
     topology = runtime.topology
     if runtime.everyone.is_first:

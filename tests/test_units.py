@@ -1,0 +1,286 @@
+"""The units that a model gets from each kind of ``units``, their list, and what is refused before any exchange."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import wrap as policies
+
+import layerzero
+from tests.support.models import (
+    IntegerNet,
+    assert_same_bits,
+    exact_sgd,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+    union,
+)
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Layers of unequal size, a container without forward, a module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.layers = nn.ModuleList(Layer(width) for width in (4, 8, 16))
+        self.act, self.norm, self.head = nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.act(x)))
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in layerzero.units(model)]
+
+
+def _by_size(**settings: Any) -> Any:
+    return functools.partial(policies.size_based_auto_wrap_policy, **settings)
+
+
+def _subtree(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Wrap each layer, and look inside none of them."""
+    return not isinstance(module, Layer) if recurse else isinstance(module, Layer)
+
+
+POLICIES: dict[str, Any] = {
+    "by size, 100": _by_size(min_num_params=100),
+    "by size, 40": _by_size(min_num_params=40),
+    "by size, 40, leaves": _by_size(min_num_params=40, force_leaf_modules={Layer}),
+    "by size, the default": policies.size_based_auto_wrap_policy,
+    "classes": policies.ModuleWrapPolicy({Layer, nn.LayerNorm}),
+    "transformer": functools.partial(policies.transformer_auto_wrap_policy, transformer_layer_cls={Layer}),
+    "lambda": functools.partial(policies.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm)),
+    "custom": policies.CustomPolicy(lambda module: isinstance(module, Layer)),
+    "one of two": functools.partial(
+        policies._or_policy, policies=[_subtree, policies.ModuleWrapPolicy({nn.LayerNorm})]
+    ),
+    "sub-tree": _subtree,
+}
+
+
+def _policies(rank: int) -> None:
+    for name, policy in POLICIES.items():
+        theirs = FSDP(Tower(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        wrapped = [
+            each.replace("_fsdp_wrapped_module.", "") for each, m in theirs.named_modules() if isinstance(m, FSDP)
+        ]
+        expected = {each.replace("._fsdp_wrapped_module", "").removeprefix("_fsdp_wrapped_module") for each in wrapped}
+        model = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policy)
+        assert set(_names(model)) == expected, (name, _names(model), expected)
+    everything = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policies.always_wrap_policy)
+    assert _names(everything)[:3] == ["", "embed", "layers.0"]
+    assert not {"layers", "act"} & set(_names(everything)), "which gather nothing, or hold nothing"
+    tower = Tower()
+    ignoring = layerzero.shard_model(
+        tower, mesh=mesh_of(1), units=_by_size(min_num_params=40), ignored_modules=[tower.layers[2].up]
+    )
+    assert "layers.2.down" in _names(ignoring) and not {"layers.2", "layers.2.up"} & set(_names(ignoring))
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated
+def test_a_policy_of_fsdp1_chooses_the_units_that_fsdp1_wraps() -> None:
+    run_ranks(_quiet_policies, world_size=1)
+
+
+def _quiet_policies(rank: int) -> None:
+    import warnings  # noqa: PLC0415
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _policies(rank)
+
+
+def _lists(rank: int) -> None:
+    for make, expected in (
+        (lambda m: [Layer, [m.norm, m.head], "embed"], ["", "embed", "layers.0", "layers.1", "layers.2", "norm+head"]),
+        (lambda m: [Layer, [m.layers[0], "embed"]], ["", "embed+layers.0", "layers.1", "layers.2"]),
+        (lambda m: m.layers, ["", "layers.0", "layers.1", "layers.2"]),
+        (lambda m: m.layers[1], ["", "layers.1"]),
+        (lambda m: [m, m.head], ["", "head"]),
+        (lambda m: [["norm", "head"]], ["", "norm+head"]),
+        (lambda m: ([m.head], {m.norm}), ["", "norm", "head"]),
+        (lambda m: [tuple(m.layers)], ["", "layers.0+layers.1+layers.2"]),
+    ):
+        model = Tower()
+        model = layerzero.shard_model(model, mesh=mesh_of(2), units=make(model))
+        assert _names(model) == expected
+    # One unit is gathered once, and trains as one process does.
+    model, alone = integer_net(), integer_net()
+    model = layerzero.shard_model(model, mesh=mesh_of(2), units=[nn.Linear, [model.first, model.second], "head"])
+    optimizer, its = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(alone.parameters())
+    for step in range(3):
+        before = layerzero.traffic(model).calls.get("gather", 0)
+        integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        gathers = layerzero.traffic(model).calls["gather"] - before  # the root's, the pair's, the head's
+        assert gathers == 2 * 3 or step == 0, "from the second forward on it is known that the pair is called at once"
+        integer_loss(alone, union([integer_batch(step=step, rank=each) for each in range(WORLD)])).backward()
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+    assert_same_bits(model, alone, "a pair")
+
+
+def test_lists_of_modules_are_one_unit_each_beside_classes_and_names() -> None:
+    run_ranks(_lists, world_size=WORLD)
+
+
+def _list_units(rank: int) -> dict[str, list[range]]:
+    net = integer_net()
+    net.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    net.second.bias.requires_grad_(False)
+    model = layerzero.shard_model(
+        net, mesh=mesh_of(2), units=[[net.first, net.second], net.head], ignored_params=[net.head.bias]
+    )
+    found = layerzero.units(model)
+    root, pair, head = found
+    assert root.modules == {"": "IntegerNet"} and pair.modules == {"first": "Linear", "second": "Linear"}
+    assert [each.name for each in pair.parameters] == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert [each.name for each in root.parameters] == ["shift", "scale"] and found.ignored == ("head.bias",)
+    assert (root.numel, pair.numel, head.numel) == (7, 72, 18)
+    assert (pair.zero3_size, pair.data_parallel, pair.reshard_after_forward) == (2, WORLD, True)
+    assert not pair.parameters[3].requires_grad and pair.parameters[0].dtype is torch.float32
+    assert pair.gathered_bytes >= 4 * pair.numel
+    held = dict(model.named_parameters())
+    for unit in found:
+        for each in unit.parameters:
+            assert each.shape == held[each.name].shape
+            assert each.local_numel == held[each.name].to_local().numel()
+            whole = integer_net().state_dict().get(each.name)
+            if whole is not None:  # the rows are those that the numbers say
+                assert torch.equal(held[each.name].to_local().cpu(), whole[each.rows.start : each.rows.stop])
+    shown = str(found)
+    assert "first+second (Linear)" in shown and "second.bias" in shown and "float32, frozen" in shown
+    assert "ignored: head.bias" in shown and "the root (IntegerNet)" in shown and "[6, 5]" in shown
+    printed = repr(model)
+    assert "  layerzero root, zero3_size=2 of 4 ranks\n" in printed
+    assert printed.count("bias=True, layerzero unit 'first+second')") == 2
+    assert "out_features=3, bias=True, layerzero unit 'head')" in printed
+    with pytest.raises(ValueError, match="not sharded"):
+        layerzero.units(integer_net())
+    return {each.name: each.rows for unit in found for each in unit.parameters}
+
+
+def test_units_lists_parameters_and_the_rows_of_this_rank_and_print_marks_them() -> None:
+    rows = run_ranks(_list_units, world_size=WORLD)
+    for name in rows[0]:
+        held = sorted(row for of_rank in rows for row in of_rank[name])
+        assert held == list(range(len(held))) and held, f"{name}: each row is on one rank"
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    other = integer_net()
+
+    def shard(model: nn.Module | None = None, **settings: Any) -> nn.Module:
+        settings = {"mesh": mesh_of(2), **settings}
+        return layerzero.shard_model(integer_net() if model is None else model, **settings)
+
+    def with_own(**settings: Callable[[IntegerNet], Any]) -> nn.Module:
+        net = integer_net()
+        return shard(net, **{name: make(net) for name, make in settings.items()})
+
+    strided = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "zero3"))
+    odd = strided if rank == 2 else mesh_of(2)
+    calls: dict[str, Callable[[], Any]] = {
+        "root ignored": lambda: with_own(ignored_modules=lambda m: [m]),
+        "root ignored, bare": lambda: with_own(ignored_modules=lambda m: m),
+        "all parameters ignored": lambda: with_own(ignored_params=lambda m: m.parameters()),
+        "all modules ignored": lambda: with_own(
+            ignored_modules=lambda m: [nn.Linear.__name__], ignored_params=lambda m: [m.shift]
+        ),
+        "init": lambda: shard(param_init_fn="reset_parameters"),
+        "strided mesh": lambda: shard(mesh=strided),
+        "strided on one rank": lambda: shard(mesh=odd),
+        "strided unit": lambda: shard(mesh=lambda name, m: strided if name else mesh_of(2), units=["head"]),
+        "two lists": lambda: with_own(units=lambda m: [[m.first, m.second], [m.second, m.head]]),
+        "foreign module": lambda: shard(units=[other.head]),
+        "foreign module in a list": lambda: shard(units=[["first", other.head]]),
+        "empty list": lambda: shard(units=[[]]),
+        "class in a list": lambda: shard(units=[[nn.Linear]]),
+        "root in a list": lambda: with_own(units=lambda m: [[m, m.head]]),
+        "unknown in a list": lambda: shard(units=[["first", "absent"]]),
+        "callable of a module": lambda: shard(units=lambda module: True),
+        "settings of fsdp1": lambda: shard(
+            units=policies.CustomPolicy(
+                lambda m: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(m, nn.Linear) else False
+            )
+        ),
+        "lists that differ": lambda: with_own(units=lambda m: [[m.first, m.second if rank else m.head]]),
+    }
+    said = {name: _message(call) for name, call in calls.items()}
+    model = shard()
+    train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(1))
+    dist.barrier()
+    return said
+
+
+REFUSED = {
+    "root ignored": ("ValueError", "ignored_modules holds the IntegerNet that is sharded itself", "leave shard_model"),
+    "root ignored, bare": ("ValueError", "ignored_modules holds the IntegerNet", "Name the parts of it"),
+    "all parameters ignored": ("ValueError", "all 7 parameters of this IntegerNet", "nothing would be sharded"),
+    "all modules ignored": ("ValueError", "all 7 parameters of this IntegerNet", "Leave out what is to be sharded"),
+    "init": (
+        "TypeError",
+        "param_init_fn must be a callable(module) or None, got 'reset_parameters'",
+        "Give a function",
+    ),
+    "strided mesh": ("ValueError", "[[0, 2], [1, 3]]", "must be neighbours", "Use [[0, 1], [2, 3]]"),
+    "strided on one rank": ("[[0, 2], [1, 3]]", "must be neighbours", "Use [[0, 1], [2, 3]]"),
+    "strided unit": ("ValueError", "[[0, 2], [1, 3]]", "Use [[0, 1], [2, 3]]"),
+    "two lists": ("ValueError", "module 'second' in 'first+second' and in 'second+head'", "Leave it out of one"),
+    "foreign module": ("ValueError", "units holds a Linear that is no module of this model", "give its name"),
+    "foreign module in a list": ("ValueError", "units holds a Linear that is no module of this model"),
+    "empty list": ("ValueError", "units holds an empty list"),
+    "class in a list": ("TypeError", "units holds a list with", "give modules of the model, or their names"),
+    "root in a list": ("ValueError", "a list with the IntegerNet that is sharded itself", "Leave it out"),
+    "unknown in a list": ("ValueError", "units names ['absent'], which the model does not have"),
+    "callable of a module": ("TypeError", "cannot be called with a name and a module", "callable(name, module)"),
+    "settings of fsdp1": ("ValueError", "gives module 'first' the settings", "SHARD_GRAD_OP", "reshard_after_forward="),
+    "lists that differ": ("ValueError", "ranks disagree", "modules that call unit 'first+head'"),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return run_ranks(_refusals, world_size=WORLD)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_so_is_refused_on_every_rank(name: str, said: list[dict[str, str]]) -> None:
+    for rank, of_rank in enumerate(said):
+        for part in REFUSED[name]:
+            assert part in of_rank[name], f"rank {rank}: {of_rank[name] or 'nothing was raised'}"
