@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro-batches", type=int, default=2, metavar="A", help="per optimizer step")
     add("--model", choices=list(SIZES), default="small", help="size of the GPT")
     add("--untied", action="store_true", help="give the head a matrix of its own")
-    add("--steps", type=int, default=240, help="optimizer steps")
+    add("--steps", type=int, default=240, help="optimizer steps of the whole run, over which the learning rate decays")
     add("--batch-size", type=int, default=8, help="sequences per rank and micro-batch")
     add("--seq-len", type=int, default=64, help="bytes per sequence")
     add(
@@ -200,13 +200,19 @@ def resume(args: argparse.Namespace, trainer: Trainer) -> int:
         optimizer.load_state_dict(state)
     for scheduler, state in zip(trainer.schedulers, extra["schedulers"], strict=True):
         scheduler.load_state_dict(state)
-    return int(extra["step"])
+    step, steps = int(extra["step"]), int(extra.get("steps", args.steps))
+    if dist.get_rank() == 0:
+        print(f"resumed from step {step}" + (", nothing to do" if step >= args.steps else ""))
+        if steps != args.steps:
+            print(f"the cosine was to end with step {steps}; from here on, rates are those of a run of {args.steps}")
+    return step
 
 
 def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.PendingSave:
     first, *others = trainer.optimizers
     extra = {
         "step": step,
+        "steps": args.steps,
         "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
         "other optimizers": [optimizer.state_dict() for optimizer in others],
     }

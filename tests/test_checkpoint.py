@@ -138,11 +138,44 @@ def _strict(rank: int, folder: str) -> None:
     smaller = integer_net()
     smaller.first = nn.Identity()
     smaller.shift = None
-    with pytest.raises(ValueError, match=r"unexpected: first\.bias; unexpected: first\.weight; unexpected: shift$"):
+    with pytest.raises(ValueError, match=r"first\.bias; unexpected: first\.weight; unexpected: shift\. If it is"):
         checkpoint.load(f"{folder}/one", layerzero.shard_model(smaller, mesh=mesh_of(2)))
     with pytest.raises(ValueError, match="missing: the optimizer"):
         checkpoint.save(f"{folder}/bare", model)
         checkpoint.load(f"{folder}/bare", model, optimizer)
+
+
+def _another_model(rank: int, folder: str) -> None:
+    """Parameters [28] under other names or in other shapes; one message, however many there are."""
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(14)))
+    model = layerzero.shard_model(net, mesh=mesh_of(2))
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9), model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    checkpoint.save(f"{folder}/one", model, optimizer)
+    other = nn.Sequential(*(nn.Linear(3, 3 if place < 7 else 4) for place in range(7)), nn.Linear(3, 5))
+    for place in range(20):
+        other.add_module(f"further{place}", nn.Linear(5, 5))
+    other = layerzero.shard_model(other, mesh=mesh_of(2))
+    its_optimizer = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), momentum=0.9), other)
+    before = everything(other, its_optimizer)
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load(f"{folder}/one", other, its_optimizer)
+    message = str(caught.value)
+    for said in (
+        "one does not fit: 42 of 56 tensors of the model differ",
+        "missing: further0.weight, further0.bias, further1.weight and 37 more",
+        "unexpected: 10.bias, 10.weight, 11.bias and 9 more",
+        "7.weight: expected shape [5, 3], the checkpoint has [3, 3]",
+        "keep the checkpoints of this one in another folder",
+    ):
+        assert said in message, f"{said!r} is not in {message}"
+    assert len(message) < 1500, message
+    assert not different(everything(other, its_optimizer), before), "nothing was changed"
+
+
+def test_another_models_checkpoint_is_told_in_a_few_lines(tmp_path: Path) -> None:
+    run_ranks(_another_model, str(tmp_path), world_size=2)
 
 
 def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:

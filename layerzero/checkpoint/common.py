@@ -48,7 +48,9 @@ def check_usable(runtime: Runtime, optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
     if optimizer is not None and optimizer not in runtime.optimizers:
-        raise ValueError("the optimizer belongs to another model")
+        raise ValueError(
+            "the optimizer belongs to another model; pass the one that shard_optimizer made for this model"
+        )
     if View.FULL in runtime.views:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
 

@@ -30,6 +30,7 @@ from layerzero.optimizers.sharded import ShardedOptimizer
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
+_WAY_OUT = "If it is of another model, keep the checkpoints of this one in another folder; strict=False loads what fits"
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -52,7 +53,8 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
         CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed; if a file
             could be read and then, a moment later, could not, the message says so, and the model and the optimizer
             refuse to be used until a load has succeeded.
-        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+        ValueError: names, shapes or dtypes do not fit; lists them, or counts them where they are many. Nothing has been
+            changed.
 
     Example::
 
@@ -135,7 +137,7 @@ def prepare_from(
             )
         restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:
-            raise ValueError(printable(f"{path} does not fit: " + "; ".join(restore.problems)))
+            raise ValueError(printable(f"{path} does not fit: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
         failure = error
     agree_or_raise("checkpoint.load", runtime, fields, failure)
@@ -166,7 +168,7 @@ class PreparedLoad:
         """Change the model and the optimizer; returns ``extra``. All data-parallel ranks must call this."""
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.everyone.is_first:
-            said = printable("; ".join(self.restore.problems))
+            said = printable(self.restore.summary())
             warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
         return extra
 

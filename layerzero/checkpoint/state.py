@@ -39,6 +39,9 @@ from layerzero.tensors.whole import rows_of
 
 __all__ = ["Restore"]
 
+_LISTED, _EXAMPLES = 12, 3  # problems that are all listed, and of more: so many of each kind
+_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # by how they begin; "": in another way
+
 
 @dataclass(frozen=True)
 class _Landing:
@@ -73,6 +76,7 @@ class Restore:
         apart: Apart | None = None,
     ) -> None:
         self.problems: list[str] = []
+        self._differ, self._count = 0, 0  # tensors of the model: that do not fit, and in all
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -99,6 +103,23 @@ class Restore:
         for key, spans in self._uses.items():
             self.tensors[key] = self._memory(key, spans)
 
+    def summary(self) -> str:
+        """Return the problems as text: all of a few, and of many how many there are, with some of each kind."""
+        if len(self.problems) <= _LISTED:
+            return "; ".join(self.problems)
+        by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        for problem in self.problems:
+            kind, _, name = problem.partition(": ")
+            known = kind in _KINDS
+            by_kind[kind if known else ""].append(name if known else problem)
+        told = [f"{self._differ} of {self._count} tensors of the model differ"]
+        for kind, entries in by_kind.items():
+            if entries:
+                more = f" and {len(entries) - _EXAMPLES} more" if len(entries) > _EXAMPLES else ""
+                some = (", " if kind else "; ").join(entries[:_EXAMPLES])
+                told.append(f"{kind}: {some}{more}" if kind else f"{some}{more}")
+        return "; ".join(told)
+
     # Before reading
 
     def _plan_model(self, stored: Mapping[str, Any]) -> None:
@@ -106,9 +127,10 @@ class Restore:
         by_target: dict[int, list[str]] = {}
         for name, target in self._names.targets.items():
             by_target.setdefault(id(target), []).append(name)
+        self._count = len(by_target)
         for names in by_target.values():
             found = [name for name in names if name in stored]
-            target = self._names.targets[names[0]]
+            target, before = self._names.targets[names[0]], len(self.problems)
             if not found:
                 self.problems.append(f"missing: {' = '.join(names)}")
             elif isinstance(target, Tensor) and is_made_of_others(target):
@@ -119,6 +141,7 @@ class Restore:
                 self._states.append((target, stored[found[0]]))
                 for reference in references(stored[found[0]], rank=self._rank):
                     self._use(str(key_of(reference)), None)
+            self._differ += len(self.problems) > before
         unexpected = sorted(stored.keys() - self._names.targets.keys())
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
@@ -182,7 +205,10 @@ class Restore:
             self.problems.append("missing: the optimizer, which the checkpoint does not have")
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
-            self.problems.append(f"the optimizer was a {kind}, and is a {own} here")
+            self.problems.append(
+                f"the optimizer was {kind}, and is {own} here: build the one that was saved, or load the model alone, "
+                "without an optimizer"
+            )
             return
         groups = optimizer.param_groups
         here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}

@@ -27,6 +27,10 @@ __all__ = ["agree", "has_peers"]
 _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # the group of all ranks
+_CALL_ON_ALL = (
+    "All ranks must come to it: look for `if rank == 0:` around it, and for the output of a rank that raised or was "
+    "killed, or that needs longer than this"
+)
 
 
 def has_peers(ranks: Sequence[int]) -> bool:
@@ -45,6 +49,7 @@ def agree(
     groups: Mapping[str, Mapping[str, object]] | None = None,
     failure: Exception | None = None,
     timeout: timedelta | None = None,
+    advice: str = "",
 ) -> None:
     """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
 
@@ -56,6 +61,8 @@ def agree(
         groups: by the name of a group: further fields, equal on the ranks that publish something of this group.
         failure: what this rank would have raised; re-raised here, and reported on the other ranks.
         timeout: how long to wait for the others; the store's own timeout by default.
+        advice: a sentence for the message of a difference: what to do about it. It is no part of `subject`, by which
+            other ranks are told where this one was.
 
     Raises:
         ValueError: the ranks disagree; names each field, its values and the ranks that hold them.
@@ -75,7 +82,9 @@ def agree(
     if failure is not None:
         raise failure
     if verdict != _AGREED:
-        raise (RuntimeError if verdict.startswith("layerzero:") else ValueError)(verdict)
+        if verdict.startswith("layerzero:"):
+            raise RuntimeError(verdict)
+        raise ValueError(f"{verdict}. {advice}" if advice else verdict)
 
 
 def _exchange(
@@ -143,7 +152,8 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
     except RuntimeError:  # DistStoreError, or what FileStore raises
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
-            return f"layerzero: {subject}: ranks {missing} did not take part within {_spell_wait(missing, timeout)}"
+            waited = _spell_wait(missing, timeout)
+            return f"layerzero: {subject}: ranks {missing} did not take part within {waited}. {_CALL_ON_ALL}"
     return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
 
 
@@ -174,7 +184,8 @@ def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) 
         raise
     except RuntimeError as error:
         waited = _spell_wait([first], 2 * timeout)
-        raise RuntimeError(f"layerzero: {subject}: rank {first} did not take part within {waited}") from error
+        late = f"layerzero: {subject}: rank {first} did not take part within {waited}. {_CALL_ON_ALL}"
+        raise RuntimeError(late) from error
     text: str = store.get(key).decode()
     return text
 

@@ -95,8 +95,8 @@ def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout:
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks came to it"
-    last = replace(word, failed=f"{word.failed} ({why})")
-    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(last)):
+    # Without `why`: in the message of another rank it would be read as the cause of another failure.
+    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
         why += f"; {_SILENT}"  # by now
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return LostExchange(message, word, elsewhere)

@@ -14,7 +14,7 @@ from layerzero.engine.handle import Handle
 __all__ = ["Refreshes", "Round"]
 
 _ALL_ALIKE = (
-    "change them on every rank, to the same values (layerzero.load_full_state_dict takes the first rank's), or call "
+    "Change them on every rank, to the same values (layerzero.load_full_state_dict takes the first rank's), or call "
     "layerzero.refresh(model) on every rank afterwards"
 )
 
@@ -79,7 +79,7 @@ class Refreshes:
         """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
         edited = [handle for handle in self._handles if handle.watch.edited]
         if edited:
-            self._agree(f"refresh of parameters that were changed outside optimizer.step(); {_ALL_ALIKE}", edited)
+            self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
             self.launch(edited)
 
     def before_forward(self) -> None:
@@ -88,7 +88,7 @@ class Refreshes:
         self.launch_due()
         if self._comes_first:
             edited = [handle for handle in self._handles if handle.watch.edited]
-            self._agree(f"first forward; if parameters are changed before it, {_ALL_ALIKE}", edited)
+            self._agree("first forward, after changes of parameters if there are any", edited)
             self.launch(edited)
             self._comes_first = False
             for handle in self._handles:
@@ -104,7 +104,7 @@ class Refreshes:
             groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
         # Ranks with other parts of a unit may have it in another number of handles.
         changed = list(dict.fromkeys(handle.name for handle in edited))
-        agree(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups)
+        agree(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups, advice=_ALL_ALIKE)
 
 
 class Round:

@@ -208,10 +208,10 @@ class GradientSync:
             changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
         if not changed:
             return
-        subject = "requires_grad of parameters that were frozen or unfrozen; do the same on every rank"
+        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
         failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
         said = {m.name: m.parameter.requires_grad for m in changed}
-        agree(subject, said, ranks=self._everyone.ranks, failure=failure)
+        agree(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
         self.due.settle()
         for shown in self._shown:
             shown.heed_user()  # what zero_grad has dropped need not be reduced
