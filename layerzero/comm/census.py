@@ -51,15 +51,17 @@ class Census:
         nowhere = len(places)
         self._places = torch.tensor([places.get(name, nowhere) for name in own], dtype=torch.int64, device="cpu")
 
-    def tell(self, own: bytearray) -> Heard:
-        """Start telling all ranks a byte for each parameter, in this rank's order."""
-        sent = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
+    def tell(self, own: bytearray, further: bytes) -> Heard:
+        """Start telling all ranks a byte for each parameter, in this rank's order, and as many `further` ones."""
+        names = len(self._names)
+        sent = torch.zeros(names + 1, dtype=torch.uint8, device="cpu")
         sent[self._places] = torch.frombuffer(own, dtype=torch.uint8)
-        return tell_all(self._everyone.control, Exchange.AGREE, sent[:-1])
+        behind = torch.tensor(list(further), dtype=torch.uint8, device="cpu")
+        return tell_all(self._everyone.control, Exchange.AGREE, torch.cat([sent[:names], behind]))
 
     def most(self, heard: Heard) -> bytes:
         """Wait for what has been told: the largest byte of each parameter among its sharers, in this rank's order."""
-        said = heard.wait()
+        said = heard.wait()[:, : len(self._names)]
         most = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
         for ranks, places in self._columns:
             most[places] = said[ranks].amax(dim=0)[places]

@@ -15,6 +15,7 @@ from layerzero.comm.everyone import Everyone
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.reduction import ReductionQueue
+from layerzero.engine.settings import DIGEST_BYTES, SettingsCheck
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.usage import Usage
 from layerzero.storage.streams import streams_of
@@ -40,6 +41,7 @@ class GradientSync:
 
     Attributes:
         backwards: begun so far.
+        settings: of optimizers, compared with those of other ranks.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
@@ -54,7 +56,9 @@ class GradientSync:
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
-        self._telling: Heard | None = None  # an agreement on used parameters that has not been waited for
+        self.settings = SettingsCheck(everyone)
+        self._told: Heard | None = None  # the last agreement on used parameters
+        self._telling: Heard | None = None  # the same, while it has not been waited for
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = GradientsDue(self._show)
@@ -243,7 +247,9 @@ class GradientSync:
             return bytes(local)
         if self._telling is not None:
             self._telling.wait()
-        self._telling = self._census.tell(local)
+        if self._told is not None:
+            self.settings.hear(self._told.said[:, -DIGEST_BYTES:])
+        self._telling = self._told = self._census.tell(local, self.settings.digest())
         return bytes(local) if min(local) == Usage.NEW else self._telling
 
     def _publish(self, agreement: bytes | Heard | None) -> None:

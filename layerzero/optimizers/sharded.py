@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.member import Member
@@ -40,9 +42,21 @@ from layerzero.optimizers.owned import Owned
 from layerzero.optimizers.ownership import Ownership
 from layerzero.optimizers.parts import update
 from layerzero.optimizers.placeholders import Placeholders
-from layerzero.optimizers.state import HOW, Holder, by_rows, cut_state, differ, few, kept, on, show
+from layerzero.optimizers.state import (
+    HOW,
+    Holder,
+    by_rows,
+    cut_state,
+    differ,
+    few,
+    is_plain,
+    kept,
+    number,
+    on,
+    show,
+)
 from layerzero.optimizers.state_view import StateView
-from layerzero.tensors.rows import RowSpan
+from layerzero.tensors.rows import RowSpan, refuse_apart
 from layerzero.tensors.sharded import plain
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -150,7 +164,8 @@ class ShardedOptimizer(AroundAnother):
             What `closure` returned, or None.
 
         Raises:
-            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update.
+            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or ranks have stepped with
+                different learning rates or other settings, which is found out a step or two later.
         """
         if View.AVERAGES in self._runtime.views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
@@ -159,6 +174,7 @@ class ShardedOptimizer(AroundAnother):
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._runtime.complete_gradients()
+        self._runtime.gradients.settings.require_equal()
         self._runtime.micro_batches.note_step()
         if self.guard is not None and not self.guard(self):
             return loss
@@ -170,7 +186,16 @@ class ShardedOptimizer(AroundAnother):
 
             step_once(self.inner, update_all)
         self._counted.take()
+        self._runtime.gradients.settings.note_step(self._settings)
         return loss
+
+    def _settings(self) -> list[list[tuple[str, Any]]]:
+        """Return, of each group, the hyperparameters that must be equal on all ranks, sorted by name."""
+        names = sorted(set(self.defaults) - set(HOW))
+        return [
+            [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
+            for group in self.param_groups
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
@@ -315,6 +340,47 @@ class ShardedOptimizer(AroundAnother):
             changed = post_hook(self, result)
             result = result if changed is None else changed
         return result
+
+    @torch.no_grad()
+    def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+        """Gather the whole state, as the plain optimizer of the unsharded model would have it.
+
+        A plain optimizer with the same groups loads it, and so does :meth:`load_state_dict` on every rank. One tensor
+        after the other is gathered. Every rank must call this, also where parameters are updated whole (Muon).
+
+        Args:
+            cpu: put the tensors into host memory.
+            rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
+
+        Returns:
+            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, torch's own form,
+            with whole plain tensors.
+
+        Raises:
+            ValueError: some parameters are others on other ranks, under the same names (experts that are no DTensors).
+
+        Example::
+
+            state = optimizer.full_state_dict()
+            if torch.distributed.get_rank() == 0:
+                plain_optimizer.load_state_dict(state)
+        """
+        everyone = self._runtime.everyone
+        spans = (member.span for member in self._member_at.values())
+        refuse_apart("ShardedOptimizer.full_state_dict", spans, everyone.size)
+        keeps = not rank0_only or everyone.is_first
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, DTensor):  # all ranks, in one order
+                value = value.full_tensor()  # type: ignore[no-untyped-call]
+            if not keeps or not isinstance(value, Tensor):
+                return value if keeps else None
+            copy = value.detach().clone()
+            return copy.cpu() if cpu else copy
+
+        named = by_own_names(self.state_dict(), self, self._model)
+        state = {name: tree_map(gathered, dict(named["state"][name])) for name in sorted(named["state"])}
+        return numbered({**named, "state": state}) if keeps else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import LocalRows, plain, sharded
 from layerzero.tensors.whole import rows_of
 
-__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "kept", "on", "show"]
+__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain", "kept", "number", "on", "show"]
 
 
 Holder = Member | Owned | None  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
@@ -34,6 +34,20 @@ def show(value: Any, holder: Holder) -> Any:
 
 
 HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # settings of a group that say how, not what
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a setting of a group can be compared between ranks without waiting for a device."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.device.type == "cpu"
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(each, Tensor) is False and is_plain(each) for each in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def number(value: Any) -> Any:
+    """Return a setting of which a tensor of one number is the number."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def few(names: Iterable[str]) -> str:

@@ -1,0 +1,94 @@
+"""Settings of optimizers that must be equal on all ranks, such as learning rates: compared without a further exchange.
+
+[Note: A digest travels with the used parameters]
+Each reducing backward tells all ranks which parameters were used. Eight bytes more carry a digest of the settings of
+the optimizers that have stepped. They are read when the next such backward has come to its end: by then they are there,
+so that no rank waits, and all ranks read the same digests at the same place of the program. The optimizer that steps
+next raises. So a step or two have been made with unequal settings before ranks are told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.comm.everyone import Everyone
+from layerzero.comm.texts import share_texts
+
+__all__ = ["DIGEST_BYTES", "SettingsCheck"]
+
+DIGEST_BYTES = 8
+Settings = list[list[tuple[str, Any]]]  # by group: names and values
+
+
+class SettingsCheck:
+    """Compares the settings of optimizers between all ranks; see [Note: A digest travels with the used parameters]."""
+
+    def __init__(self, everyone: Everyone) -> None:
+        self._everyone = everyone
+        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or before it
+        self._is_told = False
+        self._last: list[Settings] = []  # behind the last digest
+        self._digest = bytes(DIGEST_BYTES)
+        self._differ = False
+        self._compared: list[Settings] = []  # behind digests that differed
+
+    def note_step(self, settings: Callable[[], Settings]) -> None:
+        """An optimizer steps; `settings`, a method of it, returns those of its groups."""
+        if self._is_told:
+            self._stepped.clear()
+            self._is_told = False
+        method = weakref.WeakMethod(settings)
+        if method not in self._stepped:
+            self._stepped.append(method)
+
+    def digest(self) -> bytes:
+        """Return a digest of the settings; zeros where nothing has stepped, or an optimizer is gone on this rank."""
+        self._is_told = True
+        methods = [method() for method in self._stepped]
+        if not methods or None in methods:
+            self._last, self._digest = [], bytes(DIGEST_BYTES)
+            return self._digest
+        last = [method() for method in methods if method is not None]
+        if last != self._last:
+            self._last = last
+            self._digest = hashlib.blake2b(repr(last).encode(), digest_size=DIGEST_BYTES).digest()
+        return self._digest
+
+    def hear(self, digests: Tensor) -> None:
+        """Take what all ranks have told, [ranks, DIGEST_BYTES]; zeros say nothing."""
+        told = digests[digests.bool().any(dim=1)]
+        if not self._differ and len(told) > 1 and bool((told != told[0]).any()):
+            self._differ, self._compared = True, self._last
+
+    def require_equal(self) -> None:
+        """Raise RuntimeError on every rank if digests differed. All ranks come here, and exchange texts only then."""
+        if not self._differ:
+            return
+        self._differ = False
+        found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        texts = share_texts(self._everyone.control, json.dumps(self._compared))
+        for rank, text in zip(self._everyone.ranks, texts, strict=True):
+            for index, groups in enumerate(json.loads(text)):
+                for number, group in enumerate(groups):
+                    for name, value in group:
+                        found[index, number, name][json.dumps(value)].append(rank)
+        several = len({index for index, _, _ in found}) > 1
+        lines = [
+            f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
+            + ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items())
+            for (index, number, name), values in found.items()
+            if len(values) > 1 or sum(map(len, values.values())) < len(texts)
+        ]
+        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise RuntimeError(
+            f"ranks have stepped one model with different settings: {'; '.join(lines[:4])}{more}. Set them alike on "
+            "all ranks (ReduceLROnPlateau needs a loss that is averaged over the ranks first), and load the last "
+            "checkpoint: rows of one parameter were updated with different ones"
+        )

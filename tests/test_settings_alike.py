@@ -1,0 +1,114 @@
+"""Learning rates and other settings of groups that differ between ranks are found out without a further exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import layerzero
+from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+
+
+def _sharded(make: Callable[[list[dict[str, Any]]], Optimizer]) -> tuple[nn.Module, Optimizer]:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in model.parameters() if p.ndim == 2]}, {"params": vectors}]
+    return model, layerzero.shard_optimizer(make(groups), model)
+
+
+def _step(model: nn.Module, optimizer: Optimizer, rank: int, step: int) -> str:
+    integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        optimizer.zero_grad()
+    return ""
+
+
+def _plateau(rank: int) -> list[str]:
+    model, optimizer = _sharded(lambda groups: torch.optim.SGD(groups, lr=2**-4, momentum=0.5))
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    said = []
+    for step in range(6):
+        said.append(_step(model, optimizer, rank, step))
+        scheduler.step(float(step if rank == 3 else -step))  # rank 3's own loss gets worse
+    for group in optimizer.param_groups:
+        group["lr"] = 2**-4
+    return [*said, *(_step(model, optimizer, rank, step) for step in range(6, 10))]
+
+
+def test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once() -> None:
+    said = run_ranks(_plateau, world_size=WORLD)
+    assert all(of_rank == said[0] for of_rank in said), "the same on every rank, at the same step"
+    first = next(step for step, text in enumerate(said[0]) if text)
+    assert first <= 4, "unequal since the step of number 2"
+    for part in (
+        "'lr' of parameter group 0 is 0.0625 on ranks 0, 1, 2, 0.03125 on rank 3",
+        "'lr' of parameter group 1 is 0.0625 on ranks 0, 1, 2",
+        "ReduceLROnPlateau needs a loss that is averaged over the ranks",
+        "load the last checkpoint",
+    ):
+        assert part in said[0][first], said[0][first]
+    assert not any(said[0][8:]), "alike again"
+
+
+def _one_field(rank: int) -> list[str]:
+    model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95)))
+    further = layerzero.shard_optimizer(torch.optim.SGD([model.head.bias], lr=0.5), model)
+    said = []
+    for step in range(5):
+        if step == 2 and rank == 1:
+            optimizer.param_groups[1]["weight_decay"] = 0.125
+        said.append(_step(model, optimizer, rank, step))
+        further.step()
+    return said
+
+
+def test_the_group_and_the_field_are_named() -> None:
+    said = run_ranks(_one_field, world_size=2)
+    (text,) = {next(filter(None, of_rank)) for of_rank in said}
+    assert "'weight_decay' of parameter group 1 of optimizer 0 is 0.01 on rank 0, 0.125 on rank 1. Set" in text, text
+
+
+def _alike(rank: int) -> dict[str, int]:
+    """Schedulers, accumulation, skipped steps, an optimizer that is replaced."""
+    model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(6):
+        with layerzero.no_sync(model):
+            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+        if step == 3:
+            optimizer.zero_grad()
+            optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        before = dict(layerzero.traffic(model).calls)
+        assert not _step(model, optimizer, rank, step)
+        calls = layerzero.traffic(model).calls
+        assert calls["agree"] - before.get("agree", 0) == 1 or step == 0, "no exchange of its own"
+        scheduler.step()
+    return dict(layerzero.traffic(model).calls)
+
+
+def test_equal_settings_cost_no_exchange_and_raise_nothing() -> None:
+    run_ranks(_alike, world_size=WORLD)
+
+
+@pytest.mark.parametrize("digests", [[[0, 0], [1, 2]], [[1, 2], [1, 2]], [[0, 0], [0, 0]]])
+def test_a_rank_whose_optimizer_is_gone_says_nothing(digests: list[list[int]]) -> None:
+    from layerzero.engine.settings import SettingsCheck  # noqa: PLC0415
+
+    check = SettingsCheck(None)  # type: ignore[arg-type]  # no texts are exchanged
+    check.hear(torch.tensor(digests, dtype=torch.uint8))
+    check.require_equal()
