@@ -34,10 +34,11 @@ def test_the_first_program_trains_saves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_that_is_prolonged_is_the_longer_run(tmp_path: Path) -> None:
     (program,) = PAGE.snippets("file train.py")
+    text = program.text.replace("width=64, layers=4", "width=16, layers=1")  # the same, in less time
     on_two = ["--standalone", "--nproc-per-node", "2", "train.py"]
     for folder in ("at once", "prolonged"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "train.py").write_text(program.text, encoding="utf-8")
+        (tmp_path / folder / "train.py").write_text(text, encoding="utf-8")
     prolonged = tmp_path / "prolonged"
     expected = _steps(_run(tmp_path / "at once", on_two, ["--device", "cpu", "--steps", "120"]))
     first = _run(prolonged, on_two, ["--device", "cpu", "--steps", "60"])
@@ -52,7 +53,7 @@ def test_a_run_that_is_prolonged_is_the_longer_run(tmp_path: Path) -> None:
     checkpoints = prolonged / "runs" / "first"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000060", "step-000120"]
 
-    (prolonged / "train.py").write_text(program.text.replace("width=64", "width=32"), encoding="utf-8")
+    (prolonged / "train.py").write_text(text.replace("width=16", "width=32"), encoding="utf-8")
     failed = _start(prolonged, on_two, ["--device", "cpu", "--steps", "150"])
     assert failed.returncode != 0
     assert "does not fit" in failed.stderr and "in another folder" in failed.stderr, failed.stderr

@@ -1,0 +1,110 @@
+"""An optimizer's whole state on the first rank, and back into a plain optimizer, owned parameters included."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import layerzero
+from tests.support.models import (
+    IntegerNet,
+    assert_same_bits,
+    different,
+    exact_sgd,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
+from tests.support.ranks import mesh_of, run_ranks
+
+WORLD = 4
+
+
+class Momentum(Optimizer):
+    """Steps each matrix whole: its largest momentum moves with it, which no rank that has rows knows. Exact."""
+
+    def __init__(self, params: Any, lr: float = 2**-4) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) / 2 + parameter.grad
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.add_(state["momentum"] - state["momentum"].max(), alpha=-group["lr"])
+
+
+def _pair(net: nn.Module, kind: str) -> Optimizer:
+    if kind == "SGD":
+        return exact_sgd(net.parameters())
+    return Momentum([{"params": [p for p in net.parameters() if p.ndim == 2]}])
+
+
+def _train(model: nn.Module, optimizer: Optimizer, rank: int | None, steps: range) -> None:
+    for step in steps:
+        batches = [integer_batch(step=step, rank=each) for each in range(WORLD)]
+        integer_loss(model, union(batches) if rank is None else batches[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank is not None and isinstance(optimizer, layerzero.ShardedOptimizer):
+            model.zero_grad()
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{n}.{k}": torch.as_tensor(v) for n, values in state["state"].items() for k, v in values.items()}
+
+
+def _there_and_back(rank: int, kind: str) -> None:
+    for size in (2,):
+        model, alone = integer_net(), integer_net()
+        model = layerzero.shard_model(model, mesh=mesh_of(size), units=IntegerNet.UNITS)
+        elementwise = None if kind == "SGD" else False
+        optimizer = layerzero.shard_optimizer(_pair(model, kind), model, elementwise=elementwise)
+        plain = _pair(alone, kind)
+        _train(model, optimizer, rank, range(2))
+        _train(alone, plain, None, range(2))
+        alone.zero_grad()
+        state = optimizer.full_state_dict()
+        everywhere = optimizer.full_state_dict(rank0_only=False)
+        assert (state == {}) is (rank != 0)
+        expected = plain.state_dict()
+        assert not (wrong := different(_flat(everywhere), _flat(expected))), (size, wrong)
+        assert all(type(value) is Tensor for value in _flat(everywhere).values())
+        if rank == 0:
+            assert not different(_flat(state), _flat(expected))
+            # The recipe: a plain model and a plain optimizer go on from there.
+        weights = layerzero.full_state_dict(model, rank0_only=False)
+        fresh = integer_net(seed=1)
+        fresh.load_state_dict(weights)
+        its = _pair(fresh, kind)
+        its.load_state_dict(copy.deepcopy(everywhere))
+        assert [group["lr"] for group in its.param_groups] == [group["lr"] for group in plain.param_groups]
+        # And back: every rank gives the whole state.
+        again = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+        its_optimizer = layerzero.shard_optimizer(_pair(again, kind), again, elementwise=elementwise)
+        layerzero.load_full_state_dict(again, weights)
+        its_optimizer.load_state_dict(everywhere)
+        for net, each, of in (
+            (model, optimizer, rank),
+            (alone, plain, None),
+            (fresh, its, None),
+            (again, its_optimizer, rank),
+        ):
+            _train(net, each, of, range(2, 3))
+        for other in (model, again):
+            assert_same_bits(other, alone, f"{kind} {size}")
+        assert not different(dict(fresh.named_parameters()), dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "owned"])
+def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(kind: str) -> None:
+    run_ranks(_there_and_back, kind, world_size=WORLD)
