@@ -64,7 +64,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _there_and_back(rank: int, kind: str) -> None:
-    for size in (2,):
+    for size in (1, 2, 4):
         model, alone = integer_net(), integer_net()
         model = layerzero.shard_model(model, mesh=mesh_of(size), units=IntegerNet.UNITS)
         elementwise = None if kind == "SGD" else False
