@@ -38,6 +38,7 @@ from layerzero.layout.flat import FlatLayout, Slot
 from layerzero.layout.grid import Extent, overlap
 from layerzero.storage.host import Fetch, HostShard
 from layerzero.storage.slabs import Buffers
+from layerzero.tensors.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
 from layerzero.tensors.faces import Face
 from layerzero.tensors.leaves import Leaves
 from layerzero.tensors.moves import carry_over
@@ -74,6 +75,8 @@ class Handle:
             values are taken, its storage is not kept.
         shared: memory of the node for the full buffer, if there is any.
         travel: what travels in gathers, and what is kept from a forward to its backward.
+        extension: of the one parameter of `layout`, if its class has one; see [Note: All-gather extensions] in
+            tensors/extensions.py. There is no full buffer then.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Handle:
         buffers: Buffers,
         travel: Travel,
         shared: SharedWeights | None = None,
+        extension: Extension | None = None,
     ) -> None:
         self.name = name
         self.label = label
@@ -96,12 +100,13 @@ class Handle:
         self.precision = precision
         self.topology = topology
         self.shared = shared
+        self._is_extended = extension is not None
         self._storages = buffers.full
         self.state = ShardState.SHARDED
         self.watch = Watch()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
-        self._gathering: Works | Decoding | Fetch | None = None
+        self._gathering: Works | Decoding | Fetch | PendingExtension | None = None
         self._refreshing: Works | None = None
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
@@ -118,7 +123,7 @@ class Handle:
         self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
         self.master = self._new_master()  # [L]
         self.full = self.zero3 if shared is None else shared.full  # [G]
-        if self.gathers:
+        if self._has_full_buffer:
             self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         self._gathered_own = self.full[place] if self.in_host is not None else self.zero3  # what a gather sends
@@ -131,7 +136,13 @@ class Handle:
         self._take_values([parameter for parameter, _, _ in originals])
         if shared is not None:
             shared.land(None)
-        self._leaves = Leaves(self.compute)
+        self._leaves: Leaves | ExtendedGather = Leaves(self.compute)
+        if extension is not None:
+            ((original, _, _),) = originals
+            name, shape = layout.slots[0].name, tuple(original.shape)
+            self._leaves = ExtendedGather(
+                extension, name, shape, self.zero3, topology, buffers.full, label=label
+            )
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
@@ -151,10 +162,20 @@ class Handle:
 
     @cached_property
     def gathers(self) -> bool:
-        """The full buffer is more than the ZeRO-3 shard, or elsewhere."""
+        """Weights are exchanged, or fetched from host memory, before they are computed with."""
         if self.in_host is not None:
             return True
         return self.shared is None and not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
+
+    @property
+    def _has_full_buffer(self) -> bool:
+        """The full buffer is more than the ZeRO-3 shard."""
+        return self.gathers and not self._is_extended
+
+    @property
+    def extension_bytes(self) -> GatheredBytes | None:
+        """What the gathered parameter takes, if its class has an all-gather extension."""
+        return self._leaves.bytes if isinstance(self._leaves, ExtendedGather) else None
 
     @property
     def trainable(self) -> bool:
@@ -217,8 +238,12 @@ class Handle:
     ) -> Member:
         master, span, local = self._rows_of(slot, tuple(original.shape), face)
         place, offers = slice(slot.offset, slot.end), not self.route.shares_early
-        leaf = self._leaves.make(place, original, face, offers_main_grad=offers)
-        accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
+        if isinstance(self._leaves, ExtendedGather):
+            leaf = self._leaves.parameter
+            accumulates = accumulate_node(leaf)
+        else:
+            leaf = self._leaves.make(place, original, face, offers_main_grad=offers)
+            accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
@@ -258,7 +283,10 @@ class Handle:
         """Launch the gather, unless the full buffer is there or on its way."""
         if self.state is not ShardState.SHARDED:
             return
-        if self.gathers:
+        if isinstance(self._leaves, ExtendedGather):
+            self.finish_refresh()
+            self._gathering = self._leaves.gather(name=self.label)
+        elif self.gathers:
             self.finish_refresh()
             self._storages.lend(self.full.untyped_storage(), self._full_bytes)
             self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
@@ -299,24 +327,24 @@ class Handle:
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
                 "embedding's max_norm); the change would be lost"
-                + ("" if self.gathers else ", or has damaged the compute weights: load them again")
+                + ("" if self.gathers or self._is_extended else ", or has damaged the compute weights: load them again")
                 + ". Change the sharded parameter between steps instead"
             )
 
     def _free_full(self) -> None:
         self._leaves.free(self._storages)
-        if self.gathers:
+        if self._has_full_buffer:
             self._storages.reclaim(self.full.untyped_storage())
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
         """Bytes of what is there while the unit computes: the full buffer, and parameters in strides of their own."""
-        return (self._full_bytes if self.gathers else 0, *self._leaves.sizes)
+        return (self._full_bytes if self._has_full_buffer else 0, *self._leaves.sizes)
 
     @property
     def full_bytes(self) -> int:
         """Of them, those that are there now, and what is kept for a backward."""
-        return (self.full.untyped_storage().nbytes() if self.gathers else 0) + self._leaves.nbytes + self.kept.nbytes
+        return (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0) + self._leaves.nbytes + self.kept.nbytes
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import agree
@@ -14,7 +16,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
-from layerzero.layout.flat import plan_layouts
+from layerzero.layout.flat import FlatLayout, Slot, plan_layouts
 from layerzero.setup.meshes import Site
 from layerzero.setup.node import Node
 from layerzero.setup.partition import Found, UnitPlan, is_plain_storage, kind_of
@@ -22,6 +24,7 @@ from layerzero.setup.planned import PlannedHandle, Where
 from layerzero.setup.unwritten import Unwritten, bears_mark, mark
 from layerzero.storage.device import streams_module
 from layerzero.storage.slabs import Buffers
+from layerzero.tensors.extensions import Extension, GatheredBytes, has_extension
 from layerzero.tensors.faces import Face, part_held
 from layerzero.tensors.moves import carry_over
 from layerzero.tensors.strided import keeps_order
@@ -58,7 +61,8 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
                 if isinstance(parameter, DTensor)
                 else ""
             )
-            text = f"{list(parameter.shape)} {parameter.dtype}{frozen}{place}{placed} in unit {plan.name!r}"
+            kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
+            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{place}{placed} in unit {plan.name!r}"
             fields[f"parameter {found.name!r}"] = text
         if plan.mesh is not plans[0].mesh:
             fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)
@@ -160,6 +164,8 @@ def plan_handles(
     factor = config.gradient_divide_factor or averaged
     kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
     for found in plan.parameters:
+        if has_extension(found.parameter):
+            continue
         kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_face(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
@@ -193,6 +199,29 @@ def plan_handles(
             planned.append(
                 PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )
+    for found in (each for each in plan.parameters if has_extension(each.parameter)):
+        # See [Note: All-gather extensions]: one handle for each, and shards of whole rows from its first one on.
+        parameter, ranks = found.parameter, where.grid.data_parallel
+        slot = Slot(found.name, tuple(parameter.shape), 0)
+        layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
+        in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
+        precision = replace(in_compute, compute=parameter.dtype)
+        route = Route.plan(
+            where.grid, precision, accumulation=accumulation, divide_factor=factor, adds_hop1=where.adds_hop1
+        )
+        planned.append(
+            PlannedHandle(
+                plan.name,
+                f"{type(parameter).__name__} {found.name!r}",
+                parameter.requires_grad,
+                precision,
+                layout,
+                route,
+                in_host=config.offload_optimizer and parameter.requires_grad,
+                # What the class sends is known once it has been asked; until then: as any parameter.
+                extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
+            )
+        )
     return planned
 
 
@@ -210,6 +239,8 @@ def build_unit(
     No more than this unit is ever whole.
     """
     topology = site.topology
+    policy = config.policy_of(plan.name, plan.called[0])
+    extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
     _materialise_together(plan, site, param_init_fn)
     if config.sync_module_states:
@@ -233,8 +264,11 @@ def build_unit(
             route=each.route,
             topology=topology,
             buffers=buffers,
-            shared=None if node is None else node.weights.share(each.layout.numel, each.precision.compute),
-            travel=travel,
+            shared=None
+            if node is None or each.extension is not None
+            else node.weights.share(each.layout.numel, each.precision.compute),
+            travel=Travel() if each.extension is not None else travel,
+            extension=None if each.extension is None else extensions[each.layout.slots[0].name],
         )
         for each in planned
     ]
@@ -246,10 +280,22 @@ def build_unit(
         else:
             found.parameter.data = nothing
         found.parameter.grad = None
-    policy = config.policy_of(plan.name, plan.called[0])
     unit = Unit(plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards)
     unit.show_sharded()
     return unit, unwritten
+
+
+def _take_extensions(plan: UnitPlan, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
+    """Put plain parameters in the place of those whose class has an all-gather extension; the extensions by name."""
+    extensions: dict[str, Extension] = {}
+    for index, found in enumerate(plan.parameters):
+        if has_extension(found.parameter):
+            module, _ = found.owners[0]
+            plain, extensions[found.name] = Extension.take(found.parameter, module, policy)
+            for owner, attribute in found.owners:
+                owner._parameters[attribute] = plain
+            plan.parameters[index] = Found(found.name, plain, found.owners)
+    return extensions
 
 
 def _original(found: Found, site: Site) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]:

@@ -54,7 +54,11 @@ def formula_bytes(units: Sequence[PlannedUnit]) -> dict[str, list[int]]:
         for handle in unit.handles:
             layout, compute = handle.layout, handle.precision.compute
             whole, node = layout.numel, grid.numel(layout, Extent.NODE)
-            if unit.where.gathers and grid.zero3_size > 1:
+            if handle.extension is not None:
+                for received in handle.extension.received if grid.zero3_size > 1 else ():
+                    sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
+                    found.setdefault(Exchange.GATHER.value, []).append(sent)
+            elif unit.where.gathers and grid.zero3_size > 1:
                 each = handle.coded // grid.zero3_size or node * compute.itemsize
                 sent = (grid.zero3_size - 1) * each
                 found.setdefault(Exchange.GATHER.value, []).append(sent)

@@ -47,7 +47,7 @@ def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topolo
     foreseen = RING_BYTES + room_of_all(rotating) + kept
     region = Region(
         words=words_for(len(handles)),
-        common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles),
+        common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
         part=foreseen + sum(sums) * _MORE,
         foreseen=foreseen,
     )

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
 from layerzero.setup.foreign import refuse_wrapped_parts
+from layerzero.tensors.extensions import has_extension, inner_tensor, not_extensible
 from layerzero.tensors.faces import misplaced
 from layerzero.tensors.sharded import RowShardedTensor
 
@@ -91,6 +92,7 @@ def partition(
         owner = next(plan for plan in first if all(plan in chain for chain in others))
         _refuse_unsupported(found, ranks[owner.mesh])
         owner.parameters.append(found)
+    _refuse_shared_values([found for plan in plans.values() for found in plan.parameters])
     return list(plans.values())
 
 
@@ -431,6 +433,24 @@ def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
         raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
 
 
+def _refuse_shared_values(found: Sequence[Found]) -> None:
+    """Raise where a parameter of a class holds a tensor that is a parameter itself, or that another one holds."""
+    plain = [each for each in found if is_plain_storage(each.parameter)]
+    names = {_memory_of(each.parameter): each.name for each in plain}
+    for each in found:
+        if has_extension(each.parameter):
+            other = names.setdefault(_memory_of(inner_tensor(each.parameter)), each.name)
+            if other != each.name:
+                raise ValueError(
+                    f"parameter {each.name!r} is a {type(each.parameter).__name__} around the tensor of parameter "
+                    f"{other!r}, and would be trained apart from it: give both the same parameter, or copy the values"
+                )
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
 def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
     """Why a parameter cannot be sharded over `ranks`; None if it can."""
     dtype = parameter.dtype
@@ -445,6 +465,9 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
             return why
         if not _has_own_memory(held):
             return f"a DTensor of {type(held).__name__}s, tensors of a class of their own"
+    elif has_extension(parameter):
+        if (why := not_extensible(parameter)) is not None:
+            return why
     elif not _is_plain(parameter):
         kind = type(parameter).__name__
         return f"a {kind}, a tensor of a class of its own, whose meaning would be lost where its rows are cut"

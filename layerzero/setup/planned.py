@@ -15,6 +15,7 @@ from layerzero.layout.flat import FlatLayout
 from layerzero.layout.grid import Extent, Grid
 from layerzero.storage.buffers import Gathered, Size
 from layerzero.storage.device import streams_module
+from layerzero.tensors.extensions import GatheredBytes
 
 __all__ = ["PlannedHandle", "PlannedUnit", "Where", "planned_again"]
 
@@ -61,6 +62,7 @@ class PlannedHandle:
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
     coded: int = 0  # bytes of all that is received where encoded shards are gathered
     set_aside: bool = False  # a backward has begun while its final gradient was still wanted; see storage/places.py
+    extension: GatheredBytes | None = None  # the class of its one parameter has an all-gather extension
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
         """What the first exchange sends is a sum that waits on this rank, in one place for good."""
@@ -76,7 +78,9 @@ class PlannedHandle:
         return self.layout.numel, self.route.legs[0].wire
 
     def gathered_sizes(self, where: Where) -> tuple[int, ...]:
-        """Bytes of the full buffer, and of parameters in strides of their own."""
+        """Bytes of the full buffer, and of parameters in strides of their own; or of what an extension gathers."""
+        if self.extension is not None:
+            return (*self.extension.received, *self.extension.made)
         return (self.layout.numel * self.precision.compute.itemsize if where.gathers else 0, *self.strided)
 
 
@@ -101,7 +105,7 @@ class PlannedUnit:
 
     def kept_of(self, handle: PlannedHandle) -> int:
         """Bytes of a handle that stay from a forward to its backward."""
-        if isinstance(self.reshards, bool) or self.stays or not self.where.gathers:
+        if isinstance(self.reshards, bool) or self.stays or not self.where.gathers or handle.extension is not None:
             return 0
         return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshards)
 
@@ -132,6 +136,7 @@ def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
                     handle.gathered_sizes[1:],
                     handle.whole.size,
                     handle.gradients is not None and handle.gradients.final.place.nbytes > 0,
+                    handle.extension_bytes,
                 )
                 for handle in unit.handles
             ),

@@ -119,6 +119,7 @@ class Case(NamedTuple):
     make: Callable[[], nn.Module]
     step: Callable[[nn.Module, int, int], None] = one_pass
     settings: dict[str, Any] | None = None
+    prepare: Callable[[nn.Module], object] = lambda model: None  # changes the model that is sharded, before it is
 
 
 def shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
@@ -161,6 +162,7 @@ def compare(rank: int, name: str, case: Case, *others: dict[str, Any], **setting
 def _compare_one(
     rank: int, name: str, case: Case, model: nn.Module, settings: dict[str, Any], expected: list[dict[str, Tensor]]
 ) -> None:
+    case.prepare(model)
     shard(model, **((case.settings or {}) | settings))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step, gradients in enumerate(expected):
