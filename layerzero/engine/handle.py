@@ -140,9 +140,7 @@ class Handle:
         if extension is not None:
             ((original, _, _),) = originals
             name, shape = layout.slots[0].name, tuple(original.shape)
-            self._leaves = ExtendedGather(
-                extension, name, shape, self.zero3, topology, buffers.full, label=label
-            )
+            self._leaves = ExtendedGather(extension, name, shape, self.zero3, topology, buffers.full, label=label)
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
@@ -344,7 +342,11 @@ class Handle:
     @property
     def full_bytes(self) -> int:
         """Of them, those that are there now, and what is kept for a backward."""
-        return (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0) + self._leaves.nbytes + self.kept.nbytes
+        return (
+            (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0)
+            + self._leaves.nbytes
+            + self.kept.nbytes
+        )
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"

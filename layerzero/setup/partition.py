@@ -448,7 +448,7 @@ def _refuse_shared_values(found: Sequence[Found]) -> None:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:

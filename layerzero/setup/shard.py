@@ -151,7 +151,8 @@ def shard_model(
             ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
         ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
             frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
-            their own. All ranks must have loaded the same.
+            their own. All ranks must have loaded the same. A class with FSDP2's all-gather extension (torchao's float8
+            training) is sharded by the rows of its one inner tensor.
         ignored_modules: the same for all parameters of these modules: modules, or names as in `units`. Not the model
             itself, and not all of its parameters: nothing would be sharded.
         sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor

@@ -39,7 +39,15 @@ from layerzero.comm.collectives import Exchange, Works, all_gather
 from layerzero.comm.topology import Topology
 from layerzero.storage.buffers import StoragePool
 
-__all__ = ["ExtendedGather", "Extension", "GatheredBytes", "accumulate_node", "has_extension", "inner_tensor", "not_extensible"]
+__all__ = [
+    "ExtendedGather",
+    "Extension",
+    "GatheredBytes",
+    "accumulate_node",
+    "has_extension",
+    "inner_tensor",
+    "not_extensible",
+]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
