@@ -28,7 +28,7 @@ from layerzero.setup.closing import close
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
-from layerzero.views.loop import no_sync, refresh, register_forward_method
+from layerzero.views.loop import gathered, no_sync, refresh, register_forward_method
 from layerzero.views.metrics import metrics
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
@@ -64,6 +64,7 @@ __all__ = [
     "close",
     "fingerprint",
     "full_state_dict",
+    "gathered",
     "guard_bits",
     "guard_steps",
     "init_mesh",

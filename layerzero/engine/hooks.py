@@ -28,11 +28,12 @@ from layerzero.comm.process_groups import CLOSED
 from layerzero.engine.handle import Handle
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
+from layerzero.tensors.access import accumulate_hooks
 from layerzero.tensors.main_grad import GatheredParameter
 from layerzero.tensors.outside import explain_dtypes
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["attach", "detach", "forward_hooks", "is_closed", "runtime_of"]
+__all__ = ["attach", "detach", "forward_hooks", "is_closed", "runtime_of", "units_within"]
 
 
 def attach(runtime: Runtime) -> None:
@@ -45,7 +46,7 @@ def attach(runtime: Runtime) -> None:
             module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
-                hook = _gradient_hook(runtime, handle, slot)
+                hook = _OnGradient(runtime, unit, handle, slot)
                 requires_grad = member.leaf.requires_grad
                 member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
                 member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -131,18 +132,58 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., 
     return before, after
 
 
-def _gradient_hook(runtime: Runtime, handle: Handle, slot: int) -> Callable[[Tensor], None]:
-    # Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
-    weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
+def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
+    """The units with the parameters of a module, by model, in its order. Units inside the module are left out.
 
-    def hook(leaf: Tensor) -> None:
-        runtime, handle = weak_runtime(), weak_handle()
+    Parameters that are whole belong to none: ignored ones, and those that ``layerzero.unsharded`` shows.
+
+    Raises:
+        ValueError: all of its parameters are in units inside it.
+    """
+    found: dict[Runtime, set[Unit]] = {}
+    left, inside, has_own = [module], False, False
+    while left:
+        each = left.pop()
+        for parameter in each._parameters.values():
+            has_own |= parameter is not None
+            leaf = getattr(parameter, "gathered", parameter)  # inside a forward the leaf itself is shown
+            for hook in () if leaf is None else accumulate_hooks(leaf):
+                if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
+                    found.setdefault(runtime, set()).add(hook.unit)
+        for child in each._modules.values():
+            is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
+            inside |= is_unit
+            left += [] if child is None or is_unit else [child]
+    if inside and not has_own:
+        raise ValueError(
+            f"this {type(module).__name__} has no parameters outside of the units inside it, which are gathered one by "
+            "one; pass a unit, or a module inside of one"
+        )
+    return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in found.items()}
+
+
+class _OnGradient:
+    """The gradient of a whole parameter has arrived.
+
+    Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
+    """
+
+    def __init__(self, runtime: Runtime, unit: Unit, handle: Handle, slot: int) -> None:
+        self.runtime, self._unit, self._handle = weakref.ref(runtime), weakref.ref(unit), weakref.ref(handle)
+        self._slot = slot
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None
+        return unit
+
+    def __call__(self, leaf: Tensor) -> None:
+        runtime, handle = self.runtime(), self._handle()
         if runtime is not None and handle is not None:
-            backward = runtime.on_gradient(handle, slot, leaf)
+            backward = runtime.on_gradient(handle, self._slot, leaf)
             if backward is not None:
                 runtime.gradients.queue.start_ready(across_replicas=backward.reduces)
-
-    return hook
 
 
 def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tensor | None]:

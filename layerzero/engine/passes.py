@@ -17,7 +17,7 @@ from layerzero.comm.recording import Observer
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "Call", "ForwardPass"]
+__all__ = ["BackwardPass", "Call", "ForwardPass", "Use"]
 
 
 class Call:
@@ -48,12 +48,20 @@ class Call:
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
+    def is_before(self, use: Use) -> bool:
+        """It returned before `use` began, so that autograd runs the nodes of `use` first."""
+        return self.forward is not None and self.forward is use.forward and self._position < use.place
+
     def ended_handles(self) -> Iterator[Handle]:
         """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
 
-        Of the last call in the graph: of units that the forward did not call, where that matters.
+        Of units that were used between the two, outside of their forwards; of the last call in the graph: of units that
+        the forward did not call, where that matters.
         """
         follower = self.follower
+        for place, units in () if self.forward is None else self.forward.uses:
+            if self._position < place and (follower is None or place <= follower._position):
+                yield from (handle for unit in units for handle in unit.handles)
         if follower is not None:
             for ended in (follower, *follower.around):
                 if ended is not self and ended not in self.around:
@@ -90,6 +98,7 @@ class ForwardPass:
         self.returned: list[weakref.ref[Call]] = []
         self.prefetched: set[Unit] = set()
         self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
+        self.uses: list[tuple[int, Sequence[Unit]]] = []  # outside of calls, in or after it: place in `returned`, units
         self._expected = expected
         self._units = units
 
@@ -112,6 +121,34 @@ class ForwardPass:
         return list(islice(following, count))
 
 
+class Use:
+    """One use of weights outside of their units' forwards: :func:`layerzero.gathered`. It belongs to the graph made there.
+
+    Args:
+        units: that are gathered.
+        forward: the last one that has begun, in whose order it has a place, and whose graph need not outlive the use.
+    """
+
+    __slots__ = ("_forward", "comes_back", "place", "units")
+
+    def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
+        self.units = units
+        self.place = 0 if forward is None else len(forward.returned)  # after the calls that have returned
+        self.comes_back = False  # a graph was made, of which no backward has run
+        self._forward = None if forward is None else weakref.ref(forward)
+        if forward is not None:
+            forward.uses.append((self.place, units))
+
+    @property
+    def forward(self) -> ForwardPass | None:
+        return None if self._forward is None else self._forward()
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return ", ".join(unit.label for unit in self.units)
+
+
 class BackwardPass:
     """A backward.
 
@@ -123,6 +160,7 @@ class BackwardPass:
         arrived: handles whose gradients are complete, in order.
         begun: calls that have been gathered for.
         open: calls whose backward has begun and not ended.
+        uses: of weights outside of forwards, whose backward has begun and not ended.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: Observer | None) -> None:
@@ -133,10 +171,11 @@ class BackwardPass:
         self.arrived: dict[Handle, None] = {}
         self.begun: set[Call] = set()
         self.open: dict[Call, None] = {}
+        self.uses: dict[Use, None] = {}
 
     def involves(self, unit: Unit) -> bool:
-        """Some call of the unit is in its backward."""
-        return any(call.unit is unit for call in self.open)
+        """Some call or use of the unit is in its backward."""
+        return any(call.unit is unit for call in self.open) or any(unit in use.units for use in self.uses)
 
     def comes_first(self, call: Call) -> bool:
         """The follower's backward ends where the one of `call` begins, but the hook that ends it comes second.

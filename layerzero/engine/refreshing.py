@@ -10,6 +10,7 @@ from layerzero.comm.agreement import agree
 from layerzero.comm.everyone import Everyone
 from layerzero.comm.handover import HandOver
 from layerzero.engine.handle import Handle
+from layerzero.engine.passes import Use
 
 __all__ = ["Refreshes", "Round"]
 
@@ -22,12 +23,16 @@ _ALL_ALIKE = (
 class Refreshes:
     """Launches the refresh of handles; it is awaited where each is next gathered.
 
+    Args:
+        uses: of weights outside of forwards, under way: they must not change.
+
     Attributes:
         deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
     """
 
-    def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
+    def __init__(self, handles: Sequence[Handle], everyone: Everyone, uses: Sequence[Use]) -> None:
         self.deferred = False
+        self._uses = uses
         self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
         self._steps = 0  # of optimizers, since the last forward
         self._expected_steps = 1  # as many as there were between the two forwards before
@@ -38,14 +43,25 @@ class Refreshes:
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
         """The refresh of `handles`; None: of all. Every rank must call this."""
         handles = self._handles if handles is None else handles
+        if handles:
+            self.refuse_uses("changing weights")
         Round(handles, self._hand_over, waits=not self._comes_first).end()
 
     def before_write(self, handles: Sequence[Handle] | None = None) -> None:
         """The masters of `handles` (None: of all) are about to be written, and then launched; on every rank."""
+        self.refuse_uses("changing weights")
         for handle in self._handles if handles is None else handles:
             handle.finish_refresh()  # it may read what is written
             if handle.shared is not None and handle.shares_master:
                 handle.watch.edit()
+
+    def refuse_uses(self, what: str) -> None:
+        """Raise inside :func:`layerzero.gathered`, for something that changes weights or shows others."""
+        if self._uses:
+            raise RuntimeError(
+                f"{what} inside layerzero.gathered, which shows the weights of {self._uses[0].label} as they are; leave "
+                "the context first"
+            )
 
     @contextmanager
     def step(self) -> Iterator[Round | None]:
@@ -53,6 +69,7 @@ class Refreshes:
 
         Yields the refresh, for the parts of the masters that are updated before others; None if it will come later.
         """
+        self.refuse_uses("optimizer.step()")
         self._steps += 1
         if self._hand_over is not None:
             self.before_write([handle for handle in self._handles if handle.shares_master and handle.may_be_updated])

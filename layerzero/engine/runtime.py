@@ -11,18 +11,26 @@ parameters tell nothing: others, of nested units or tied weights, may still be r
 [Note: Forward order]
 A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
 prefetches along the record of its own forward, which its hooks hold.
+
+[Note: Weights outside of forwards]
+Of what is computed inside `gathered`, neither inputs nor outputs are known. So autograd's hooks on saved tensors are on
+there: when a backward unpacks the first tensor that was saved inside, the units are gathered again, and their modules
+show gathered leaves for a checkpoint that computes again. These hooks replace those around them, which are therefore
+called from them, and they turn off autograd's own comparison of versions, which is made here instead. Gradients arrive
+at the leaves as any other. The units are freed when the backward reaches a call that had returned before the use began.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.everyone import Everyone
 from layerzero.comm.process_groups import CLOSED
@@ -31,7 +39,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Parameters
 from layerzero.engine.micro_batches import MicroBatches
-from layerzero.engine.passes import BackwardPass, Call, ForwardPass
+from layerzero.engine.passes import BackwardPass, Call, ForwardPass, Use
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
@@ -93,11 +101,13 @@ class Runtime:
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
         self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
         self._running: list[Call] = []  # calls of units under way, outermost first
+        self._uses: list[Use] = []  # of weights outside of forwards, under way, outermost first
         self._forward: ForwardPass | None = None
+        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # that has begun; its graph keeps it
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, everyone)
-        self.refreshes = Refreshes(self.handles, everyone)
+        self.refreshes = Refreshes(self.handles, everyone, self._uses)
         self._structure = Structure(model, self.members.values())
         saving = (handle.gradients for handle in self.handles if handle.gradients is not None)
         self.micro_batches = MicroBatches(would_save=any(gradients.no_sync_saves for gradients in saving))
@@ -203,11 +213,23 @@ class Runtime:
         """A forward of the unit is under way; several, if it calls itself."""
         return any(call.unit is unit for call in self._running)
 
+    def is_held(self, unit: Unit) -> bool:
+        """The program is inside :func:`layerzero.gathered` of the unit."""
+        return any(unit in use.units for use in self._uses)
+
     def _is_idle(self, unit: Unit) -> bool:
-        """No forward and no backward of the unit is under way."""
-        return not self._is_running(unit) and not (self._backward is not None and self._backward.involves(unit))
+        """No forward, no backward and no other use of the unit is under way."""
+        busy = self._is_running(unit) or self.is_held(unit)
+        return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
+        self._follow_user()
+        units = self.units if len(self._orders) > 1 else ()
+        self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
+        self._last_forward = weakref.ref(self._forward)
+
+    def _follow_user(self) -> None:
+        """What the user has done to the model since the last pass takes effect."""
         if self.torn is not None:
             raise RuntimeError(self.torn)
         if self.before_first_forward is not None:
@@ -217,8 +239,6 @@ class Runtime:
         if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
             self.gradients.heed_requires_grad()
         self.refreshes.before_forward()
-        units = self.units if len(self._orders) > 1 else ()
-        self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
@@ -250,6 +270,87 @@ class Runtime:
             tensor.register_hook(functools.partial(self._before_backward, call))  # type: ignore[no-untyped-call]
         return bool(outputs)
 
+    # Weights outside of forwards
+
+    @contextmanager
+    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Show whole parameters of units inside; see [Note: Weights outside of forwards]."""
+        if self._forward is None:
+            self.notice_interrupt()
+        labels = ", ".join(unit.label for unit in units)
+        refuse_transforms(f"layerzero.gathered of {labels}")
+        if self._forward is None and not inside_backward():
+            self._follow_user()
+        around = self._forward or self._last_forward()
+        use = Use(units, around if torch.is_grad_enabled() else None)
+        self._uses.append(use)
+        try:
+            for unit in units:
+                self._gather(unit)
+            for unit in units:
+                self._wait(unit)
+                unit.show_leaves()
+            with self._saving_for(use):
+                yield
+        except BaseException:
+            use.comes_back = False
+            raise
+        finally:
+            self._uses.remove(use)
+            for unit in units:
+                if self._is_idle(unit):
+                    unit.show_sharded()
+                    if not inside_backward() and not (use.comes_back and unit in self.staying):
+                        unit.reshard()
+
+    def _saving_for(self, use: Use) -> saved_tensors_hooks:
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+        def pack(tensor: Tensor) -> Any:
+            use.comes_back = True
+            if around is not None:
+                return around[0](tensor)
+            saved = tensor.detach()  # of an output, its graph would be a cycle
+            return saved, saved._version
+
+        def unpack(packed: Any) -> Tensor:
+            if around is None and packed[0]._version != packed[1]:
+                raise RuntimeError(
+                    f"a tensor saved for the backward inside layerzero.gathered of {use.label} has been modified by an "
+                    f"inplace operation: it is at version {packed[0]._version}, expected version {packed[1]}. If it is "
+                    "a weight: optimizer.step() or a load has changed it, and the forward is to be run again"
+                )
+            self._before_backward_of(use)
+            unpacked: Tensor = packed[0] if around is None else around[1](packed)
+            return unpacked
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _before_backward_of(self, use: Use) -> None:
+        if not inside_backward():
+            raise RuntimeError(
+                f"a tensor saved for the backward inside layerzero.gathered of {use.label} was read outside of a "
+                "backward, when weights may be gone; read it inside the context"
+            )
+        backward = self._enter_backward(use.label)
+        if use in backward.uses:
+            return
+        backward.uses[use] = None
+        use.comes_back = False
+        for unit in use.units:
+            self._gather(unit)
+        for unit in use.units:
+            self._wait(unit)
+            unit.show_leaves()
+
+    def _end_uses_after(self, backward: BackwardPass, call: Call) -> None:
+        """Free what was gathered for uses that began after `call` had returned."""
+        for use in [use for use in backward.uses if call.is_before(use)]:
+            del backward.uses[use]
+            for unit in use.units:
+                if self._is_idle(unit) and all(around.unit is not unit for around in call.around):
+                    unit.release(())
+
     # Gather
 
     def _gather(self, unit: Unit) -> None:
@@ -275,6 +376,7 @@ class Runtime:
         if backward.observer is not None:
             backward.observer.reach(call, call.around)
         backward.open[call] = None
+        self._end_uses_after(backward, call)
         self._end_with_nested_backward(backward, call)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
         for around in call.around:
@@ -401,10 +503,11 @@ class Runtime:
         assert backward is not None
         self.observer.end_backward()
         backward.open.clear()
+        backward.uses.clear()
         passed = {call.forward for call in backward.begun} - {None}
         for unit in self.units:
             if (unit.gathered or unit.kept) and not self._is_running(unit):
-                unit.release(passed)
+                unit.drop_kept(passed) if self.is_held(unit) else unit.release(passed)
         self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
         self._backward = None
         if backward.reduces:
@@ -429,7 +532,8 @@ class Runtime:
         self.observer.end_all()
         self._running.clear()
         for unit in self.units:
-            unit.release()
+            if not self.is_held(unit):
+                unit.release()
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""

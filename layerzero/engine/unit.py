@@ -113,12 +113,13 @@ class Unit:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Free the full buffer, and show sharded parameters again.
-
-        What is kept of it goes, too, unless that is for a forward that is not among those `passed`; None: in any case.
-        """
+        """Free the full buffer, and show sharded parameters again. What is kept of it goes, too, as in `drop_kept`."""
         self.show_sharded()
         self.reshard()
+        self.drop_kept(passed)
+
+    def drop_kept(self, passed: Collection[object] | None = None) -> None:
+        """Free what is kept, unless that is for a forward that is not among those `passed`; None: in any case."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.kept.drop()
 

@@ -7,16 +7,16 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from layerzero.engine.hooks import forward_hooks, runtime_of
+from layerzero.engine.hooks import forward_hooks, runtime_of, units_within
 from layerzero.engine.unit import Unit
 from layerzero.tensors.outside import call_between
 
-__all__ = ["bind_methods", "mark_units", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
+__all__ = ["bind_methods", "gathered", "mark_units", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
 
 _LOG = logging.getLogger("layerzero")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -43,6 +43,49 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         runtime.reduces = before
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Show the whole weights of a module inside the context, to compute with them outside of its unit's forward.
+
+    For a loss that takes the weight of the head after the model has returned: fused or chunked cross-entropy. The
+    weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are reduced like any other,
+    and add up with those of the unit's own forwards; so do those of tied weights.
+
+    The backward may run inside the context or after it. Inside, the weights are gathered once; after it, they are
+    gathered again when the backward reaches what was computed inside, unless `reshard_after_forward` keeps the unit.
+    Under ``torch.no_grad()`` they are freed at the end of the context.
+
+    Like a forward, this is a collective of the ranks that share the weights: all ranks enter the same contexts in the
+    same order, or there is an error as for forwards. The whole unit is gathered that has the parameters of `module`;
+    units inside `module` stay sharded, so that ``gathered(model)`` shows what the root has. What is whole already (an
+    ignored parameter, all of them inside :func:`layerzero.unsharded`) stays as it is.
+
+    Weights are to be read: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` are errors
+    inside; to edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are active inside,
+    so that a kernel that adds to ``weight.main_grad`` must take it in the forward.
+
+    Args:
+        module: a sharded model, one of its units, or a module inside one.
+
+    Raises:
+        ValueError: all parameters of `module` are in units inside it.
+        RuntimeError: ranks of a node enter different contexts; something is done inside that would change weights.
+
+    Example::
+
+        hidden = model(tokens)  # [batch, length, width]
+        with layerzero.gathered(model.head):
+            loss = linear_cross_entropy(hidden, model.head.weight, targets)
+            loss.backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a module inside one, got {type(module).__name__}")
+    with ExitStack() as contexts:
+        for runtime, units in units_within(module).items():
+            contexts.enter_context(runtime.gathered(units))
+        yield
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:

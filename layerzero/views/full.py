@@ -46,6 +46,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             model.embed.weight[pad_id].zero_()
     """
     runtime = runtime_of(model)
+    runtime.refreshes.refuse_uses("layerzero.unsharded")
     if View.FULL in runtime.views:
         raise RuntimeError("layerzero.unsharded is already active for this model")
     runtime.complete_gradients()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.engine.hooks import runtime_of
-from layerzero.setup.methods import no_sync, register_forward_method, set_requires_gradient_sync
+from layerzero.setup.methods import gathered, no_sync, register_forward_method, set_requires_gradient_sync
 
-__all__ = ["no_sync", "refresh", "register_forward_method", "set_requires_gradient_sync"]
+__all__ = ["gathered", "no_sync", "refresh", "register_forward_method", "set_requires_gradient_sync"]
 
 
 def refresh(model: nn.Module) -> None:
