@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
@@ -148,6 +150,17 @@ def recomputed_around(model: nn.Module, data: Batch) -> None:
     checkpoint(loss, model(data[0]), use_reentrant=False).backward()
 
 
+def unequal(model: nn.Module, data: Batch) -> None:
+    """Some samples have no use for the head; the backward inside the context needs no gather of it."""
+    hidden = model(data[0])
+    with layerzero.gathered(model.head):
+        used = data[1][:, 0] > 0
+        loss = 8 / len(hidden) * hidden.sum()
+        if used.any():
+            loss = loss + 4 / len(hidden) * loss_of(model, hidden[used], data[1][used]) * used.sum()
+        loss.backward()
+
+
 WAYS: dict[str, Callable[[nn.Module, Batch], None]] = {
     "inside": inside,
     "after": after,
@@ -160,6 +173,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], None]] = {
     "recomputed": lambda model, data: recomputed(model, data, reentrant=False),
     "recomputed_reentrant": lambda model, data: recomputed(model, data, reentrant=True),
     "recomputed_around": recomputed_around,
+    "unequal": unequal,
 }
 
 
@@ -232,3 +246,261 @@ def _recomputed_shared(rank: int) -> None:
 
 def test_a_recomputed_loss_reads_shared_weights() -> None:
     run_sharing(_recomputed_shared, world_size=WORLD)
+
+
+# --- what is there, and when ---
+
+
+def _gathers(model: nn.Module, use: Callable[[nn.Module, Batch], None], rank: int) -> int:
+    layerzero.traffic(model, reset=True)
+    use(model, batch(0, 0, rank))
+    return layerzero.traffic(model).calls["gather"]
+
+
+def _counted(rank: int) -> None:
+    """The body and the root are gathered for the forward and for the backward; the head once, or twice."""
+    for settings, expected in (({}, (5, 6)), ({"reshard_after_forward": False}, (3, 3))):
+        model = sharded(Net(tied=False), units=["body", "head"], **settings)
+        assert (_gathers(model, inside, rank), _gathers(model, after, rank)) == expected, settings
+        assert layerzero.memory(model).measured["full_buffer"] == 0
+
+
+def _freed_in_the_backward(rank: int) -> None:
+    """The head is gone when the backward has reached the model; without gradients, when the context is left."""
+    model = sharded(Net(tied=False))
+    tokens, weights = batch(0, 0, rank)
+    seen: list[int] = []
+
+    def full_buffers() -> int:
+        return layerzero.memory(model).measured["full_buffer"]
+
+    model.embedding.weight.register_hook(lambda gradient: seen.append(full_buffers()))
+    after(model, (tokens, weights))
+    inside(model, (tokens, weights))
+    root, head = WIDTH * VOCABULARY * 4, WIDTH * VOCABULARY * 4
+    assert root <= seen[0] < root + head + root, seen  # padding included; the body has been freed
+    assert seen[1] >= seen[0] + head, seen
+    with torch.no_grad():
+        hidden = model(tokens)
+        with layerzero.gathered(model.head):
+            assert type(model.head.weight) is not type(model.embedding.weight)
+            assert not loss_of(model, hidden, weights).requires_grad
+            assert full_buffers() > 0
+        assert full_buffers() == 0
+    with pytest.raises(RuntimeError, match=r"mixes a plain tensor.*layerzero\.gathered"):
+        loss_of(model, hidden, weights)
+
+
+def _graph_goes_with_its_loss(rank: int) -> None:
+    model = sharded(Net(tied=False))
+    tokens, weights = batch(0, 0, rank)
+    hidden = model(tokens)
+    gc.collect()
+    gc.disable()
+    try:
+        with layerzero.gathered(model.head):
+            output = F.linear(hidden, model.head.weight).exp()  # its backward needs its own output
+            loss = (output * weights).sum()
+        graph = weakref.ref(output)
+        del output, loss
+        assert graph() is None
+    finally:
+        gc.enable()
+
+
+def _measured(rank: int) -> None:
+    _counted(rank)
+    _freed_in_the_backward(rank)
+    _graph_goes_with_its_loss(rank)
+
+
+def test_weights_are_gathered_and_freed_where_they_should_be() -> None:
+    run_ranks(_measured, world_size=WORLD)
+
+
+def _launches(rank: int, folder: str) -> list[dict[str, list[tuple[str, str]]]]:
+    logs = []
+    for prefetch in (0, 2):
+        model = sharded(Net(tied=True), prefetch=prefetch)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        with layerzero.trace(model, f"{folder}/{prefetch}-{rank}.json") as trace:
+            for step, way in enumerate((of_all, in_flight, recomputed_around, unequal, unequal)):
+                way(model, batch(step, 0, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+        log: dict[str, list[tuple[str, str]]] = {}
+        for event in trace.events:
+            if event.kind == "launch":
+                log.setdefault(event.lane, []).append((event.exchange, event.name))
+        logs.append(log)
+    return logs
+
+
+def test_all_ranks_launch_in_one_order(tmp_path: Any) -> None:
+    by_rank = run_ranks(_launches, str(tmp_path), world_size=WORLD)
+    for first, *others in zip(*by_rank, strict=True):
+        assert first.keys() >= {"zero3 gather", "zero3 reduce", "replica"}, first.keys()
+        for lane, launched in first.items():
+            assert all(other[lane] == launched for other in others), lane
+
+
+# --- precision and compilation ---
+
+
+def _in_bf16(rank: int) -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(Net(tied=False), mp_policy=policy)
+    hidden = model(batch(0, 0, rank)[0])
+    compiled = torch.compile(loss_of, backend="aot_eager")
+    with layerzero.gathered(model.head):
+        assert model.head.weight.dtype is hidden.dtype is torch.bfloat16
+        loss = compiled(model, hidden, batch(0, 0, rank)[1].bfloat16())
+    loss.backward()
+    net = Net(tied=False)
+    for r in range(WORLD):
+        inside(net, batch(0, 0, r))
+    expected = {name: p.grad / WORLD for name, p in net.named_parameters()}  # small integers, which bf16 has
+    assert not different(full_gradients(model), expected)
+
+
+def test_weights_are_in_the_compute_dtype_and_a_compiled_loss_takes_them() -> None:
+    run_ranks(_in_bf16, world_size=WORLD)
+
+
+# --- what is refused, and failures ---
+
+
+def _refused(rank: int) -> None:
+    model = sharded(Net(tied=False))
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    average = layerzero.EMA(model)
+    state = layerzero.full_state_dict(model, rank0_only=False)
+    data = batch(0, 0, rank)
+    inside(model, data)
+    changes: dict[str, Callable[[], object]] = {
+        r"optimizer\.step\(\) inside layerzero\.gathered": optimizer.step,
+        "changing weights inside layerzero.gathered": lambda: layerzero.load_full_state_dict(model, state),
+        "changing weights inside": lambda: layerzero.refresh(model),
+        "layerzero.unsharded inside": lambda: layerzero.unsharded(model).__enter__(),
+        r"weights inside layerzero.gathered.*of head as": lambda: average.swapped().__enter__(),
+    }
+    with layerzero.gathered(model.head):
+        for text, change in changes.items():
+            with pytest.raises(RuntimeError, match=text):
+                change()
+        assert model.head.weight.shape == (VOCABULARY, WIDTH) and not hasattr(model.head.weight, "device_mesh")
+    optimizer.step()
+    optimizer.zero_grad()
+    hidden = model(data[0])
+    with layerzero.gathered(model.head):
+        loss = loss_of(model, hidden, data[1])
+        with pytest.raises(RuntimeError, match="create_graph"):
+            loss.backward(create_graph=True)
+    optimizer.zero_grad()
+    hidden = model(data[0])
+    with layerzero.gathered(model.head):
+        loss = loss_of(model, hidden, data[1])
+        saved = F.linear(hidden, model.head.weight).exp()
+    with pytest.raises(RuntimeError, match="read outside of a backward"):
+        _ = saved.grad_fn._saved_result
+    with torch.no_grad():
+        saved.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1, expected version 0"):
+        saved.sum().backward()
+    optimizer.zero_grad()
+    inside(model, data)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*optimizer.step\(\) or a load"):
+        loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="ModuleList has no parameters outside of the units inside it"):
+        layerzero.gathered(sharded(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), units=["0.0"])[0]).__enter__()
+    with pytest.raises(TypeError, match="got RowShardedTensor"):
+        layerzero.gathered(model.head.weight).__enter__()
+    with layerzero.unsharded(model), torch.no_grad(), layerzero.gathered(model.head):  # whole already
+        expected = loss_of(model, model(data[0]), data[1])
+    with torch.no_grad(), layerzero.gathered(model.head):
+        assert torch.equal(loss_of(model, model(data[0]), data[1]), expected)
+
+
+def test_what_would_change_weights_is_refused_and_old_graphs_are() -> None:
+    run_ranks(_refused, world_size=WORLD)
+
+
+class _Failure(Exception):
+    pass
+
+
+def _fail(gradient: Tensor) -> None:
+    raise _Failure
+
+
+def _failures(rank: int) -> None:
+    net = Net(tied=False)
+    for settings in ({}, {"reshard_after_forward": False}, {"size": 4, "reshard_after_forward": 2}):
+        model = sharded(net, **settings)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        data = batch(0, 0, rank)
+        hidden = model(data[0])
+        with pytest.raises(_Failure), layerzero.gathered(model.head):  # before a backward
+            loss_of(model, hidden, data[1])
+            raise _Failure
+        assert type(model.head.weight) is type(model.embedding.weight)
+        for leave_first in (False, True):  # in a backward inside the context, and after it
+            hidden = model(data[0])
+            hidden.register_hook(_fail)
+            with contextlib.ExitStack() as context:
+                context.enter_context(layerzero.gathered(model.head))
+                loss = loss_of(model, hidden, data[1])
+                if leave_first:
+                    context.close()
+                with pytest.raises(_Failure):
+                    loss.backward()
+            optimizer.zero_grad()
+        inside(model, data)
+        assert layerzero.memory(model).measured["full_buffer"] == 0
+        theirs = copy.deepcopy(net)
+        inside(theirs, union([batch(0, 0, r) for r in range(WORLD)]))
+        assert not different(full_gradients(model), {name: p.grad for name, p in theirs.named_parameters()}), settings
+
+
+def test_after_an_exception_the_model_goes_on() -> None:
+    run_ranks(_failures, world_size=WORLD)
+
+
+def _not_on_all_ranks(rank: int) -> str:
+    model = sharded(Net(tied=False))
+    data = batch(0, 0, rank)
+    inside(model, data)
+    try:
+        hidden = model(data[0])
+        with layerzero.gathered(model.body if rank % 2 else model.head):
+            if rank % 2 == 0:
+                loss_of(model, hidden, data[1]).backward()
+            else:
+                hidden.sum().backward()
+        model(data[0])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _not_reached_on_all_ranks(rank: int) -> str:
+    model = sharded(Net(tied=False))
+    data = batch(0, 0, rank)
+    after(model, data)
+    try:
+        hidden = model(data[0])
+        with layerzero.gathered(model.head):
+            loss = loss_of(model, hidden, data[1]) if rank % 2 else hidden.sum()
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("fn", [_not_on_all_ranks, _not_reached_on_all_ranks])
+def test_ranks_that_disagree_get_an_error_that_names_both_orders(fn: Callable[[int], str]) -> None:
+    for text in run_ranks(fn, world_size=WORLD, pg_timeout=20):
+        assert "gather units in different orders" in text and "'head'" in text, text
