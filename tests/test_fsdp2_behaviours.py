@@ -173,8 +173,8 @@ def _names(rank: int) -> None:
     model.set_requires_gradient_sync(True)
     model(batch(rank, 1)).sum().backward()
     model.scale.grad.clone()
-    # Names that are not there say so; what to use instead is in docs/fsdp2.md.
-    for name in ("unshard", "reshard", "set_modules_to_forward_prefetch", "set_reshard_after_backward"):
+    # Names that are not there say so; why, and what to use instead, is in docs/fsdp2.md.
+    for name in ("set_is_last_backward", "set_unshard_in_backward", "set_all_reduce_hook", "set_custom_all_gather"):
         with pytest.raises(AttributeError, match=name):
             getattr(model, name)
     with pytest.raises(TypeError, match=r"from torch.float64 to torch.float32.*before shard_model"):

@@ -117,7 +117,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
-def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
     """What is attached before and after the forward of a sharded model or of one of its units.
 
     Raises:

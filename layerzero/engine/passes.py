@@ -122,7 +122,7 @@ class ForwardPass:
 
 
 class Use:
-    """One use of weights outside of their units' forwards: :func:`layerzero.gathered`. It belongs to the graph made there.
+    """One use of weights outside of their units' forwards, :func:`layerzero.gathered`, and the graph made there.
 
     Args:
         units: that are gathered.

@@ -59,8 +59,8 @@ class Refreshes:
         """Raise inside :func:`layerzero.gathered`, for something that changes weights or shows others."""
         if self._uses:
             raise RuntimeError(
-                f"{what} inside layerzero.gathered, which shows the weights of {self._uses[0].label} as they are; leave "
-                "the context first"
+                f"{what} inside layerzero.gathered, which shows the weights of {self._uses[0].label} as they are. "
+                "Leave the context first"
             )
 
     @contextmanager

@@ -81,13 +81,14 @@ class Runtime:
         self.everyone = everyone
         self.topology = topology = everyone.topology
         self.buffers = buffers
-        # Units that are not freed between a forward and its backward. On a device the root is needed again at once.
-        self.staying = {unit for unit in self.units if not unit.reshards}
-        if streams_module(topology.device) is not None:
-            self.staying.add(self.units[0])
-        buffers.full.limit = most_gathered([unit.gathered_memory for unit in self.units], config.prefetch)
+        self.staying: set[Unit] = set()  # not freed between a forward and its backward
+        # By unit: those that are gathered ahead by its forward and by its backward, instead of as `prefetch` says.
+        self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
+        self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
+        self.heed_control()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
+        self.all_reduces = True  # across replicas, if it reduces at all
         self.views: list[View] = []  # the contexts that are entered
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
@@ -101,6 +102,7 @@ class Runtime:
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
         self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
         self._running: list[Call] = []  # calls of units under way, outermost first
+        self._ahead: set[Unit] = set()  # gathered by hand for a forward to come
         self._uses: list[Use] = []  # of weights outside of forwards, under way, outermost first
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # that has begun; its graph keeps it
@@ -155,6 +157,40 @@ class Runtime:
                 raise RuntimeError(CLOSED)
             raise AttributeError(name)
 
+    # Control by hand
+
+    def heed_control(self) -> None:
+        """Follow what units have been told of when to stay gathered, and of what to gather ahead."""
+        self.staying = {unit for unit in self.units if not unit.reshards}
+        root = self.units[0]
+        if streams_module(self.topology.device) is not None and not root.is_told:  # it is needed again at once
+            self.staying.add(root)
+        lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
+        ahead = max([self.config.prefetch, *map(len, lists)])
+        self.buffers.full.limit = most_gathered([unit.gathered_memory for unit in self.units], ahead)
+
+    def unshard(self, unit: Unit) -> None:
+        """Launch the gather of a unit, for a forward to come."""
+        if View.FULL in self.views:
+            return
+        self._prepare()
+        self._gather(unit)
+        self._ahead.add(unit)
+
+    def wait_unsharded(self, unit: Unit) -> None:
+        self._wait(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit that is not in use."""
+        if not self._is_idle(unit):
+            raise RuntimeError(
+                f"reshard() of {unit.label} while its forward, its backward or a layerzero.gathered of it is under "
+                "way, which needs its weights; call it afterwards"
+            )
+        self._ahead.discard(unit)
+        unit.show_sharded()
+        unit.reshard()
+
     # Forward
 
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -173,7 +209,8 @@ class Runtime:
         if self._forward is not None:
             self._forward.called.append(unit)
             self._free_kept(self._forward, unless=unit)
-            for upcoming in self._forward.upcoming(self.config.prefetch):
+            recorded = self._forward.upcoming(self.config.prefetch)
+            for upcoming in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(upcoming)
                 self._gather(upcoming)
         self._wait(unit)
@@ -193,6 +230,7 @@ class Runtime:
             return output
         self.observer.end(call)
         self._running.remove(call)
+        self._ahead.discard(unit)
         if self._is_idle(unit):
             unit.show_sharded()
         output = unit.cast_output(output)
@@ -228,6 +266,12 @@ class Runtime:
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
 
+    def _prepare(self) -> None:
+        """Gathers outside of a forward follow."""
+        if self._forward is None and not inside_backward():
+            self.notice_interrupt()
+            self._follow_user()
+
     def _follow_user(self) -> None:
         """What the user has done to the model since the last pass takes effect."""
         if self.torn is not None:
@@ -251,7 +295,7 @@ class Runtime:
         self._free_kept(forward)
         # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
         for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
-            if self._is_idle(unit):
+            if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
@@ -275,12 +319,8 @@ class Runtime:
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Show whole parameters of units inside; see [Note: Weights outside of forwards]."""
-        if self._forward is None:
-            self.notice_interrupt()
-        labels = ", ".join(unit.label for unit in units)
-        refuse_transforms(f"layerzero.gathered of {labels}")
-        if self._forward is None and not inside_backward():
-            self._follow_user()
+        refuse_transforms(f"layerzero.gathered of {', '.join(unit.label for unit in units)}")
+        self._prepare()
         around = self._forward or self._last_forward()
         use = Use(units, around if torch.is_grad_enabled() else None)
         self._uses.append(use)
@@ -349,7 +389,7 @@ class Runtime:
             del backward.uses[use]
             for unit in use.units:
                 if self._is_idle(unit) and all(around.unit is not unit for around in call.around):
-                    unit.release(())
+                    unit.end_backward(())
 
     # Gather
 
@@ -410,10 +450,11 @@ class Runtime:
                     backward.arrived[handle] = None
 
     def _prefetch_before(self, call: Call) -> None:
-        for distance, earlier in enumerate(call.before(self.config.prefetch)):
-            self._gather(earlier.unit)
-            if distance == 0 and self.config.offload_grads:  # there are two slabs
-                earlier.unit.prefetch_accumulators()
+        recorded = call.before(self.config.prefetch)
+        for upcoming in self.prefetched_backward.get(call.unit, [earlier.unit for earlier in recorded]):
+            self._gather(upcoming)
+        if recorded and self.config.offload_grads:  # there are two slabs
+            recorded[0].unit.prefetch_accumulators()
 
     def _after_backward(self, call: Call, gradients: object) -> None:
         backward = self._backward
@@ -425,7 +466,7 @@ class Runtime:
         begun = earlier if backward is None else backward.begun
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
         if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
-            call.unit.release(() if coming else {call.forward} - {None})
+            call.unit.end_backward(() if coming else {call.forward} - {None})
         if backward is not None and (previous := call.previous) in backward.open:
             self._prefetch_before(previous)
 
@@ -491,10 +532,11 @@ class Runtime:
                 )
             self.gradients.heed_requires_grad()
             self.gradients.begin()
+            reduces = self.reduces and self.all_reduces
             if self.micro_batches.listens:
-                self.micro_batches.note_backward(reduces=self.reduces, is_first=self.gradients.empty)
+                self.micro_batches.note_backward(reduces=reduces, is_first=self.gradients.empty)
             task, observer = torch._C._current_graph_task_id(), self.observer if self.observer.listens else None
-            self._backward = BackwardPass(reduces=self.reduces, task=task, observer=observer)
+            self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -504,10 +546,11 @@ class Runtime:
         self.observer.end_backward()
         backward.open.clear()
         backward.uses.clear()
+        self._ahead.clear()
         passed = {call.forward for call in backward.begun} - {None}
         for unit in self.units:
             if (unit.gathered or unit.kept) and not self._is_running(unit):
-                unit.drop_kept(passed) if self.is_held(unit) else unit.release(passed)
+                unit.drop_kept(passed) if self.is_held(unit) else unit.end_backward(passed)
         self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
         self._backward = None
         if backward.reduces:
@@ -531,6 +574,7 @@ class Runtime:
     def _release_all(self) -> None:
         self.observer.end_all()
         self._running.clear()
+        self._ahead.clear()
         for unit in self.units:
             if not self.is_held(unit):
                 unit.release()

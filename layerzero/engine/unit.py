@@ -43,6 +43,8 @@ class Unit:
         self.handles = handles
         self.topology = topology
         self.reshards = reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
+        self.is_told = False  # by the user, what `reshards` is now: the root does as it says on a device, too
+        self.reshards_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward that has kept a part of it
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -78,7 +80,8 @@ class Unit:
     @property
     def gathered_memory(self) -> Gathered:
         gathered = sum(size for handle in self.handles for size in (*handle.gathered_sizes, handle.whole.size))
-        return Gathered(gathered, self.reshards, self.topology, sum(handle.kept.size for handle in self.handles))
+        reshards = self.reshards and self.reshards_after_backward
+        return Gathered(gathered, reshards, self.topology, sum(handle.kept.size for handle in self.handles))
 
     def gather(self) -> None:
         """Launch the gathers of what is not there or on its way."""
@@ -87,6 +90,8 @@ class Unit:
 
     def keep(self, forward: object) -> None:
         """Before it is freed by a forward, for the backward of that one."""
+        if isinstance(self.reshards, bool):
+            return
         self._kept_for = weakref.ref(forward)
         for handle in self.handles:
             handle.kept.keep()
@@ -117,6 +122,14 @@ class Unit:
         self.show_sharded()
         self.reshard()
         self.drop_kept(passed)
+
+    def end_backward(self, passed: Collection[object]) -> None:
+        """As `release`, after a backward, unless the full buffer is to stay."""
+        if self.reshards_after_backward:
+            self.release(passed)
+        else:
+            self.show_sharded()
+            self.drop_kept(passed)
 
     def drop_kept(self, passed: Collection[object] | None = None) -> None:
         """Free what is kept, unless that is for a forward that is not among those `passed`; None: in any case."""

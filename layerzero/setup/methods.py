@@ -6,17 +6,33 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from layerzero.engine.hooks import forward_hooks, runtime_of, units_within
+from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
 from layerzero.tensors.outside import call_between
 
-__all__ = ["bind_methods", "gathered", "mark_units", "no_sync", "register_forward_method", "set_requires_gradient_sync"]
+__all__ = [
+    "UnshardHandle",
+    "bind_methods",
+    "gathered",
+    "mark_units",
+    "no_sync",
+    "register_forward_method",
+    "reshard",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "unshard",
+]
 
 _LOG = logging.getLogger("layerzero")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -88,12 +104,166 @@ def gathered(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
+def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Whether the backwards from here on reduce; False is as :func:`no_sync`, until it is set again.
 
     Bound to a sharded model, ``model.set_requires_gradient_sync(is_last)``, for loops that are written for FSDP2.
+
+    Raises:
+        ValueError: ``recurse=False``, for the root without the units inside it.
     """
-    runtime_of(model).reduces = bool(requires_gradient_sync)
+    runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
+    runtime.reduces = runtime.all_reduces = bool(requires_gradient_sync)
+
+
+def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """Whether the backwards from here on that reduce do so between nodes, too, as FSDP2's method of this name says.
+
+    False is as :func:`no_sync`: with ``accumulation="sharded"`` gradients are reduced inside the node.
+
+    Raises:
+        ValueError: ``recurse=False``, for the root without the units inside it.
+    """
+    _whole(model, "set_requires_all_reduce", recurse=recurse).all_reduces = bool(requires_all_reduce)
+
+
+def _whole(model: nn.Module, method: str, *, recurse: bool) -> Runtime:
+    if not recurse:
+        raise ValueError(
+            f"{method}(recurse=False): the units of a model are reduced together, in an order that all ranks share, or "
+            "not at all. A backward that reaches one unit alone, as those of a chunked loss do, sends nothing of "
+            "others: run it inside layerzero.no_sync(model)"
+        )
+    return runtime_of(model)
+
+
+class UnshardHandle:
+    """A gather under way, that :func:`unshard` has launched."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
+
+    def wait(self) -> None:
+        """Wait until the weights are there; the forward of the unit does so itself."""
+        if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
+            runtime.wait_unsharded(unit)
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """Gather the weights of a unit ahead of its next forward, which then waits for them; units inside it are left.
+
+    They stay until that forward frees them, as `reshard_after_forward` says, until a backward ends, or until
+    :func:`reshard`. ``module.weight`` shows them inside forwards and :func:`gathered` only. Like a forward, this is a
+    collective of the ranks that share the weights.
+
+    Args:
+        module: a sharded model, or one of its units, to which this is bound: ``unit.unshard()``.
+        async_op: return while the weights are on their way.
+
+    Returns:
+        With `async_op` a handle whose ``wait()`` waits for them.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.unshard(unit)
+    handle = UnshardHandle(runtime, unit)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights of a unit; units inside it are left. A backward that needs them gathers them again.
+
+    Raises:
+        RuntimeError: the unit is in use: in its forward, in its backward or in :func:`gathered`.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.reshard(unit)
+
+
+def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
+    """Change `reshard_after_forward` of :func:`layerzero.shard_model` for a unit, and with `recurse` for those inside.
+
+    All ranks must do the same. Without gradients, weights are freed after a forward in any case.
+
+    Raises:
+        ValueError: `reshard_after_forward` is no bool.
+    """
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; a number of ranks is to be given "
+            "to shard_model(reshard_after_forward=...)"
+        )
+    runtime, units = _units_of(module, recurse=recurse)
+    for unit in units:
+        unit.reshards, unit.is_told = reshard_after_forward, True
+    runtime.heed_control()
+
+
+def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    """Whether a unit, and with `recurse` those inside it, are freed after a backward; all ranks must do the same.
+
+    With False the next micro-batch need not gather them: more memory, fewer exchanges. ``optimizer.step()`` frees those
+    that it updates, as does a forward without gradients.
+    """
+    runtime, units = _units_of(module, recurse=recurse)
+    for unit in units:
+        unit.reshards_after_backward = bool(reshard_after_backward)
+    runtime.heed_control()
+
+
+def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Have the forward of a unit gather these units ahead, in this order, instead of those that `prefetch` names.
+
+    All ranks must do the same. What is gathered in vain is freed when the forward of the model ends.
+
+    Raises:
+        TypeError, ValueError: one of `modules` is no unit of this model, or is on another mesh.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
+    runtime.heed_control()
+
+
+def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Have the backward of a unit gather these units ahead, as :func:`set_modules_to_forward_prefetch` its forward.
+
+    What is gathered in vain is freed when the backward ends.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
+    runtime.heed_control()
+
+
+def _listed(runtime: Runtime, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
+    method = f"set_modules_to_{way}_prefetch"
+    if isinstance(modules, nn.Module):
+        raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}")
+    found = []
+    for each in modules:
+        theirs, listed = _unit_of(each)
+        if theirs is not runtime or listed.topology is not unit.topology:
+            raise ValueError(
+                f"{method}: {listed.label} is of another {'model' if theirs is not runtime else 'mesh'} than "
+                f"{unit.label}; ranks that share one of them need not call the other. List units of one mesh"
+            )
+        found.append(listed)
+    return found
+
+
+def _unit_of(module: nn.Module) -> tuple[Runtime, Unit]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
+    before, _ = forward_hooks(module)
+    return before.runtime, before.unit
+
+
+def _units_of(module: nn.Module, *, recurse: bool) -> tuple[Runtime, list[Unit]]:
+    """The unit of a module, and with `recurse` those inside it."""
+    runtime, unit = _unit_of(module)
+    inside = set(module.modules()) if recurse else set()
+    return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -148,21 +318,38 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
     return as_forward
 
 
-def bind_methods(model: nn.Module) -> None:
-    """Give the model ``no_sync`` and ``set_requires_gradient_sync``, for loops that look for them.
+def bind_methods(runtime: Runtime) -> None:
+    """Give the model and its units methods for loops that look for them, by the names that FSDP2 has.
 
-    An attribute of that name that it has already stays, and the log says so.
+    An attribute of that name that a module has already stays, and the log says so.
     """
-    for function in (no_sync, set_requires_gradient_sync):
-        name = function.__name__
-        if not hasattr(model, name):
-            setattr(model, name, _method(function, model))
-        else:
-            _LOG.warning(
-                "layerzero: the model has a %s of its own, which is left alone; a loop that calls it does not reach "
-                "layerzero. Call layerzero.no_sync(model)",
-                name,
-            )
+    taken: dict[str, str] = {}
+    for unit in runtime.units:
+        is_root = unit is runtime.units[0]
+        for module in unit.modules:
+            for function in (*_OF_MODELS, *_OF_UNITS) if is_root else _OF_UNITS:
+                name = function.__name__
+                if not hasattr(module, name):
+                    setattr(module, name, _method(function, module))
+                else:
+                    taken.setdefault(name, "model" if is_root else type(module).__name__)
+    for name, of in taken.items():
+        _LOG.warning(
+            "layerzero: the %s has a %s of its own, which is left alone; a loop that calls it does not reach "
+            "layerzero. %s",
+            *(of, name, "Call layerzero.no_sync(model)" if "sync" in name else "See docs/fsdp2.md"),
+        )
+
+
+_OF_MODELS = (no_sync, set_requires_gradient_sync, set_requires_all_reduce)
+_OF_UNITS = (
+    unshard,
+    reshard,
+    set_reshard_after_forward,
+    set_reshard_after_backward,
+    set_modules_to_forward_prefetch,
+    set_modules_to_backward_prefetch,
+)
 
 
 def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:

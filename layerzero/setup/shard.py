@@ -300,7 +300,7 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     guard_optimizers(runtime)
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
-    bind_methods(runtime.model)
+    bind_methods(runtime)
     mark_units(runtime.units)
     quieten()
     topology = runtime.topology

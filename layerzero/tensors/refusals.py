@@ -32,9 +32,9 @@ def _not_gathered(func: Any, span: RowSpan) -> str:
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
         f"{len(span.rows)} of {span.count} rows. A parameter is whole only while the forward of its unit runs: call "
         "the model as a whole, model(x) and not model.forward(x), and leave a module out of units if another one reads "
-        "its parameters; parametrizations belong before shard_model. To compute with it elsewhere, with gradients, as a "
-        "fused cross-entropy does, use `with layerzero.gathered(module):`. To look at it whole, use layerzero.unsharded "
-        "or p.full_tensor()"
+        "its parameters; parametrizations belong before shard_model. To compute with it elsewhere, with gradients, as "
+        "a fused cross-entropy does, use `with layerzero.gathered(module):`. To look at it whole, use "
+        "layerzero.unsharded or p.full_tensor()"
     )
 
 
