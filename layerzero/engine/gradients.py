@@ -154,20 +154,17 @@ class Gradients:
 
     # One backward pass
 
-    def arrive(self, slot: int, gradient: Tensor) -> bool:
-        """Take one parameter's whole gradient, any floating dtype, of the parameter's shape; True if it is the last."""
+    def arrive(self, slot: int, gradient: Tensor) -> None:
+        """Take one parameter's whole gradient, any floating dtype, of the parameter's shape."""
         self.round.arrive(slot)
         self.usage[slot] = Usage.NEW
-        complete = self.round.complete
         self.landing.add(slot, gradient, self.route.landing_scale)
-        return complete
 
-    def take(self, slot: int) -> bool:
+    def take(self, slot: int) -> None:
         """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
         self.landing.take(slot)
         self.round.arrive(slot)
         self.usage[slot] = Usage.NEW
-        return self.round.complete
 
     @property
     def offers_main_grad(self) -> bool:
@@ -244,16 +241,20 @@ class Gradients:
 
 
 class Round:
-    """The gradients that make a handle complete, once in each backward, and those that have come. Sets of slots."""
+    """Gradients of one handle in one backward: those expected and those that have arrived. Sets of slots.
+
+    The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in reduction.py.
+    """
 
     def __init__(self, slots: int) -> None:
         self._trained = (1 << slots) - 1
         self._missing = self._trained  # expected in this round, and not arrived
         self._arrived = 0
+        self._closed = False  # the backward has passed all calls of the unit
 
     @property
-    def complete(self) -> bool:
-        return not self._missing
+    def ready(self) -> bool:
+        return self._closed and not self._missing
 
     @property
     def begun(self) -> bool:
@@ -263,14 +264,18 @@ class Round:
         self._arrived |= 1 << slot
         self._missing &= ~self._arrived
 
-    def expect(self, coming: Sequence[bool]) -> None:
-        """Of the gradients that are trained, only those that are `coming` in this pass make the round complete."""
-        self._missing = self._trained & _set(coming) & ~self._arrived
+    def close(self, is_coming: Callable[[int], bool]) -> None:
+        """The backward has passed all calls of the unit: of the missing gradients, only those still coming are expected."""
+        self._closed = True
+        if self._missing:
+            coming = _set(map(is_coming, range(self._trained.bit_length())))
+            self._missing &= coming
 
     def end(self) -> None:
         """The pass needs no more of this handle: the next arrival starts a new round."""
         self._arrived = 0
         self._missing = self._trained
+        self._closed = False
 
     def train(self, trained: Sequence[bool]) -> None:
         """From the next round on, expect gradients of these slots."""

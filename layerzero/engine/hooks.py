@@ -181,9 +181,7 @@ class _OnGradient:
     def __call__(self, leaf: Tensor) -> None:
         runtime, handle = self.runtime(), self._handle()
         if runtime is not None and handle is not None:
-            backward = runtime.on_gradient(handle, self._slot, leaf)
-            if backward is not None:
-                runtime.gradients.queue.start_ready(across_replicas=backward.reduces)
+            runtime.on_gradient(handle, self._slot, leaf)
 
 
 def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tensor | None]:

@@ -36,6 +36,7 @@ class Call:
         """Take the next place in the order of a forward."""
         self.forward, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
+        forward.first.setdefault(self.unit, self._position)
 
     @property
     def _order(self) -> list[weakref.ref[Call]]:
@@ -53,22 +54,32 @@ class Call:
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
     def ended_handles(self) -> Iterator[Handle]:
-        """Of the follower, and of the calls around it, whose nodes autograd runs before any of this one's.
+        """Handles of units that get no gradient any more when the backward of this call begins.
 
-        Of units that were used between the two, outside of their forwards; of the last call in the graph: of units that
-        the forward did not call, where that matters.
+        Autograd runs the nodes of the follower, of the calls around it, and of uses outside of forwards between the two
+        before any of this one's. For the last call in the graph: handles of units that the forward did not call, where
+        that matters.
         """
-        follower = self.follower
-        for place, units in () if self.forward is None else self.forward.uses:
+        forward, follower = self.forward, self.follower
+        for place, units in () if forward is None else forward.uses:
             if self._position < place and (follower is None or place <= follower._position):
-                yield from (handle for unit in units for handle in unit.handles)
+                assert forward is not None
+                for unit in units:
+                    if not forward.comes_again(unit, calls=self._position + 1, uses=self._position):
+                        yield from unit.handles
         if follower is not None:
             for ended in (follower, *follower.around):
-                if ended is not self and ended not in self.around:
+                if ended is not self and ended not in self.around and ended.is_last_in_backward:
                     yield from ended.unit.handles
-        elif self.forward is not None:
-            for unit in self.forward.skipped:
+        elif forward is not None:
+            for unit in forward.skipped:
                 yield from unit.handles
+
+    @property
+    def is_last_in_backward(self) -> bool:
+        """No other call or use of the unit comes later in the backward."""
+        assert self.forward is not None
+        return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
 
     def before(self, count: int | None) -> Sequence[Call]:
         """The `count` calls, or all, of units on this one's mesh, that returned before this one, nearest first."""
@@ -96,6 +107,7 @@ class ForwardPass:
         self.entry = entry
         self.called: list[Unit] = []
         self.returned: list[weakref.ref[Call]] = []
+        self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
         self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
         self.uses: list[tuple[int, Sequence[Unit]]] = []  # outside of calls, in or after it: place in `returned`, units
@@ -107,6 +119,14 @@ class ForwardPass:
         """Of the units that others may call, those that it did not call."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
+
+    def comes_again(self, unit: Unit, *, calls: int, uses: int) -> bool:
+        """Whether the graph has a call of `unit` among the first `calls`, or a use of it up to the place `uses`."""
+        if any(place <= uses and unit in units for place, units in self.uses):
+            return True
+        if self.first.get(unit, calls) >= calls:
+            return False
+        return any(call.unit is unit for weak in self.returned[:calls] if (call := weak()) is not None)
 
     def upcoming(self, count: int) -> list[Unit]:
         """The units that follow if this forward goes on like the last one; none once it has left that path.
@@ -157,7 +177,7 @@ class BackwardPass:
         task: autograd's number for it.
         observer: whom it is told to; None: nobody listens.
         nested: by task: calls whose backward runs in a backward inside this one, of a reentrant checkpoint.
-        arrived: handles whose gradients are complete, in order.
+        arrived: handles that are ready to be reduced, in order.
         begun: calls that have been gathered for.
         open: calls whose backward has begun and not ended.
         uses: of weights outside of forwards, whose backward has begun and not ended.

@@ -1,10 +1,15 @@
 """The order in which gradients are reduced, and the reductions in flight.
 
 [Note: One order on all ranks]
-Collectives of one lane must be issued in the same order everywhere, but the moment at which a handle's last gradient
-arrives may differ between ranks (unused parameters, data-dependent paths). Handles are therefore started in one fixed
-order, and in each backward that exchanges anything every handle is started exactly once: early where it is ready and
-its predecessors have started, at the end of the pass otherwise, with zeros for what never arrived.
+All ranks must launch collectives in one order, over all communicators together: backends that run one collective at a
+time deadlock otherwise. The time at which a handle's last gradient arrives may differ between ranks (unused parameters,
+data-dependent paths). Two rules make the order independent of it:
+
+- Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched exactly
+  once, with zeros for gradients that never arrived.
+- They are launched only where the backward passes from one call of a unit to another, before anything is gathered there:
+  the handles of the units of which no call is left. What remains is launched at the end of the backward. An arriving
+  gradient launches nothing.
 
 When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So
 each lane has one order of launches, whenever gradients arrive and however long exchanges take, and lanes overlap as
@@ -39,9 +44,9 @@ class ReductionQueue:
         self._landings: list[deque[Awaited]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
-        """Start every handle whose gradients are complete and whose predecessors have started."""
+        """Start every handle that is ready and whose predecessors have started."""
         order = self.order
-        while self._next < len(order) and order[self._next].round.complete:
+        while self._next < len(order) and order[self._next].round.ready:
             self._start(self._next_carry(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
@@ -81,13 +86,14 @@ class ReductionQueue:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
-        """End the pass after a backward that failed.
+        """End the pass after a backward that failed, and let what follows come after the gradients that have arrived.
 
         What was started is carried to its end: how far it has come is a matter of timing and differs between ranks,
         and their lanes must stay in step. What else has failed follows from it, or is told by the next exchange.
         """
         with suppress(Exception):
             self.settle()
+        self.streams.landed().wait()
         self._next = 0
 
     def _next_carry(self, *, across_replicas: bool) -> Carry | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -418,6 +418,7 @@ class Runtime:
         backward.open[call] = None
         self._end_uses_after(backward, call)
         self._end_with_nested_backward(backward, call)
+        self._reduce_ended(backward, call.ended_handles(), called=call.follower is not None)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
         for around in call.around:
             if around not in backward.begun:
@@ -427,27 +428,26 @@ class Runtime:
         self._gather(unit)
         if self.config.offload_grads:
             unit.prefetch_accumulators()
-        self._expect_no_more(backward, call)
         if not backward.comes_first(call):
             self._prefetch_before(call)
         self._wait(unit)
         unit.show_leaves()
-        self.gradients.queue.start_ready(across_replicas=backward.reduces)
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
 
-    def _expect_no_more(self, backward: BackwardPass, call: Call) -> None:
-        """What the calls before this one in the backward have not delivered by now will not come.
+    def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
+        """Launch the reductions of handles that get no gradient any more. See [Note: One order on all ranks].
 
-        Another rank may have used other parameters, complete a handle and wait for its reduction. So this rank starts
-        it in the same place of the program, before it waits itself for a gather that the other has not come to.
+        Args:
+            called: they belong to units that the forward has called; others have no place in the order of reductions.
         """
-        for handle in call.ended_handles():
+        for handle in handles:
             gradients = handle.gradients
-            if gradients is not None and not gradients.round.complete and handle.trainable:
-                gradients.round.expect([member.is_coming() for member in handle.members])
-                if gradients.round.complete and call.follower is not None:  # what was not called has no place
+            if gradients is not None and handle.trainable:
+                gradients.round.close(lambda slot, members=handle.members: members[slot].is_coming())  # type: ignore[misc]
+                if gradients.round.ready and called:
                     backward.arrived[handle] = None
+        self.gradients.queue.start_ready(across_replicas=backward.reduces)
 
     def _prefetch_before(self, call: Call) -> None:
         recorded = call.before(self.config.prefetch)
@@ -462,6 +462,8 @@ class Runtime:
             backward.open.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
+            if call.forward is not None and call.is_watched and call.is_last_in_backward:
+                self._reduce_ended(backward, call.unit.handles, called=True)
         earlier = call.before(None if call.unit.kept else 1)  # what is kept is wanted by any of them
         begun = earlier if backward is None else backward.begun
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
@@ -484,12 +486,10 @@ class Runtime:
         assert self._backward is not None
         for call in self._backward.nested.pop(task):
             self._after_backward(call, None)
+            self._reduce_ended(self._backward, call.unit.handles, called=True)
 
-    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> BackwardPass | None:
-        """The gradient of one whole parameter has arrived in ``leaf.grad``.
-
-        Returns the pass if that completes the handle: the queue is to be asked then what can start.
-        """
+    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
+        """The gradient of one whole parameter has arrived in ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
@@ -497,20 +497,19 @@ class Runtime:
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
             if written and gradients is not None:
                 gradients.landing.withdraw([slot])
-            return None
+            return
         assert gradients is not None
         gradient = (member := handle.members[slot]).span.undress(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         if gradients.landing_blocked:
             self.gradients.queue.make_way_for(gradients)
-        complete = written and gradients.take(slot)
+        if written:
+            gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
-            complete = gradients.arrive(slot, gradient)
-        if not complete:
-            return None
-        backward.arrived[handle] = None
-        return backward
+            gradients.arrive(slot, gradient)
+        if gradients.round.ready:
+            backward.arrived[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""

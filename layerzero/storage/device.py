@@ -15,6 +15,7 @@ __all__ = [
     "DeviceClock",
     "StreamMark",
     "StreamOrder",
+    "TouchedBy",
     "Transfers",
     "compute_device",
     "default_device_type",
@@ -67,6 +68,10 @@ class StreamOrder:
         module = streams_module(device)
         return None if module is None else cls(module)
 
+    def current(self) -> Any:
+        """The current stream."""
+        return self._module.current_stream()
+
     def mark(self) -> StreamMark:
         """What the current stream was given so far."""
         return self._module.current_stream().record_event()
@@ -75,6 +80,28 @@ class StreamOrder:
         """What the current stream does from here on comes after `mark`. The host does not wait."""
         if mark is not None:
             self._module.current_stream().wait_event(mark)
+
+
+class TouchedBy:
+    """Streams that have read or written some memory since the last copy of it.
+
+    Gradients of leaves arrive on the stream under which their AccumulateGrad nodes were made, which need not be the one
+    that is current where a copy is launched.
+    """
+
+    def __init__(self, order: StreamOrder | None) -> None:
+        self._order = order
+        self._streams: list[Any] = []
+
+    def note(self) -> None:
+        """The current stream is about to use the memory."""
+        if self._order is not None and (stream := self._order.current()) not in self._streams:
+            self._streams.append(stream)
+
+    def marks(self) -> list[StreamMark]:
+        """Return an event after the uses so far on each stream, and forget the streams."""
+        streams, self._streams = self._streams, []
+        return [stream.record_event() for stream in streams]
 
 
 class Transfers:

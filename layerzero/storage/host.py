@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layerzero.storage.buffers import BufferPool
-from layerzero.storage.device import StreamMark, Transfers
+from layerzero.storage.device import StreamMark, TouchedBy, Transfers
 from layerzero.storage.places import Place
 
 __all__ = ["Fetch", "HostPlace", "HostShard"]
@@ -42,6 +42,7 @@ class HostPlace(Place):
         self._host: Tensor | None = None
         self._stored: StreamMark = None  # ends when the host has what was stored last
         self._device: Tensor | None = None  # while it is used
+        self._touched = TouchedBy(transfers.order)
 
     @property
     def own_numel(self) -> int:
@@ -62,15 +63,20 @@ class HostPlace(Place):
             if keep:
                 fetched = self._transfers.copy(self._device, self.home(), to_host=False, after=(self._stored,))
                 self._transfers.wait(fetched)
+        self._touched.note()
         return self._device
 
     def close(self, *, keep: bool) -> None:
         if self._device is None:
             return
         device, self._device = self._device, None
+        uses = self._touched.marks()
         if keep:
-            self._stored = self._transfers.copy(self.home(), device, to_host=True)
+            self._stored = self._transfers.copy(self.home(), device, to_host=True, after=uses)
             self._transfers.wait(self._stored)  # whoever takes the scratch next comes after it
+        else:
+            for mark in uses:
+                self._transfers.wait(mark)
         self._pool.give(device)
 
     def arrive(self) -> None:

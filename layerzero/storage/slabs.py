@@ -4,8 +4,8 @@
 With `offload_grads` the sums that wait lie in pinned host memory. A unit's sums are used in a slab: device memory for
 the largest unit. There are two of them, for the unit whose backward runs and for a neighbour of it, whose sums are on
 their way out or in meanwhile. A unit that needs a slab takes the one that was not used for longer; what is in there and
-not yet in the host is carried there first. A copy comes after all that the current stream was given before, after what
-other streams have done in the slab, and after the copies from and to it: nobody waits but streams.
+not yet in the host is carried there first. A copy comes after all that the current stream was given before, after the
+uses of the slab on other streams, and after the copies from and to it. Only streams wait.
 
 On the CPU threads end exchanges that read slabs, while the program takes slabs for other units: each holds a lock for
 what it does, so that a slab stays with a unit until its next exchange has been launched.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.storage.buffers import BufferPool, StoragePool
-from layerzero.storage.device import StreamMark, Transfers
+from layerzero.storage.device import StreamMark, TouchedBy, Transfers
 from layerzero.storage.places import KeptPlace, Place
 
 __all__ = ["Accumulators", "Buffers", "accumulator_bytes"]
@@ -129,6 +129,7 @@ class _SlabPlace(Place):
             device = self._enter(keep=keep)
             assert self._tenant.slab is not None
             self._slabs.wait(self._tenant.slab)
+            self._tenant.slab.touched.note()
             self._newer = True
             return device
 
@@ -148,7 +149,7 @@ class _SlabPlace(Place):
                 self._host = self._slabs.transfers.host_buffer(self.numel, self.dtype)
             self._stored = self._slabs.copy(self._tenant.slab, self._host, self._device, to_host=True)
         elif self._tenant.slab is not None:
-            self._slabs.use(self._tenant.slab)
+            self._tenant.slab.end_uses()
         self._newer = False
 
     def leave(self) -> None:
@@ -193,11 +194,17 @@ class _Tenant:
 
 
 class _Slab:
-    def __init__(self) -> None:
+    def __init__(self, touched: TouchedBy) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
         self.copied: StreamMark = None  # the last copy from or to it
-        self.used: list[StreamMark] = []  # what streams have done in it since
+        self.touched = touched  # streams that have opened it since, and not closed it
+        self.used: list[StreamMark] = []  # ends of uses since
+
+    def end_uses(self) -> None:
+        """The next copy must come after what the current stream, and those that have opened it, have done so far."""
+        self.touched.note()  # an exchange that reads it ends on another stream than it was launched from
+        self.used += self.touched.marks()
 
 
 class _Slabs:
@@ -206,7 +213,7 @@ class _Slabs:
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
         self.lock = threading.RLock()
-        self._slabs = [_Slab() for _ in range(_SLABS)]  # the one used last comes last
+        self._slabs = [_Slab(TouchedBy(transfers.order)) for _ in range(_SLABS)]  # the one used last comes last
         self._tenants: dict[Hashable, _Tenant] = {}
 
     @property
@@ -243,14 +250,10 @@ class _Slabs:
         self._slabs.append(slab)
         return slab
 
-    def use(self, slab: _Slab) -> None:
-        """The current stream has done something in a slab, which the next copy must come after."""
-        if self.transfers.order is not None:
-            slab.used.append(self.transfers.order.mark())
-
     def copy(
         self, slab: _Slab, target: Tensor, source: Tensor, *, to_host: bool, after: StreamMark = None
     ) -> StreamMark:
+        slab.end_uses()
         marks = (slab.copied, after, *slab.used)
         slab.used.clear()
         slab.copied = self.transfers.copy(target, source, to_host=to_host, after=marks)

@@ -170,11 +170,18 @@ class _LateTransfers(Transfers):
 
 
 class Device:
-    """What ``torch.cuda`` would be. One at a time, while :meth:`installed`."""
+    """What ``torch.cuda`` would be. One at a time, while :meth:`installed`.
+
+    Args:
+        one_at_a_time: run the collectives of all groups one after the other, in the order in which this rank launched
+            them. Ranks that launch in different orders wait for each other until the test fails.
+    """
 
     Stream = Stream
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_at_a_time: bool = False) -> None:
+        self.one_at_a_time = one_at_a_time
+        self.collectives: Stream | None = None  # of all groups, where they run one at a time
         self.streams: list[Stream] = []
         self.failures: list[str] = []
         self.births: set[Stream] = set()  # under which leaves were made
@@ -301,10 +308,13 @@ class _Group(wrapped_gloo.WrappedGloo):
         self._own: Stream | None = None
 
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> _Work:
-        if self._own is None or self._own not in _device().streams:
+        device = _device()
+        if device.one_at_a_time:
+            device.collectives = self._own = device.collectives or Stream()
+        elif self._own is None or self._own not in device.streams:
             self._own = Stream()
         draw = self._own.random
-        current = _device().current_stream()
+        current = device.current_stream()
         current.use([given, output], "an exchange")
         launched, done = current.record_event(), Event(_device(), current.known)
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
