@@ -47,7 +47,7 @@ from layerzero.engine.unit import Unit, orders_of
 from layerzero.engine.view import View, refuse_gradients
 from layerzero.layout.owners import Owner
 from layerzero.storage.buffers import most_gathered
-from layerzero.storage.device import streams_module
+from layerzero.storage.device import refuse_capture, streams_module
 from layerzero.storage.slabs import Buffers
 from layerzero.tensors.main_grad import FLAG, take_flag
 from layerzero.tensors.outside import inside_backward, is_calling_itself, refuse_transforms
@@ -261,6 +261,7 @@ class Runtime:
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
+        refuse_capture(self.topology.device, f"the forward of {entry.label}")
         self._follow_user()
         units = self.units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
@@ -269,6 +270,7 @@ class Runtime:
     def _prepare(self) -> None:
         """Gathers outside of a forward follow."""
         if self._forward is None and not inside_backward():
+            refuse_capture(self.topology.device, "a gather outside of forwards")
             self.notice_interrupt()
             self._follow_user()
 
@@ -524,6 +526,7 @@ class Runtime:
                 "by finite differences"
             )
         if self._backward is None:
+            refuse_capture(self.topology.device, f"the backward of {name}")
             if edited := [handle.name for handle in self.handles if handle.watch.edited]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "

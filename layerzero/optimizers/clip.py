@@ -55,10 +55,12 @@ def clip_grad_norm_(
     shards = [shard for _, shard in held]
     counted = [shard for face, shard in held if face is None or face.counts]  # of copies on further axes, one does
 
-    total = torch.zeros((), dtype=torch.float32, device=runtime.topology.device)
+    # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
+    device = runtime.topology.device
+    total = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
-        total = norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
     # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -71,5 +73,5 @@ def clip_grad_norm_(
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     if shards:
         note_edits(m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None)
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0).to(shards[0].device))
     return total

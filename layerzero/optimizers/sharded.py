@@ -56,6 +56,7 @@ from layerzero.optimizers.state import (
     show,
 )
 from layerzero.optimizers.state_view import StateView
+from layerzero.storage.device import refuse_capture
 from layerzero.tensors.rows import RowSpan, refuse_apart
 from layerzero.tensors.sharded import plain
 
@@ -167,6 +168,7 @@ class ShardedOptimizer(AroundAnother):
             RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or ranks have stepped with
                 different learning rates or other settings, which is found out a step or two later.
         """
+        refuse_capture(self._runtime.topology.device, "optimizer.step()")
         if View.AVERAGES in self._runtime.views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
         if torn := self._runtime.torn or self.torn:

@@ -1,11 +1,11 @@
-"""What a launcher's settings will do to the run later on, said at the start."""
+"""Warnings at the start about settings of the launcher that fail or slow the run later on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-__all__ = ["restart_warning"]
+__all__ = ["connections_warning", "restart_warning"]
 
 
 def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -22,4 +22,15 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
         f"--max-restarts {restarts} will not work: torch's process groups fail at a restart, because the ranks meet in "
         "a store of torchrun's that remembers the dead ones. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start with "
         "--standalone or --rdzv-backend c10d"
+    )
+
+
+def connections_warning(device_type: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning where the environment lets a device run streams one after the other; None where it does not."""
+    if device_type != "cuda" or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return None
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams into one hardware queue: gathers and reductions "
+        "wait for the computation instead of overlapping it. Set CUDA_DEVICE_MAX_CONNECTIONS=32, or unset it (8). "
+        "Megatron-LM asks for 1 with tensor or context parallelism on GPUs before Blackwell; there, measure both"
     )

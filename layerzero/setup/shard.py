@@ -40,7 +40,7 @@ from layerzero.setup.build import (
 from layerzero.setup.foreign import guard_wrappers, refuse_fully_shard
 from layerzero.setup.foreseen import held_bytes
 from layerzero.setup.guard import guard_optimizers
-from layerzero.setup.launchers import restart_warning
+from layerzero.setup.launchers import connections_warning, restart_warning
 from layerzero.setup.meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
 from layerzero.setup.methods import bind_methods, mark_units
 from layerzero.setup.node import Node, share_node
@@ -310,8 +310,9 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
             *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
         )
-        if said := restart_warning():
-            _log.warning("%s", said)
+        for said in (restart_warning(), connections_warning(topology.device.type)):
+            if said:
+                _log.warning("%s", said)
 
 
 def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:

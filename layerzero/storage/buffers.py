@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -120,6 +120,9 @@ class StoragePool:
     that memory fresh from the system costs. A storage gets the memory that it had before, where that is free. No more
     is parked than what is lent leaves of the limit. torch 2.11 cannot move memory between storages; there, every loan
     is an allocation.
+
+    Memory is freed on the stream that it was allocated on, after what the current stream has done with it: torch's
+    caching allocator reuses it there without further synchronization.
     """
 
     can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
@@ -135,6 +138,7 @@ class StoragePool:
         self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
         self._homes: dict[int, int] = {}  # by storage: the address that it had last
+        self._streams: dict[int, Any] = {}  # by address: the stream that it was allocated on
 
     def lend(self, storage: UntypedStorage, nbytes: int) -> None:
         """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""
@@ -152,6 +156,8 @@ class StoragePool:
             self._keep_parked(self.limit - self._lent_bytes - nbytes)
             storage.resize_(nbytes)
             self.allocations += 1
+            if self._order is not None:
+                self._streams[storage.data_ptr()] = self._order.current()
         self._lent_bytes += nbytes
         self._homes[storage._cdata] = storage.data_ptr()
         self.most_bytes = max(self.most_bytes, self._lent_bytes + self.parked_bytes)
@@ -166,7 +172,14 @@ class StoragePool:
             self._parked[nbytes].append((target, None if self._order is None else self._order.mark()))
             self.parked_bytes += nbytes
         else:
-            storage.resize_(0)
+            self._free(storage, None if self._order is None else self._order.mark())
+
+    def _free(self, storage: UntypedStorage, used: StreamMark) -> None:
+        """Return the memory of a storage to the allocator, to be reused after `used`."""
+        stream = self._streams.pop(storage.data_ptr(), None)
+        if stream is not None and used is not None:
+            stream.wait_event(used)
+        storage.resize_(0)
 
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamMark]]) -> int:
         """The memory that it had last, if it is there: a program that repeats itself finds units where they were."""
@@ -177,6 +190,7 @@ class StoragePool:
         """Free parked memory, of whatever size, until no more than `most` bytes are parked."""
         for nbytes, parked in self._parked.items():
             while parked and self.parked_bytes > max(most, 0):
-                self._empty.append(parked.pop()[0])
-                self._empty[-1].resize_(0)
+                storage, given = parked.pop()
+                self._free(storage, given)
+                self._empty.append(storage)
                 self.parked_bytes -= nbytes

@@ -21,6 +21,7 @@ __all__ = [
     "default_device_type",
     "finish_copies",
     "host_memory",
+    "refuse_capture",
     "streams_module",
 ]
 
@@ -36,6 +37,22 @@ def default_device_type() -> str:
 def streams_module(device: torch.device) -> Any:
     """``torch.cuda``, or what has the streams of another device; None where the host itself computes."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise if the current stream is being captured into a graph.
+
+    Raises:
+        RuntimeError: names `what` was called and what may be captured instead.
+    """
+    module = streams_module(device)
+    if module is None or not module.is_current_stream_capturing():
+        return
+    raise RuntimeError(
+        f"{what} was called while a CUDA graph is being captured. A replay repeats its kernels, but not the gathers, "
+        "reductions and state changes that layerzero launches from the host. Capture modules inside a unit (for example "
+        "torch.cuda.make_graphed_callables on an attention module), not the whole step"
+    )
 
 
 def compute_device(device_type: str) -> torch.device:

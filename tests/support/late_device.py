@@ -181,12 +181,16 @@ class Device:
 
     def __init__(self, *, one_at_a_time: bool = False) -> None:
         self.one_at_a_time = one_at_a_time
+        self.captures = False
         self.collectives: Stream | None = None  # of all groups, where they run one at a time
         self.streams: list[Stream] = []
         self.failures: list[str] = []
         self.births: set[Stream] = set()  # under which leaves were made
         self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream that computed it, and its number
         self._current: Stream | None = None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures
 
     def current_stream(self) -> Stream:
         assert self._current is not None

@@ -1,0 +1,170 @@
+"""Rules of the device path, on a simulated device: devices of collectives, streams of memory, graph capture, warnings."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.comm.everyone import Everyone
+from layerzero.engine.hooks import runtime_of
+from layerzero.setup.launchers import connections_warning
+from layerzero.storage.buffers import StoragePool
+from tests.support.late_device import NAME, Device, register
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+
+class _Seen(Exception):
+    pass
+
+
+def _clip(rank: int) -> None:
+    with pytest.warns(UserWarning, match="offload_optimizer"):
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    # Gradients are in host memory; the device is another one.
+    object.__setattr__(runtime_of(model).topology, "device", torch.device("meta"))
+    object.__setattr__(runtime_of(model).everyone.topology, "device", torch.device("meta"))
+    devices: list[torch.device] = []
+
+    def reduce(everyone: Everyone, number: Tensor, op: Any) -> None:
+        devices.append(number.device)
+        raise _Seen
+
+    for norm_type in (2.0, math.inf):
+        with mock.patch.object(Everyone, "reduce", reduce), pytest.raises(_Seen):
+            layerzero.clip_grad_norm_(model, 1.0, norm_type)
+    assert devices == [torch.device("meta")] * 2, "the communicator's device"
+
+
+def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator() -> None:
+    run_ranks(_clip, world_size=2)
+
+
+def _capture(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed() as device:
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        device.captures = True
+        with pytest.raises(RuntimeError, match="forward of the root was called while a CUDA graph"):
+            integer_loss(model, integer_batch(rank=rank))
+        device.captures = False
+        loss = integer_loss(model, integer_batch(rank=rank))
+        device.captures = True
+        with pytest.raises(RuntimeError, match="backward of unit 'head' was called .* Capture modules inside a unit"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called"):
+            optimizer.step()
+        device.captures = False
+        optimizer.zero_grad()
+        integer_loss(model, integer_batch(rank=rank)).backward()
+        optimizer.step()
+
+
+def test_capture_of_a_whole_step_is_refused() -> None:
+    run_ranks(_capture, world_size=2)
+
+
+def _streams(rank: int) -> int:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed() as device:
+        before = len(device.streams)
+        # Groups of the simulated backend have streams of their own, from their first collective on.
+        layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, sync_module_states=False)
+        return len(device.streams) - before
+
+
+def test_a_model_has_no_more_streams_than_communicators() -> None:
+    assert run_ranks(_streams, world_size=4) == [3] * 4, "gathers, hop 1, the replica axis"
+
+
+def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
+    said = connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert said is not None and "CUDA_DEVICE_MAX_CONNECTIONS=32" in said
+    assert connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) is None
+    assert connections_warning("cuda", {}) is None
+    assert connections_warning("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is None
+
+
+class _Log:
+    """Streams whose events and waits are written down."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = "compute"
+
+    def current_stream(self) -> Any:
+        name = self.now
+        return SimpleNamespace(
+            record_event=lambda: f"event on {name}",
+            wait_event=lambda event: self.log.append(f"{name} waits for {event}"),
+        )
+
+
+@pytest.mark.parametrize("can_park", [False, True])
+def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) -> None:
+    device = _Log()
+    with (
+        mock.patch("layerzero.storage.device.streams_module", lambda _: device),
+        mock.patch.object(StoragePool, "can_park", can_park),
+    ):
+        pool = StoragePool(torch.device("cpu"))
+        storage = torch.empty(0).untyped_storage()
+        device.now = "ahead"
+        pool.lend(storage, 64)
+        device.now = "compute"
+        pool.reclaim(storage)
+        assert device.log == ["ahead waits for event on compute"]
+        assert storage.nbytes() == 0
+        if can_park:  # parked first, and freed to make room for memory of another size
+            pool.limit = 64
+            device.now = "ahead"
+            pool.lend(storage, 64)
+            device.now = "compute"
+            device.log.clear()
+            pool.reclaim(storage)
+            assert device.log == [] and pool.parked_bytes == 64
+            device.now = "other"
+            pool.lend(storage, 32)
+            assert device.log == ["ahead waits for event on compute"]
+
+
+def _side_streams_after_a_failure(rank: int) -> None:
+    """A backward that raises leaves gradients that are still being added on the stream of their leaves."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        streams = runtime_of(model).gradients.queue.streams
+
+        def fail(gradient: Tensor) -> None:
+            raise _Seen
+
+        def watch(module: nn.Module, args: object, output: Tensor) -> None:
+            output.register_hook(fail)
+
+        handle = model.first.register_forward_hook(watch)
+        loss = integer_loss(model, integer_batch(rank=rank))
+        with mock.patch.object(type(streams), "landed", autospec=True, side_effect=type(streams).landed) as landed:
+            with pytest.raises(_Seen):
+                loss.backward()
+            before = landed.call_count
+            model.zero_grad()
+            handle.remove()
+            integer_loss(model, integer_batch(rank=rank))
+            assert landed.call_count == before + 1, "waited for where the pass is given up"
+
+
+def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:
+    run_ranks(_side_streams_after_a_failure, world_size=2)
