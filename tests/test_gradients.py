@@ -111,6 +111,81 @@ def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
     run_ranks(_penalise, world_size=WORLD)
 
 
+class _Scaled(nn.Module):
+    """Five rows, which ranks cut unevenly, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(x) * self.scale
+
+
+PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
+    "square().sum()": lambda m: m.o.weight.square().sum(),
+    "** 2": lambda m: (m.o.weight**2).sum(),
+    "norm()": lambda m: m.o.weight.norm(),
+    "linalg.norm": lambda m: torch.linalg.norm(m.o.weight),
+    "abs().sum()": lambda m: m.o.weight.abs().sum(),
+    "mean()": lambda m: m.o.weight.mean(),
+    "a product": lambda m: (m.o.weight.exp() * m.o.weight.square()).sum(),
+    "norm of a product": lambda m: (2 * m.o.weight).norm(),
+    "foreach": lambda m: sum(torch._foreach_norm([m.o.weight, m.o.bias])),
+    "all": lambda m: sum(p.square().sum() for p in (m.o.weight, *m.parameters())),
+    "stack": lambda m: torch.stack([p.norm() for p in (m.o.weight, m.o.bias)]).sum(),
+}
+
+
+def _penalise_sharded(rank: int) -> None:
+    explained = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
+    for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
+        model = layerzero.shard_model(_Scaled(), **settings)
+        weight = explained.format("o.weight")
+        for name, penalty in PENALTIES.items():
+            before = penalty(model)  # and after the forward: autograd runs the younger one first
+            loss = model(torch.ones(2, 3)).sum()
+            for number in (before, penalty(model)):
+                with pytest.raises(RuntimeError, match=weight):
+                    loss + 0.1 * number
+                with pytest.raises(RuntimeError, match=weight):
+                    loss += number
+            assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for a log
+        with pytest.raises(RuntimeError, match=explained.format("scale")):
+            loss + model.scale**2
+        with pytest.raises(RuntimeError, match=r"'o\.weight'.*whole only while"):
+            torch.ones(2, 3) @ model.o.weight.T
+        for backward in (
+            lambda model=model: model.o.weight.square().sum().backward(),
+            lambda model=model: torch.autograd.grad(model.o.weight.square().sum(), model.o.weight),
+            lambda model=model, loss=loss: (loss + model.o.weight.norm().full_tensor()).backward(),
+        ):
+            with pytest.raises(RuntimeError, match=weight):
+                backward()
+        with torch.no_grad():
+            loss + 0.1 * model.o.weight.square().sum()  # to print it
+        model.zero_grad()
+        (0 * model(torch.ones(2, 3)).sum() + (2 * model.o.weight).to_local().sum()).backward()
+        assert torch.equal(model.o.weight.grad.full_tensor(), torch.full((5, 3), 2.0))
+
+
+def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out() -> None:
+    run_ranks(_penalise_sharded, world_size=2)
+
+
+def _penalise_in_one_process(rank: int) -> None:
+    alone, model = _Scaled(), _Scaled()
+    model.load_state_dict(alone.state_dict())
+    model = layerzero.shard_model(model)
+    penalty = 0.5 * (model.o.weight**2).sum().full_tensor()
+    assert torch.equal(penalty, 0.5 * (alone.o.weight**2).sum())
+
+
+def test_one_process_may_do_as_it_likes() -> None:
+    run_ranks(_penalise_in_one_process, world_size=1)
+
+
 def _penalise_while_accumulating(rank: int) -> None:
     """Autograd gives a penalty's gradient to ``.grad`` in the midst of a backward, after others have come."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerzero.tensors.rows import RowSpan
 
-__all__ = ["EXPLAINED", "MOVED", "TOO_COARSE", "cut_elsewhere", "moves_rows"]
+__all__ = ["MOVED", "TOO_COARSE", "cut_elsewhere", "explained", "moves_rows", "penalised"]
 
 MOVED = (
     "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
@@ -24,6 +24,17 @@ def moves_rows(what: str, span: RowSpan) -> str:
         f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
         "misplace them; use p.full_tensor(), layerzero.full_state_dict(model) or torch.distributed.checkpoint, and to "
         "change it as a whole layerzero.unsharded(model, writeback=True)"
+    )
+
+
+def penalised(span: RowSpan) -> str:
+    """Explain why no gradient comes back through a number that was computed from a sharded parameter."""
+    return (
+        f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
+        "flows back through that DTensor: layerzero cuts rows unevenly, and the model's own loss is a plain tensor. "
+        "Compute the term from this rank's rows, which counts each row once, as in loss + 0.1 * "
+        "p.to_local().square().sum(); or use the optimizer's weight_decay; or compute it from whole weights inside "
+        "layerzero.gathered(module)"
     )
 
 
@@ -48,8 +59,14 @@ def cut_elsewhere(func: Any, span: RowSpan) -> str:
     )
 
 
-EXPLAINED = {  # by a part of torch's own error
+_EXPLAINED = {  # by a part of torch's own error
     "mixed torch.Tensor and DTensor": _not_gathered,
     "is invalid for input of size": cut_elsewhere,
     "must match the existing size": cut_elsewhere,
 }
+
+
+def explained(error: RuntimeError, func: Any, span: RowSpan) -> RuntimeError:
+    """Return the error to raise in place of torch's own: one that names the parameter, or `error` itself."""
+    explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
+    return error if explain is None else RuntimeError(explain(func, span))

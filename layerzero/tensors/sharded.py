@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from layerzero.tensors.derived import with_origin
 from layerzero.tensors.moves import CALLS, Absent, note_empty
 from layerzero.tensors.numbers import is_about_itself, is_in_place, refuse_for_number
 from layerzero.tensors.parts import EXCHANGES, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
 from layerzero.tensors.random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.tensors.refusals import EXPLAINED, cut_elsewhere, moves_rows
+from layerzero.tensors.refusals import cut_elsewhere, explained, moves_rows, penalised
 from layerzero.tensors.rows import RowSpan, Watch
 from layerzero.tensors.whole import Sharded
 
@@ -174,19 +175,16 @@ class RowShardedTensor(Sharded):
                 if func in CALLS and isinstance(args[0], cls):
                     return CALLS[func](*args)
                 if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
-                    return REDUCTIONS[func](*args, **kwargs)
+                    return _derived(REDUCTIONS[func](*args, **kwargs), args)
                 if is_drawing(func, args, kwargs):
                     return call_whole(func, args, kwargs)
                 out = func(*args, **kwargs)
-                return note_empty(func, _alike(out)) if makes_alike(func) else out
+                return note_empty(func, _alike(out)) if makes_alike(func) else _derived(out, args)
         except RuntimeError as error:
-            explain = next((explain for text, explain in EXPLAINED.items() if text in str(error)), None)
-            if explain is None:
-                raise
             ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
-            if ours is None:
+            if ours is None or (told := explained(error, func, ours._local_tensor.span)) is error:
                 raise
-            raise RuntimeError(explain(func, ours._local_tensor.span)) from error
+            raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: what ``torch.nn.utils.parametrize`` does to a parameter."""
@@ -247,8 +245,13 @@ class ShardedNumber(RowShardedTensor):
         kwargs = kwargs or {}
         if func in CALLS or is_about_itself(func):
             return super().__torch_function__(func, types, args, kwargs)
-        span = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._local_tensor.span
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.span
         refuse_for_number(func, span)
+        with torch._C.DisableTorchFunctionSubclass():
+            meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
+        if meets and torch.is_grad_enabled() and not span.is_whole_here:
+            raise RuntimeError(penalised(span))
         numbers: dict[int, ShardedNumber] = {}  # by id of the row that stands for it
         rows: list[Tensor] = []
 
@@ -339,6 +342,14 @@ def _alike(made: Tensor) -> Tensor:
     if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _derived(made: Any, args: Sequence[Any]) -> Any:
+    """See [Note: No gradient through a sharded tensor]."""
+    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+        return made
+    ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
+    return made if ours is None else with_origin(made, ours._local_tensor.span)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""Tensors that autograd derives from sharded parameters, whose gradient could not come back.
+
+[Note: No gradient through a sharded tensor]
+The gradient of ``p.square().sum()`` is expanded to the shape of `p` and cut as torch would cut it, which is not how
+layerzero has cut the rows of `p`; and a loss that adds such a number to the model's own, a plain tensor, hands DTensors
+to the backward of the model. Either ends in an error of torch's that names no parameter. So what is computed from a
+parameter under autograd is a :class:`Derived`, which raises where it meets a plain tensor that needs a gradient, and
+where a gradient reaches a reduction. ``p.to_local()`` leaves these classes, and has a gradient that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.tensors.refusals import explained, penalised
+from layerzero.tensors.rows import RowSpan
+
+__all__ = ["with_origin"]
+
+
+class Derived(DTensor):
+    """A DTensor with a ``grad_fn`` that leads to a sharded parameter."""
+
+    origin: RowSpan  # of that parameter, or of the first of several
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            meets = func is Tensor.backward or any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
+            if meets and torch.is_grad_enabled():
+                raise RuntimeError(penalised(ours.origin))
+            try:
+                made = func(*args, **kwargs)
+            except RuntimeError as error:
+                raise explained(error, func, ours.origin) from error
+        return with_origin(made, ours.origin)
+
+
+def with_origin(made: Any, origin: RowSpan) -> Any:
+    """`made`, in which tensors that autograd has derived from a parameter refuse gradients that would not fit."""
+    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+        return made
+    return tree_map_only(DTensor, partial(_with_origin, origin), made)
+
+
+def _with_origin(origin: RowSpan, made: DTensor) -> DTensor:
+    if type(made) is DTensor and made.grad_fn is not None and not origin.is_whole_here:
+        made.__class__ = Derived
+        made.origin = origin  # type: ignore[attr-defined]
+        if made.ndim == 0 and origin.shape:
+            made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _refuse(origin: RowSpan, gradient: Tensor) -> None:
+    raise RuntimeError(penalised(origin))
