@@ -120,7 +120,9 @@ def _train(model: nn.Module, rank: int, path: str, device: Device | None = None)
                         (model(x).square().sum() / 4).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"], full_parameters(model)
+    return [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"], full_parameters(
+        model
+    )
 
 
 def _compare(rank: int, zero3_size: int, path: str, settings: list[dict[str, Any]]) -> list[list[str]]:
@@ -147,7 +149,9 @@ def test_launches_are_alike_where_ranks_use_different_parameters(
     for each, *logs in zip(settings, *by_rank, strict=True):
         assert sum(entry.startswith("hop") for entry in logs[0]) >= 2 * 8, each
         for rank, log in enumerate(logs):
-            apart = next((place for place, pair in enumerate(zip(log, logs[0], strict=False)) if len({*pair}) > 1), None)
+            apart = next(
+                (place for place, pair in enumerate(zip(log, logs[0], strict=False)) if len({*pair}) > 1), None
+            )
             assert log == logs[0], f"{each}, rank {rank}, launch {apart}: {log[apart]} instead of {logs[0][apart]}"
 
 

@@ -243,7 +243,8 @@ class Gradients:
 class Round:
     """Gradients of one handle in one backward: those expected and those that have arrived. Sets of slots.
 
-    The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in reduction.py.
+    The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in
+    reduction.py.
     """
 
     def __init__(self, slots: int) -> None:
@@ -265,7 +266,7 @@ class Round:
         self._missing &= ~self._arrived
 
     def close(self, is_coming: Callable[[int], bool]) -> None:
-        """The backward has passed all calls of the unit: of the missing gradients, only those still coming are expected."""
+        """Expect only those of the missing gradients that are still coming: the backward has passed all calls."""
         self._closed = True
         if self._missing:
             coming = _set(map(is_coming, range(self._trained.bit_length())))

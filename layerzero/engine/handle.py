@@ -113,13 +113,9 @@ class Handle:
         grid, device = topology.grid, topology.device
         numel, place = grid.numel(layout, Extent.NODE), grid.place(layout, Extent.NODE, Extent.WHOLE)
         self.in_host: HostShard | None = None  # where compute weights lie there; see storage/host.py
-        if shared is not None:
-            self.zero3 = shared.full[place]  # [G / S]
-        elif buffers.weights_to_host is not None:
+        if shared is None and buffers.weights_to_host is not None:
             self.in_host = HostShard(numel, precision.compute, buffers.weights_to_host, buffers.scratch)
-            self.zero3 = self.in_host.tensor
-        else:
-            self.zero3 = torch.zeros(numel, dtype=precision.compute, device=device)
+        self.zero3 = self._new_zero3(numel, place)  # [G / S]
         self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
         self.master = self._new_master()  # [L]
         self.full = self.zero3 if shared is None else shared.full  # [G]
@@ -152,6 +148,13 @@ class Handle:
             self._start_gradients()
         self._version = self._leaves.version
         self._free_full()
+
+    def _new_zero3(self, numel: int, place: slice) -> Tensor:
+        if self.shared is not None:
+            return self.shared.full[place]
+        if self.in_host is not None:
+            return self.in_host.tensor
+        return torch.zeros(numel, dtype=self.precision.compute, device=self.topology.device)
 
     @cached_property
     def shares_master(self) -> bool:

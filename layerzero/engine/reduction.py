@@ -5,8 +5,8 @@ All ranks must launch collectives in one order, over all communicators together:
 time deadlock otherwise. The time at which a handle's last gradient arrives may differ between ranks (unused parameters,
 data-dependent paths). Two rules make the order independent of it:
 
-- Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched exactly
-  once, with zeros for gradients that never arrived.
+- Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
+  exactly once, with zeros for gradients that never arrived.
 - They are launched only where the backward passes from one call of a unit to another, before anything is gathered there:
   the handles of the units of which no call is left. What remains is launched at the end of the backward. An arriving
   gradient launches nothing.
