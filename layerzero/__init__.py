@@ -27,7 +27,7 @@ from layerzero.reliability.watchdog import Watchdog, watchdog
 from layerzero.setup.closing import close
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify
-from layerzero.views.full import full_state_dict, load_full_state_dict, unsharded
+from layerzero.views.full import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.views.loop import gathered, no_sync, refresh, register_forward_method
 from layerzero.views.metrics import metrics
 from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
@@ -63,6 +63,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "fingerprint",
+    "full_precision",
     "full_state_dict",
     "gathered",
     "guard_bits",

@@ -22,6 +22,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "A penalty on whole parameters": (
         "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
+        "test_gradients.py::test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out",
         "test_gradients.py::test_a_penalty_on_local_rows_is_a_part_of_the_loss",
         "test_gradients.py::test_gradients_written_by_hand_count_like_those_of_a_backward",
     ),
@@ -71,6 +72,22 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Changing parameters between": ("test_gradients.py::test_an_edit_between_forward_and_backward_is_an_error",),
     "A forward with gradients inside": (
         "test_forward_methods.py::test_forwards_without_gradients_run_on_whole_parameters",
+    ),
+    "A forward inside `layerzero.unsharded` of a unit": (
+        "test_unsharded.py::test_forwards_inside_compute_with_what_is_full_there",
+    ),
+    "`layerzero.unsharded(rank0_only=True)` of parameters": (
+        "test_unsharded.py::test_parts_that_tensor_parallelism_has_cut_are_not_shown_on_one_rank",
+    ),
+    "`layerzero.unsharded(with_grads=True)` after": (
+        "test_unsharded.py::test_what_cannot_be_is_refused_on_every_rank",
+    ),
+    "A forward with gradients, or a backward, inside": (
+        "test_full_precision.py::test_what_it_cannot_do_is_refused_and_the_model_stays_usable",
+        "test_full_precision.py::test_replicas_that_call_other_units_are_told",
+    ),
+    "Values that `buffer_dtype` has rounded away": (
+        "test_buffer_dtypes.py::test_states_hold_buffers_in_their_original_dtype",
     ),
     "Methods of `register_forward_method`": (
         "test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",

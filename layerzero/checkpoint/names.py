@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.parts import as_table
 from layerzero.checkpoint.values import Encoder, Joint
+from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
 from layerzero.tensors.rows import refuse_apart
@@ -61,6 +63,7 @@ class Names:
     Attributes:
         targets: by stored name: parameters, persistent buffers, and modules with an extra state.
         members: by stored name.
+        dtypes: by stored name: original dtypes of buffers that `buffer_dtype` has cast, in which they are saved.
         odd: names in the state dict that stand for none of these.
     """
 
@@ -68,6 +71,7 @@ class Names:
         self.apart = apart = apart or Apart.nothing()
         self.entries: dict[str, Any] = {}  # by stored name: what is saved
         self.targets: dict[str, Tensor | nn.Module] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.odd: list[str] = []
         model = runtime.model
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -77,11 +81,15 @@ class Names:
         extra = [name for name in state if name.endswith(_EXTRA)]
         owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
         first_name: dict[int, str] = {}
+        dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # a tied buffer is cast once
         for name, value in state.items():
             target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
             if target is None:
                 self.odd.append(name)
                 continue
+            if (dtype := dtypes.get(id(value))) is not None:
+                self.dtypes[name] = dtype
+                value = cast.setdefault(id(value), value.detach().to(dtype))  # noqa: PLW2901
             self.entries[name], self.targets[name] = value, target
             first_name.setdefault(id(target), name)
         self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter

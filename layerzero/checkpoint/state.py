@@ -181,7 +181,7 @@ class Restore:
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.member_of(target)
-        dtype = target.dtype if member is None else member.master.dtype
+        dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
         keys: dict[str, str] = {}  # to the first name that has it
         for name in names:
             key = key_of(stored[name])

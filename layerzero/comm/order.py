@@ -34,9 +34,14 @@ _KEPT = (
 
 
 class GatherOrder:
-    """The gathers of one model on one rank, compared with its node's where they are not foreseen."""
+    """The gathers of one model on one rank, compared with its node's where they are not foreseen.
 
-    def __init__(self, names: Sequence[str], lane: Lane) -> None:
+    Args:
+        note: ends the message of an error.
+    """
+
+    def __init__(self, names: Sequence[str], lane: Lane, *, note: str = "") -> None:
+        self._note = note
         self._names = tuple(names)
         self._lane = lane
         self._history: list[int] = []  # indices into names
@@ -71,7 +76,8 @@ class GatherOrder:
         if not orders or not all(orders.values()):
             return error
         told = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
-        return RuntimeError(_difference({dist.get_rank(): " -> ".join(map(repr, error.word.gathers))} | told))
+        own = " -> ".join(map(repr, error.word.gathers))
+        return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
         sent = torch.tensor([self._count, unit])
@@ -92,7 +98,7 @@ class GatherOrder:
                 rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
                 for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
-            raise RuntimeError(_difference(orders))
+            raise RuntimeError(_difference(orders) + self._note)
 
     def _spell(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)

@@ -30,6 +30,7 @@ from layerzero.comm.gathers import Decoding, Travel, gathers_of
 from layerzero.comm.handover import SharedWeights
 from layerzero.comm.topology import Topology
 from layerzero.config import Precision
+from layerzero.engine.full_precision import FullPrecision
 from layerzero.engine.gradients import Gradients, Inspect
 from layerzero.engine.member import Member
 from layerzero.engine.route import Route
@@ -108,6 +109,7 @@ class Handle:
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
         self._gathering: Works | Decoding | Fetch | PendingExtension | None = None
         self._refreshing: Works | None = None
+        self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
         grid, device = topology.grid, topology.device
@@ -284,7 +286,9 @@ class Handle:
         """Launch the gather, unless the full buffer is there or on its way."""
         if self.state is not ShardState.SHARDED:
             return
-        if isinstance(self._leaves, ExtendedGather):
+        if self.full_precision is not None:
+            self.full_precision.gather()
+        elif isinstance(self._leaves, ExtendedGather):
             self.finish_refresh()
             self._gathering = self._leaves.gather(name=self.label)
         elif self.gathers:
@@ -305,6 +309,10 @@ class Handle:
         """Finish the gather: from here on the leaves hold the parameters."""
         if self.state is not ShardState.GATHERING:
             return
+        if self.full_precision is not None:
+            self.full_precision.wait()
+            self._move_to(ShardState.GATHERED)
+            return
         self.finish_refresh()
         if self.shared is not None:
             self.shared.wait(self.label)
@@ -320,6 +328,9 @@ class Handle:
         if self.state is ShardState.SHARDED:
             return
         edited = self._leaves.version != self._version
+        if self.full_precision is not None:
+            edited = edited or self.full_precision.edited
+            self.full_precision.free()
         self._version = self._leaves.version
         self._free_full()
         self._move_to(ShardState.SHARDED)
@@ -328,9 +339,26 @@ class Handle:
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
                 "embedding's max_norm); the change would be lost"
-                + ("" if self.gathers or self._is_extended else ", or has damaged the compute weights: load them again")
+                + (
+                    ""
+                    if self.gathers or self._is_extended or self.full_precision
+                    else ", or has damaged the compute weights: load them again"
+                )
                 + ". Change the sharded parameter between steps instead"
             )
+
+    def evaluate_in_full_precision(self, enabled: bool) -> None:
+        """Gather masters instead of compute weights from here on, where these are coarser; while it is sharded."""
+        assert self.state is ShardState.SHARDED
+        coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
+        self.full_precision = FullPrecision(self, self._storages) if enabled and coarser else None
+        for member in self.members:
+            member.evaluated = None if self.full_precision is None else self.full_precision.parameters[member]
+
+    @property
+    def evaluated_dtype(self) -> torch.dtype:
+        """Dtype of the parameters inside ``layerzero.full_precision``."""
+        return self.precision.compute if self.full_precision is None else self.precision.master
 
     def _free_full(self) -> None:
         self._leaves.free(self._storages)
@@ -345,11 +373,10 @@ class Handle:
     @property
     def full_bytes(self) -> int:
         """Of them, those that are there now, and what is kept for a backward."""
-        return (
-            (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0)
-            + self._leaves.nbytes
-            + self.kept.nbytes
+        here = (
+            self._leaves.nbytes + self.kept.nbytes + (0 if self.full_precision is None else self.full_precision.nbytes)
         )
+        return here + (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0)
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"

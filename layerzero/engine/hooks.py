@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.engine.handle import Handle
+from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
 from layerzero.tensors.access import accumulate_hooks
@@ -33,11 +34,23 @@ from layerzero.tensors.main_grad import GatheredParameter
 from layerzero.tensors.outside import explain_dtypes
 from layerzero.tensors.sharded import RowShardedTensor
 
-__all__ = ["attach", "detach", "forward_hooks", "is_closed", "runtime_of", "units_within"]
+__all__ = [
+    "attach",
+    "detach",
+    "forward_hooks",
+    "is_closed",
+    "members_in",
+    "runtime_of",
+    "runtimes_of",
+    "units_within",
+]
+
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all sharded models of this process
 
 
 def attach(runtime: Runtime) -> None:
     """Let the modules and parameters of a model drive its runtime."""
+    _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
         # First before, last after: the user's own hooks see gathered parameters.
@@ -114,7 +127,64 @@ def runtime_of(model: nn.Module) -> Runtime:
             if not hook.is_roots:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
             return hook.runtime
+    if inside := ", ".join(repr(path) for path in _models_in(model)):
+        raise ValueError(
+            f"this {type(model).__name__} is not sharded, but holds sharded models: {inside}. Call it for each of them"
+        )
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
+
+
+def runtimes_of(model: nn.Module) -> dict[str, Runtime]:
+    """Return the runtimes of a sharded model, under ``""``, or of those that `model` holds, by attribute path.
+
+    Raises:
+        TypeError, ValueError: `model` is no module, holds no sharded model, or is a part of one.
+    """
+    inside = _models_in(model) if isinstance(model, nn.Module) else {}
+    return inside or {"": runtime_of(model)}
+
+
+def _models_in(module: nn.Module) -> dict[str, Runtime]:
+    """Sharded models that `module` holds, or is, by attribute path."""
+    return {
+        path: hook.runtime
+        for path, each in module.named_modules()
+        for hook in each._forward_pre_hooks.values()
+        if isinstance(hook, _BeforeForward) and hook.is_roots
+    }
+
+
+def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
+    """Return the sharded parameters inside `module` by runtime: a sharded model, a part of one, or a module around one.
+
+    Both are in the order of the modules and the same on all ranks. A tied parameter counts wherever it is held.
+
+    Raises:
+        TypeError, ValueError: `module` is no module, or nothing inside it is sharded.
+        RuntimeError: `module` was a part of a sharded model that is gone.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a part of one, got {type(module).__name__}")
+    holders = {
+        id(held): runtime
+        for runtime in _RUNTIMES
+        if not runtime.closed
+        for member in runtime.members.values()
+        for held, _ in member.places
+    }
+    inside = [id(each._parameters) for each in module.modules()]
+    found: dict[Runtime, list[Member]] = {holders[held]: [] for held in inside if held in holders}
+    for runtime, members in found.items():
+        ids = set(inside)
+        members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.places)]
+    if not found:
+        for hook in module._forward_pre_hooks.values():
+            assert not isinstance(hook, _BeforeForward) or hook.runtime  # raises where the model is gone
+        raise ValueError(
+            f"this {type(module).__name__} holds no parameter that layerzero.shard_model has sharded; call shard_model "
+            "first, on the whole model"
+        )
+    return found
 
 
 def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:

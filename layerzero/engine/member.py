@@ -29,6 +29,7 @@ class Member:
     span: RowSpan
     local: slice  # this rank's elements inside the ZeRO-1 shard
     accumulates: Node  # autograd's node that delivers the gradient of the leaf
+    evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: the module computes with it, not the leaf
 
     def recut(self, master: Tensor, span: RowSpan, local: slice, watch: Watch) -> None:
         """Have other rows on this rank; the sharded parameter stays the object that users hold."""

@@ -37,14 +37,14 @@ from layerzero.comm.process_groups import CLOSED
 from layerzero.comm.whereabouts import LostExchange
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.member import Parameters
+from layerzero.engine.member import Member, Parameters
 from layerzero.engine.micro_batches import MicroBatches
 from layerzero.engine.passes import BackwardPass, Call, ForwardPass, Use
 from layerzero.engine.refreshing import Refreshes
 from layerzero.engine.structure import Structure
 from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit, orders_of
-from layerzero.engine.view import View, refuse_gradients
+from layerzero.engine.view import View, refuse_gradients, refuse_sharded
 from layerzero.layout.owners import Owner
 from layerzero.storage.buffers import most_gathered
 from layerzero.storage.device import refuse_capture, streams_module
@@ -77,6 +77,7 @@ class Runtime:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
+        self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
         self.config = config
         self.everyone = everyone
         self.topology = topology = everyone.topology
@@ -90,6 +91,7 @@ class Runtime:
         self.reduces = True  # False inside no_sync
         self.all_reduces = True  # across replicas, if it reduces at all
         self.views: list[View] = []  # the contexts that are entered
+        self.unsharded: dict[Member, bool] = {}  # inside layerzero.unsharded: whether this rank has them whole
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: Staging | None = None  # of saves in the background: layerzero.checkpoint's
@@ -115,6 +117,7 @@ class Runtime:
         self.micro_batches = MicroBatches(would_save=any(gradients.no_sync_saves for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._orders = orders_of(self.units)
+        self._full_precision_orders = orders_of(self.units, full_precision=True)
 
     @property
     def model(self) -> nn.Module:
@@ -196,7 +199,10 @@ class Runtime:
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if View.FULL in self.views:
             refuse_gradients(unit.label)
-            return unit.cast_inputs(args, kwargs, to_masters=True)
+            refuse_sharded(unit, self.unsharded)
+            return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
+        if View.FULL_PRECISION in self.views:
+            refuse_gradients(unit.label, View.FULL_PRECISION)
         interrupted = self._is_running(unit) and self._forward is not None and not is_calling_itself(unit.modules)
         if self._forward is None or interrupted:
             self.notice_interrupt()
@@ -215,7 +221,7 @@ class Runtime:
                 self._gather(upcoming)
         self._wait(unit)
         unit.show_leaves()
-        args, kwargs = unit.cast_inputs(args, kwargs)
+        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._computes_in(unit))
         if torch.is_grad_enabled():
             self._watch_inputs(call, args, kwargs)
         self.observer.begin("forward", unit.label, call)
@@ -224,7 +230,7 @@ class Runtime:
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
         if View.FULL in self.views:
-            return unit.cast_output(output)
+            return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # before_forward has raised at once
             return output
@@ -233,7 +239,7 @@ class Runtime:
         self._ahead.discard(unit)
         if self._is_idle(unit):
             unit.show_sharded()
-        output = unit.cast_output(output)
+        output = unit.cast_output(output, computes_in=self._computes_in(unit))
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
             call.join(self._forward)
@@ -246,6 +252,10 @@ class Runtime:
         if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):
             self._end_forward(self._forward, comes_back=comes_back)
         return output
+
+    def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
+        """Dtypes of a gathered unit's parameters, where they are not the compute weights."""
+        return unit.evaluated_dtypes if View.FULL_PRECISION in self.views else None
 
     def _is_running(self, unit: Unit) -> bool:
         """A forward of the unit is under way; several, if it calls itself."""
@@ -397,7 +407,9 @@ class Runtime:
 
     def _gather(self, unit: Unit) -> None:
         absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
-        if any(handle.gathers for handle in absent):
+        if any(handle.full_precision is not None for handle in absent):
+            self._full_precision_orders[unit.topology].check(self._index[unit])
+        if any(handle.gathers and handle.full_precision is None for handle in absent):
             self._orders[unit.topology].check(self._index[unit] + unit.kept * len(self.units))
         if absent:
             unit.gather()
@@ -527,6 +539,11 @@ class Runtime:
             )
         if self._backward is None:
             refuse_capture(self.topology.device, f"the backward of {name}")
+            if View.FULL_PRECISION in self.views:
+                raise RuntimeError(
+                    f"backward through {name!r} inside layerzero.full_precision, where the compute weights of its "
+                    "forward are not gathered: run it before the context is entered, or after"
+                )
             if edited := [handle.name for handle in self.handles if handle.watch.edited]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
@@ -572,6 +589,15 @@ class Runtime:
         if self._running and not inside_backward():
             self._forward = None
             self._release_all()
+
+    def evaluate_in_full_precision(self, enabled: bool) -> None:
+        """Between passes: let forwards compute with gathered masters from here on, or with compute weights again."""
+        self.notice_interrupt()
+        for unit in self.units:
+            unit.release(())
+        with torch.inference_mode(False), torch.no_grad():  # tensors with versions
+            for handle in self.handles:
+                handle.evaluate_in_full_precision(enabled)
 
     def _release_all(self) -> None:
         self.observer.end_all()

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.exchange import GATHERS, gather_name
 from layerzero.comm.order import GatherOrder
 from layerzero.comm.topology import Topology
+from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.member import Member
 from layerzero.engine.structure import replaced
@@ -37,11 +39,13 @@ class Unit:
         *,
         policy: MixedPrecisionPolicy,
         reshards: bool | int,
+        cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
         self.topology = topology
+        self.cast_buffers = tuple(cast_buffers)
         self.reshards = reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
         self.is_told = False  # by the user, what `reshards` is now: the root does as it says on a device, too
         self.reshards_after_backward = True
@@ -106,16 +110,29 @@ class Unit:
             if handle.gradients is not None and handle.trainable:
                 handle.gradients.prefetch()
 
-    def cast_inputs(self, args: Any, kwargs: Any, *, to_masters: bool = False) -> tuple[Any, Any]:
-        """Inputs of a forward, as it computes; with `to_masters`, where it computes with whole masters of one dtype."""
+    @property
+    def master_dtypes(self) -> set[torch.dtype]:
+        return {handle.precision.master for handle in self.handles}
+
+    @property
+    def evaluated_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the parameters inside ``layerzero.full_precision``."""
+        return {handle.evaluated_dtype for handle in self.handles}
+
+    def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
+        """Inputs of a forward; `computes_in`: dtypes of its parameters, if they are not the compute weights."""
         dtype = self._input_dtype
-        if to_masters and dtype is not None:
-            masters = {handle.precision.master for handle in self.handles}
-            dtype = masters.pop() if len(masters) == 1 else None
+        if computes_in is not None and dtype is not None:
+            dtype = next(iter(computes_in)) if len(computes_in) == 1 else None
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
-    def cast_output(self, output: Any) -> Any:
-        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+    def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
+        """Output of a forward; with `computes_in`, as in :meth:`cast_inputs`, it is not cast to a narrower dtype."""
+        dtype = self._output_dtype
+        computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
+        if dtype is None or any(torch.promote_types(dtype, each) != dtype for each in computes_in or ()):
+            return output
+        return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
         """Free the full buffer, and show sharded parameters again. What is kept of it goes, too, as in `drop_kept`."""
@@ -139,16 +156,31 @@ class Unit:
     def show_leaves(self) -> None:
         for parameters, attribute, member in self._places:
             shown = parameters.get(attribute)
-            if shown is not member.parameter and shown is not member.leaf:
+            if (
+                shown is not member.parameter
+                and shown is not member.leaf
+                and (shown is None or shown is not member.evaluated)
+            ):
                 raise replaced(member)
-            parameters[attribute] = member.leaf
+            parameters[attribute] = member.leaf if member.evaluated is None else member.evaluated
 
     def show_sharded(self) -> None:
         for parameters, attribute, member in self._places:
             parameters[attribute] = member.parameter
 
 
-def orders_of(units: Sequence[Unit]) -> dict[Topology, GatherOrder]:
-    """The orders in which units are gathered, by mesh: each is compared by its own ranks. First whole, then if kept."""
+def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[Topology, GatherOrder]:
+    """The orders in which units are gathered, by mesh: each is compared by its own ranks. First whole, then if kept.
+
+    In `full_precision` all data-parallel ranks gather together, otherwise those of a ZeRO-3 group.
+    """
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
+    if full_precision:
+        return {unit.topology: GatherOrder(labels, unit.topology.control, note=_FULL_PRECISION) for unit in units}
     return {unit.topology: GatherOrder(labels, unit.topology.node_control) for unit in units}
+
+
+_FULL_PRECISION = (
+    ". Inside layerzero.full_precision weights are gathered from the masters of all data-parallel ranks, which must "
+    "call the same units in the same order, whatever zero3_size is and also where they share memory"
+)

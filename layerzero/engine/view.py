@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["View", "refuse_gradients", "viewing"]
+from layerzero.engine.member import Member
+from layerzero.engine.unit import Unit
+
+__all__ = ["View", "refuse_gradients", "refuse_sharded", "viewing"]
 
 
 class View(enum.Enum):
-    """FULL may be entered inside AVERAGES; nothing else inside another one."""
+    """A context. Others may be entered inside AVERAGES, and FULL inside FULL for other parameters; else none inside."""
 
     FULL = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
+    FULL_PRECISION = "layerzero.full_precision"  # units are gathered from masters, and no gradient taken
     AVERAGES = "EMA.swapped()"  # what is written to masters is undone at the end
 
 
-def refuse_gradients(label: str) -> None:
+def refuse_gradients(label: str, view: View = View.FULL) -> None:
     """Raise where a forward among whole parameters would take gradients."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"forward of {label} inside layerzero.unsharded, where nothing takes gradients: run it under "
+            f"forward of {label} inside {view.value}, where nothing takes gradients: run it under "
             "torch.no_grad(), or leave the context to train"
+        )
+
+
+def refuse_sharded(unit: Unit, unsharded: Mapping[Member, bool]) -> None:
+    """Raise where a forward inside ``layerzero.unsharded`` would need parameters that are sharded there."""
+    if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
+        raise RuntimeError(
+            f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
+            "rank and is not gathered: the context was entered for other modules, or with rank0_only=True. Pass a "
+            "module to unsharded that contains this one, or call it outside the context"
         )
 
 

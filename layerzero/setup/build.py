@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.agreement import agree
 from layerzero.comm.gathers import Travel, coded_bytes, coded_sizes, travels_coded
 from layerzero.config import LayerZeroConfig
+from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.handle import Handle
 from layerzero.engine.route import Route
 from layerzero.engine.unit import Unit
@@ -246,7 +248,7 @@ def build_unit(
     if config.sync_module_states:
         _take_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
-    _cast_buffers(plan, config.buffer_dtype)
+    cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
     root_stays = not plan.name and streams_module(topology.device) is not None
@@ -280,7 +282,9 @@ def build_unit(
         else:
             found.parameter.data = nothing
         found.parameter.grad = None
-    unit = Unit(plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards)
+    unit = Unit(
+        plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+    )
     unit.show_sharded()
     return unit, unwritten
 
@@ -372,11 +376,16 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
             module.reset_parameters()  # type: ignore[operator]
 
 
-def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> None:
+def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> list[CastBuffer]:
+    """Cast floating-point buffers in place of the model's own; return those that had another dtype."""
+    cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():
-            if dtype is not None and buffer is not None and buffer.is_floating_point():
+            if dtype is not None and buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 module._buffers[name] = buffer.to(dtype)
+                cast.append(CastBuffer(weakref.ref(module), name, buffer.dtype))
+    keep_dtypes_in_state(cast)
+    return cast
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def shard_model(
             a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
         replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
         buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
-            do.
+            do. ``state_dict()`` and checkpoints hold them in their original dtype, with the cast values.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None: D, which gives their mean.
             With 1.0 they are summed: for a loss that is already divided by the tokens of all ranks.
         accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the

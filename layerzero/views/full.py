@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,59 +13,281 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Exchange, Lane, broadcast
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.buffers import in_original_dtype, original_dtypes
+from layerzero.engine.hooks import members_in, runtime_of, runtimes_of
 from layerzero.engine.member import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
 from layerzero.tensors.faces import part_held
 from layerzero.tensors.rows import refuse_apart
+from layerzero.tensors.sharded import plain
 from layerzero.tensors.whole import rows_of
 
-__all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict", "unsharded"]
+__all__ = ["IncompatibleKeys", "full_precision", "full_state_dict", "load_full_state_dict", "unsharded"]
+
+
+class _Options(NamedTuple):
+    """Keyword arguments of :func:`unsharded`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
 
 
 @contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Show whole parameters inside the context: plain ``nn.Parameter``s in the masters' precision, on every rank.
+def unsharded(
+    module: nn.Module,
+    *,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters inside the context: plain ``nn.Parameter``s of the true shapes, in the masters' dtype.
 
-    Takes the memory of the whole model. Forwards inside compute with these parameters and exchange nothing, so that one
-    rank alone may run them; they must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the
-    masters' dtype.
+    The counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It takes the
+    memory of the parameters inside `module`, so pass one unit after the other where the whole model does not fit.
+    Parameters are gathered one after the other. Parameters that tensor or expert parallelism has cut stay DTensors on
+    their own mesh.
+
+    A forward of `module` inside the context computes with these parameters and sends nothing, so that one rank alone
+    may run it; it must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype,
+    and outputs are not cast to a narrower one. A unit with other parameters raises.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        writeback: keep changes made inside. Every rank must make the same ones.
+        module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
+            holds units); or a module that holds sharded models. A tied parameter is full wherever it is held.
+        writeback: keep changes that were made inside. Every rank must make the same ones; with `rank0_only`, the first
+            rank's are sent to the others.
+        rank0_only: only the first rank gets full parameters; on the others they stay sharded.
+        offload_to_cpu: put the parameters (and gradients) into host memory, one at a time.
+        with_grads: give each parameter its full ``.grad``, averaged over the ranks, of the parameter's shape and dtype;
+            None where it has none. With `writeback`, changes of ``.grad`` are kept, too.
 
     Raises:
-        ValueError: `writeback`, and ranks made different changes; nothing is written then.
+        TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments, or with `writeback`
+            on the changes, of which nothing is written then; `rank0_only` of parameters that other ranks hold other
+            parts of; `offload_to_cpu` of DTensors on a device mesh.
+        RuntimeError: a parameter is unsharded already; `with_grads` and gradients are not reduced yet.
 
     Example::
 
-        with layerzero.unsharded(model, writeback=True), torch.no_grad():
+        with layerzero.unsharded(model.embed, writeback=True), torch.no_grad():
             model.embed.weight[pad_id].zero_()
+
+        for block in model.blocks:  # one block's memory, on the first rank
+            with layerzero.unsharded(block, rank0_only=True, offload_to_cpu=True, with_grads=True):
+                if dist.get_rank() == 0:
+                    print(block.mlp.weight.norm(), block.mlp.weight.grad.norm())
+    """
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    with ExitStack() as stack:
+        for runtime, members in members_in(module).items():
+            stack.enter_context(_unsharded(runtime, module, members, options))
+        yield
+
+
+@contextmanager
+def _unsharded(runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options) -> Iterator[None]:
+    """:func:`unsharded` for some parameters of one model."""
+    subject, inside = _subject(options), set(module.modules())
+    gradients = _agree_to_show(runtime, module, members, options)
+    here = runtime.everyone.is_first or not options.rank0_only
+    buffers = [each for each in runtime.cast_buffers if here and each.module() in inside]
+    shown: dict[Member, nn.Parameter] = {}
+    for member in members:
+        parameter = _full_parameter(member, member.master.detach(), options)
+        if (gradient := gradients.get(member)) is not None:
+            parameter.grad = _full_parameter(member, plain(gradient), options).detach()
+        if here:
+            shown[member] = parameter
+        del parameter  # or it would be there while the next one is gathered
+    if here:
+        _show(shown)
+    runtime.unsharded |= dict.fromkeys(members, here)
+    try:
+        with viewing(runtime.views, View.FULL), in_original_dtype(buffers):
+            try:
+                yield
+            except Exception as error:
+                if options.writeback and options.rank0_only:  # the other ranks wait for what this one sends
+                    agree(subject, {}, ranks=runtime.everyone.ranks, failure=error)
+                raise
+            if options.writeback:
+                shown = _agreed_edits(runtime, shown, options)
+    finally:
+        for member in members:
+            del runtime.unsharded[member]
+        if here:
+            _show({member: member.parameter for member in members})
+    if options.writeback:
+        _write_back(runtime, members, shown, options)
+
+
+def _subject(options: _Options) -> str:
+    return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
+
+
+def _agree_to_show(
+    runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options
+) -> dict[Member, Tensor]:
+    """Check that all ranks enter the context for the same parameters; return their sharded gradients, if asked for."""
+    runtime.notice_interrupt()
+    subject, everyone, failure = _subject(options), runtime.everyone, None
+    gradients: dict[Member, Tensor] = {}
+    groups: dict[str, dict[str, object]] = {}
+    try:
+        runtime.refreshes.refuse_uses("layerzero.unsharded")
+        if View.FULL_PRECISION in runtime.views:
+            raise RuntimeError("layerzero.unsharded inside layerzero.full_precision: leave that context first")
+        if open_already := [member.name for member in members if member in runtime.unsharded]:
+            raise RuntimeError(
+                f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
+                f"{len(members)}); leave that context first, or enter them for modules that share no parameter"
+            )
+        if options.rank0_only:
+            _refuse_parts(subject, members, everyone.size)
+        if options.offload_to_cpu:
+            _refuse_dtensors(subject, members)
+        if options.with_grads:
+            gradients = _final_gradients(runtime, subject, members)
+            groups = _grouped(runtime, members, lambda member: "present" if member in gradients else "None", " .grad")
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    path = next((name for name, each in runtime.model.named_modules() if each is module), type(module).__name__)
+    fields = {"module": path, "parameters": len(members), **options._asdict()}
+    agree("unsharded", fields, ranks=everyone.ranks, groups=groups, failure=failure)
+    return gradients
+
+
+def _refuse_parts(subject: str, members: Sequence[Member], everyone: int) -> None:
+    refuse_apart(subject, (member.span for member in members), everyone)
+    if cut := [m.name for m in members if m.span.face is not None and m.span.face.is_cut]:
+        raise ValueError(
+            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so that the "
+            "first rank has a part of it only. Leave rank0_only out, or use layerzero.full_state_dict(model)"
+        )
+
+
+def _refuse_dtensors(subject: str, members: Sequence[Member]) -> None:
+    for member in members:
+        face = member.span.face
+        if face is not None and face.dressed and face.mesh.device_type != "cpu":
+            raise ValueError(
+                f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {face.mesh.device_type} devices, "
+                "which cannot lie in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
+            )
+
+
+def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) -> dict[Member, Tensor]:
+    """The sharded ``.grad`` of those that have one."""
+    runtime.gradients.heed_user()  # raises where a backward has failed
+    found = {}
+    for member in members:
+        gradient = member.parameter.grad
+        if gradient is None:
+            continue
+        watch = gradient._local_tensor.watch  # type: ignore[attr-defined]
+        if watch is not None and watch.forbidden is not None:
+            raise RuntimeError(f"{subject}: the gradient of parameter {member.name!r} is not final: {watch.forbidden}")
+        found[member] = gradient
+    return found
+
+
+def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Parameter:
+    """All rows of a parameter or its gradient as the module knows it: full, but for what further axes have cut."""
+    with torch.no_grad():
+        rows = member.span.gather(rows)
+        rows = rows.cpu() if options.offload_to_cpu else rows
+    parameter = nn.Parameter(rows) if member.span.face is None else member.span.face.dress(rows)
+    parameter.requires_grad_(False)
+    return parameter
+
+
+def _write_back(
+    runtime: Runtime, members: Sequence[Member], shown: Mapping[Member, nn.Parameter], options: _Options
+) -> None:
+    """Write what the context has left in full parameters, and in their gradients, into this rank's rows."""
+    handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
+    runtime.refreshes.before_write(handles)
+    for member in members:
+        parameter = shown.get(member)
+        full = None if parameter is None else parameter.detach()
+        full = _from_first(runtime, member, full) if options.rank0_only else full
+        assert full is not None
+        _write_rows(member, full)
+    runtime.refreshes.launch(handles)
+    if not options.with_grads:
+        return
+    graded = [member in shown and shown[member].grad is not None for member in members]
+    if options.rank0_only:
+        told = torch.tensor(graded, dtype=torch.uint8, device=runtime.topology.device)
+        runtime.everyone.broadcast(told)
+        graded = told.bool().tolist()
+    for member, has_gradient in zip(members, graded, strict=True):
+        if not has_gradient:
+            member.parameter.grad = None
+            continue
+        gradient = shown[member].grad if member in shown else None
+        full = _from_first(runtime, member, gradient) if options.rank0_only else gradient
+        if member.parameter.grad is None:
+            member.parameter.grad = torch.zeros_like(member.parameter.detach())
+        assert full is not None
+        with torch.no_grad():
+            member.parameter.grad._local_tensor.copy_(rows_of(full.detach(), member.span))  # type: ignore[attr-defined]
+
+
+def _from_first(runtime: Runtime, member: Member, full: Tensor | None) -> Tensor:
+    """A full tensor of the first rank, on every rank; `full` is looked at there only."""
+    sent = torch.empty(member.span.true_shape, dtype=member.master.dtype, device=member.span.topology.device)
+    if full is not None:
+        sent.copy_(full)
+    runtime.everyone.broadcast(sent)
+    return sent
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Let forwards inside the context compute with parameters in the masters' precision, gathered unit by unit.
+
+    For evaluation as a model in one process would compute it in fp32, without :func:`unsharded`'s memory of the whole
+    model: the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. A unit is gathered from the ZeRO-1 shards of all
+    data-parallel ranks before its forward (4 bytes an element for fp32, ``unshard`` in :func:`traffic`) and freed after
+    it; as many units as `prefetch` says are gathered ahead. Units whose compute dtype is that of the masters are
+    gathered as always.
+
+    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, outputs are not cast to a
+    narrower one, and buffers that `buffer_dtype` has cast have their original dtype (their values stay rounded).
+    Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
+    same units in the same order, also where they share memory. Training afterwards is bitwise what it would have been.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+
+    Raises:
+        RuntimeError: inside :func:`unsharded` or another ``full_precision`` of the model; a forward with gradients, or
+            a backward, inside the context; ranks that call units in different orders.
+
+    Example::
+
+        model.eval()
+        with layerzero.full_precision(model), torch.no_grad():
+            loss = evaluate(model)
     """
     runtime = runtime_of(model)
-    runtime.refreshes.refuse_uses("layerzero.unsharded")
-    if View.FULL in runtime.views:
-        raise RuntimeError("layerzero.unsharded is already active for this model")
-    runtime.complete_gradients()
-    shown = {name: _unsharded(member) for name, member in runtime.members.items()}
-    for parameter in shown.values():
-        parameter.requires_grad_(False)
-    _show(runtime, shown)
+    runtime.refreshes.refuse_uses("layerzero.full_precision")
+    failure = None
+    if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
+        failure = RuntimeError(f"layerzero.full_precision inside {inside[0]}: leave that context first")
+    agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
+    runtime.evaluate_in_full_precision(True)
     try:
-        with viewing(runtime.views, View.FULL):
+        with viewing(runtime.views, View.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
             yield
-            if writeback:
-                shown = _agreed_edits(runtime)
     finally:
-        _show(runtime, {name: member.parameter for name, member in runtime.members.items()})
-    if writeback:
-        runtime.refreshes.before_write()
-        for name, member in runtime.members.items():
-            _write_rows(member, shown[name].detach())
-        runtime.refreshes.launch()
+        runtime.evaluate_in_full_precision(False)
 
 
 def full_state_dict(
@@ -73,10 +295,11 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The whole model's state, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
 
-    One parameter after the other is gathered, in the masters' precision. All ranks must call this.
+    One parameter after the other is gathered, in the masters' precision. All ranks must call this. Buffers that
+    `buffer_dtype` has cast are in their original dtype, with the cast values.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: from :func:`layerzero.shard_model`, or a module that holds sharded models on the same ranks.
         cpu: put the tensors into host memory.
         rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
         trainable_only: only parameters that require gradients: adapters without what they adapt, and no buffers.
@@ -84,14 +307,21 @@ def full_state_dict(
     Raises:
         ValueError: `trainable_only`, and ranks have frozen different parameters.
     """
-    runtime = runtime_of(model)
-    refuse_apart("full_state_dict", (member.span for member in runtime.members.values()), runtime.everyone.size)
+    runtimes = runtimes_of(model)
+    runtime = next(iter(runtimes.values()))
+    if len({each.everyone.ranks for each in runtimes.values()}) > 1:
+        ranks = ", ".join(f"{path!r} on ranks {list(each.everyone.ranks)}" for path, each in runtimes.items())
+        raise ValueError(
+            f"full_state_dict: the sharded models inside lie on different ranks: {ranks}. Call it for each"
+        )
+    by_parameter = {id(m.parameter): m for each in runtimes.values() for m in each.members.values()}
+    refuse_apart("full_state_dict", (member.span for member in by_parameter.values()), runtime.everyone.size)
     keeps = not rank0_only or runtime.everyone.is_first
-    by_parameter = {id(member.parameter): member for member in runtime.members.values()}
     held = model.state_dict(keep_vars=True)
     if trainable_only:
         held = {name: value for name, value in held.items() if isinstance(value, nn.Parameter) and value.requires_grad}
         agree("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.everyone.ranks)
+    dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
     whole: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, value in held.items():
@@ -100,7 +330,7 @@ def full_state_dict(
             if isinstance(value, DTensor):  # of another framework, all of whose ranks are here
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
-                copy = value.detach().clone()
+                copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
                 state[name] = copy.cpu() if cpu else copy
             elif keeps:
                 state[name] = value
@@ -214,51 +444,71 @@ def _whole(member: Member) -> Tensor:
         return member.span.gather_whole(member.master.detach())
 
 
-def _agreed_edits(runtime: Runtime) -> dict[str, nn.Parameter]:
-    """What the model holds now, by name of the member.
+def _agreed_edits(
+    runtime: Runtime, shown: Mapping[Member, nn.Parameter], options: _Options
+) -> dict[Member, nn.Parameter]:
+    """The parameters that the model holds now in place of those `shown`.
 
     Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
     there what does not fit.
     """
-    shown: dict[str, nn.Parameter] = {}
+    edited: dict[Member, nn.Parameter] = {}
     failure: Exception | None = None
+    groups: dict[str, dict[str, object]] = {}
     try:
-        shown = {name: _edited(member) for name, member in runtime.members.items()}
+        edited = {member: _edited(member, parameter) for member, parameter in shown.items()}
+        if not options.rank0_only:
+            groups = _grouped(runtime, edited, lambda member: digest(part_held(edited[member])))
+        if options.with_grads and not options.rank0_only:
+            for group, fields in _grouped(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
+                groups[group] |= fields
     except ValueError as error:
         failure = error
+    agree(_subject(options), {}, ranks=runtime.everyone.ranks, failure=failure, groups=groups)
+    return edited
+
+
+def _digest_of(gradient: Tensor | None) -> str:
+    return "None" if gradient is None else digest(part_held(gradient))
+
+
+def _grouped(
+    runtime: Runtime, members: Iterable[Member], value_of: Callable[[Member], object], suffix: str = ""
+) -> dict[str, dict[str, object]]:
+    """Values by name, for :func:`agree`; a group for each mesh and each part of parameters that its ranks share."""
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
-    groups: dict[str, dict[str, str]] = {}  # by which part it is, of what the ranks of a mesh share
-    for name, parameter in shown.items():
-        member = runtime.members[name]
+    groups: dict[str, dict[str, object]] = {}
+    for member in members:
         topology, face = member.span.topology, member.span.face
         part = topology.ranks if face is None else (face.place, face.placements)
-        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[name] = digest(part_held(parameter))
-    agree("unsharded(writeback=True)", {}, ranks=runtime.everyone.ranks, failure=failure, groups=groups)
-    return shown
+        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[member.name + suffix] = value_of(member)
+    return groups
 
 
-def _unsharded(member: Member) -> nn.Parameter:
-    """The parameter as the module knows it: whole, but for what further axes have cut."""
-    with torch.no_grad():
-        rows = member.span.gather(member.master.detach())
-    return nn.Parameter(rows) if member.span.face is None else member.span.face.dress(rows)
-
-
-def _show(runtime: Runtime, parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, member in runtime.members.items():
+def _show(parameters: Mapping[Member, nn.Parameter]) -> None:
+    for member, parameter in parameters.items():
         for held, attribute in member.places:
-            held[attribute] = parameters[name]
+            held[attribute] = parameter
 
 
-def _edited(member: Member) -> nn.Parameter:
-    """What the model holds in place of the member now; the user may have put another parameter there."""
-    held, attribute = member.places[0]
-    parameter: nn.Parameter | None = held.get(attribute)
-    if parameter is None or tuple(parameter.shape) != member.span.true_shape:
-        found = None if parameter is None else list(parameter.shape)
+def _edited(member: Member, shown: nn.Parameter) -> nn.Parameter:
+    """The parameter that the model holds in place of `shown` now; the user may have put another one there."""
+    found = [parameters.get(attribute) for parameters, attribute in member.places]
+    others = {id(parameter): parameter for parameter in found if parameter is not shown}
+    if len(others) > 1:
         raise ValueError(
-            f"{member.name!r} must keep its shape {list(member.span.true_shape)} inside unsharded, got {found}"
+            f"{member.name!r} is tied in {len(found)} places, which hold different tensors inside unsharded. Change it "
+            "in place, or assign the same parameter in all of them"
         )
+    parameter: nn.Parameter | None = next(iter(others.values()), shown)
+    tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
+    for tensor in tensors:
+        if tensor is None or tuple(tensor.shape) != member.span.true_shape:
+            shape = None if tensor is None else list(tensor.shape)
+            raise ValueError(
+                f"{member.name!r} must keep its shape {list(member.span.true_shape)} inside unsharded, got {shape}"
+            )
+    assert parameter is not None
     return parameter
 
 

@@ -1,0 +1,92 @@
+"""Buffers that ``shard_model(buffer_dtype=...)`` has cast, and their original dtypes.
+
+[Note: Dtype of saved buffers]
+A state dict holds a buffer in its original dtype, as FSDP1's does, so that it loads into a model that was not sharded.
+Its values are those of the cast buffer: what the cast has rounded away is lost, and what a forward adds to a running
+mean is rounded, too. With ``keep_vars=True`` a state dict holds the buffers themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CastBuffer", "in_original_dtype", "keep_dtypes_in_state", "original_dtypes"]
+
+
+@dataclass(frozen=True, eq=False)
+class CastBuffer:
+    """One buffer of a module."""
+
+    module: weakref.ref[nn.Module]  # see [Note: Who keeps whom] in hooks.py
+    name: str  # in the module
+    dtype: torch.dtype  # before the cast
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The buffer as it is now."""
+        module = self.module()
+        return None if module is None else module._buffers.get(self.name)
+
+    def show(self, tensor: Tensor) -> None:
+        """Let the module have another tensor."""
+        if (module := self.module()) is not None:
+            module._buffers[self.name] = tensor
+
+
+def original_dtypes(buffers: Iterable[CastBuffer]) -> dict[int, torch.dtype]:
+    """Original dtypes by ``id`` of the buffers that the modules have now."""
+    return {id(tensor): each.dtype for each in buffers if (tensor := each.tensor) is not None}
+
+
+@contextmanager
+def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
+    """Cast buffers to their original dtypes inside the context; afterwards back, with what was written inside."""
+    shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
+    with torch.inference_mode(False), torch.no_grad():  # what is kept from here on is used in training, too
+        for each in buffers:
+            cast = each.tensor
+            if cast is not None and cast.dtype != each.dtype:
+                original = cast.to(each.dtype)
+                each.show(original)
+                shown.append((each, cast, original))
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for each, cast, original in shown:
+                now = each.tensor
+                if now is original:  # versions do not tell whether batch-norm has written it
+                    cast.data.copy_(original)
+                    each.show(cast)
+                elif now is not None:  # the user has put another one there
+                    each.show(now.to(cast.dtype))
+
+
+def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
+    """Have ``state_dict()`` return these buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
+    dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
+    for each in buffers:
+        if (module := each.module()) is not None:
+            dtypes.setdefault(module, {})[each.name] = each.dtype
+    for module, of_module in dtypes.items():
+        module.register_state_dict_post_hook(_CastBack(of_module))  # type: ignore[no-untyped-call]
+
+
+class _CastBack:
+    """A hook of a module's ``state_dict()``."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, dtype in self._dtypes.items():
+            saved = state.get(prefix + name)
+            if isinstance(saved, Tensor) and saved is not module._buffers.get(name):  # it is with keep_vars=True
+                state[prefix + name] = saved.to(dtype)

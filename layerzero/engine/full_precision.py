@@ -1,0 +1,102 @@
+"""Gathered parameters in the masters' precision, for evaluation; see `layerzero.full_precision`.
+
+[Note: Full-precision gathers]
+Compute weights are casts of the masters, so full precision is gathered from the ZeRO-1 shards: along the replica axis
+into this rank's place of the full buffer, then along the zero3 axis. All data-parallel ranks take part, also where
+ranks share memory or nothing is gathered otherwise. Handles whose compute dtype holds the masters exactly are gathered
+as always.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import Exchange, Works, all_gather
+from layerzero.layout.grid import Extent
+from layerzero.tensors.faces import part_held
+from layerzero.tensors.leaves import Leaves
+
+if TYPE_CHECKING:
+    from layerzero.engine.handle import Handle
+    from layerzero.engine.member import Member
+    from layerzero.storage.buffers import StoragePool
+
+__all__ = ["FullPrecision"]
+
+
+class FullPrecision:
+    """Full buffer of one handle in the masters' dtype, and the parameters that are views of it.
+
+    Attributes:
+        parameters: by member: what the module computes with, of the gathered parameter's shape and strides.
+    """
+
+    def __init__(self, handle: Handle, storages: StoragePool) -> None:
+        self._handle = handle
+        self._storages = storages
+        self._full = torch.empty(handle.layout.numel, dtype=handle.precision.master, device=handle.topology.device)
+        self._bytes = self._full.untyped_storage().nbytes()
+        self._leaves = Leaves(self._full.data)  # 1-D [G]; see [Note: Version counters]
+        self.parameters: dict[Member, nn.Parameter] = {}
+        for slot, member in zip(handle.layout.slots, handle.members, strict=True):
+            place, original = slice(slot.offset, slot.end), part_held(member.leaf)
+            made = self._leaves.make(place, original, member.span.face, offers_main_grad=False)
+            made.requires_grad_(False)
+            self.parameters[member] = made
+        self._first: Works | None = None  # along the replica axis
+        self._second: Works | None = None  # along the zero3 axis
+        self._version = self._leaves.version
+        self.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are there now."""
+        return self._full.untyped_storage().nbytes() + self._leaves.nbytes
+
+    @property
+    def edited(self) -> bool:
+        """A forward has changed a parameter since the last call of :meth:`free`."""
+        return self._leaves.version != self._version
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Launch the first collective that fills the full buffer."""
+        topology, layout = self._handle.topology, self._handle.layout
+        grid = topology.grid
+        self._storages.lend(self._full.untyped_storage(), self._bytes)
+        own = self._full[grid.place(layout, Extent.RANK, Extent.WHOLE)]
+        own.copy_(self._handle.master)
+        if topology.replicas > 1:
+            zero3, parts = self._full[grid.place(layout, Extent.NODE, Extent.WHOLE)], grid.parts(layout)
+            label = self._handle.label
+            self._first = all_gather(topology.replica, Exchange.UNSHARD, zero3, own, name=label, parts=parts)
+        else:
+            self._gather_zero3()
+
+    def _gather_zero3(self) -> None:
+        topology, layout = self._handle.topology, self._handle.layout
+        if topology.zero3_size > 1:
+            zero3 = self._full[topology.grid.place(layout, Extent.NODE, Extent.WHOLE)]
+            label = self._handle.label
+            self._second = all_gather(topology.zero3_gather, Exchange.UNSHARD, self._full, zero3, name=label)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Finish the gather: from here on the parameters have their values."""
+        if (first := self._first) is not None:
+            self._first = None
+            first.wait()
+            self._gather_zero3()
+        if (second := self._second) is not None:
+            self._second = None
+            second.wait()
+        self._leaves.fill(self._storages)
+
+    def free(self) -> None:
+        """Free the full buffer."""
+        self._version = self._leaves.version
+        self._leaves.free(self._storages)
+        self._storages.reclaim(self._full.untyped_storage())

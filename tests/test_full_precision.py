@@ -1,0 +1,250 @@
+"""`layerzero.full_precision`: evaluation with masters, gathered unit by unit, against one process in fp32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.engine.hooks import runtime_of
+from tests.support.models import full_parameters
+from tests.support.ranks import BOTH, run_ranks
+
+WORLD = 4
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)).relu()
+
+
+class Net(nn.Module):
+    """A root with parameters of its own, layers with buffers, and a transposed weight."""
+
+    def __init__(self, width: int = 24, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        self.embed.weight = nn.Parameter(torch.randn(5, width).mT)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) + self.shift
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"zero3_size": 2},
+    {"zero3_size": 1},
+    {"zero3_size": 4},
+    {"zero3_size": 2, "prefetch": 0, "reshard_after_forward": False},
+    {"zero3_size": 4, "reshard_after_forward": 2, "accumulation": "full"},
+    {"zero3_size": 4, "gather_codec": layerzero.Float8Rows()},
+)
+
+
+def _shard(model: nn.Module, **settings: Any) -> nn.Module:
+    units = {"units": {Layer, nn.Linear}, "mp_policy": LOW, "buffer_dtype": torch.bfloat16}
+    return layerzero.shard_model(model, **units | settings)
+
+
+def _alone(model: nn.Module, like: Net) -> Net:
+    """One process in fp32 with a model's masters and buffers."""
+    alone = copy.deepcopy(like)
+    alone.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
+    return alone.eval()
+
+
+def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
+    torch.manual_seed(100 * step + rank)
+    model.train()
+    loss = model(torch.randn(4, 5)).float().square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _evaluate(rank: int) -> None:
+    for settings in SETTINGS:
+        torch.manual_seed(0)
+        plain = Net()
+        model, same = _shard(copy.deepcopy(plain), **settings), _shard(copy.deepcopy(plain), **settings)
+        optimizers = [layerzero.shard_optimizer(torch.optim.AdamW(m.parameters(), lr=0.1), m) for m in (model, same)]
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+        for step in range(3):
+            losses = [_step(m, o, rank, step) for m, o in zip((model, same), optimizers, strict=True)]
+            assert torch.equal(*losses), settings
+            alone = _alone(model, plain)
+            model.eval()
+            with torch.no_grad():
+                expected = alone(x)
+                with layerzero.full_precision(model):
+                    for _ in range(2):
+                        output = model(x)
+                        assert output.dtype == torch.float32 and torch.equal(output, expected), (settings, step)
+                    assert torch.equal(model.layers[1](alone.embed(x)), alone.layers[1](alone.embed(x)))
+                    buffer = model.layers[0].norm.running_mean
+                    assert buffer.dtype == torch.float32
+                assert model(x).dtype == torch.bfloat16 and not torch.equal(model(x).float(), expected)
+                with torch.inference_mode(), layerzero.full_precision(model):
+                    assert torch.equal(model(x), expected)
+            assert model.layers[0].norm.running_mean.dtype == torch.bfloat16
+        for ours, theirs in zip(full_parameters(model).values(), full_parameters(same).values(), strict=True):
+            assert torch.equal(ours, theirs), settings
+        for ours, theirs in zip(model.buffers(), same.buffers(), strict=True):
+            assert torch.equal(ours, theirs), settings
+
+
+@BOTH
+def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(node_memory: str | None) -> None:
+    run_ranks(_evaluate, world_size=WORLD, node_memory=node_memory, timeout=240)
+
+
+def _count(rank: int) -> None:
+    width, layers = 64, 6
+    for size in (1, 2, 4):
+        for prefetch in (0, 1, 2):
+            net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+            units = [str(layer) for layer in range(layers)]
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            model = layerzero.shard_model(net, zero3_size=size, units=units, mp_policy=policy, prefetch=prefetch)
+            unit, full = 4 * width * width, runtime_of(model).buffers.full
+            full.limit = 0  # park nothing, so that most_bytes counts what is gathered at once
+            with torch.no_grad(), layerzero.full_precision(model):
+                for _ in range(2):  # the order is learnt
+                    model(torch.zeros(1, width))
+                layerzero.traffic(model, reset=True)
+                full.most_bytes = 0
+                model(torch.zeros(1, width))
+                assert full.most_bytes == (1 + prefetch) * unit, (size, prefetch, full.most_bytes / unit)
+                assert layerzero.memory(model).measured["full_buffer"] == 0
+            traffic = layerzero.traffic(model)
+            replicas = WORLD // size
+            sent = {"replica": (replicas - 1) * unit // WORLD, "zero3": (size - 1) * unit // size}
+            assert traffic.bytes["unshard"] == layers * sum(sent.values()), (size, prefetch)
+            assert traffic.bytes.get("gather", 0) == 0 and traffic.calls.get("order", 0) == 0
+            assert {axis: traffic.bytes_by_axis.get(axis, 0) for axis in sent} == {
+                k: layers * v for k, v in sent.items()
+            }
+
+
+@BOTH
+def test_units_are_gathered_one_by_one_and_counted(node_memory: str | None) -> None:
+    run_ranks(_count, world_size=WORLD, node_memory=node_memory)
+
+
+def _between(rank: int) -> None:
+    """A forward in full precision between a training forward and its backward, and buffers that a forward updates."""
+    torch.manual_seed(0)
+    plain = Net()
+    models = [_shard(copy.deepcopy(plain), zero3_size=2, reshard_after_forward=False) for _ in range(2)]
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    for number, model in enumerate(models):
+        loss = model(x).float().sum()
+        if number:
+            model.eval()
+            with torch.no_grad(), layerzero.full_precision(model):
+                model(x)
+            model.train()
+        loss.backward()
+    for ours, theirs in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+    alone = _alone(models[0], plain).train()
+    with torch.no_grad(), layerzero.full_precision(models[0]):
+        assert torch.equal(models[0](x), alone(x))
+    for ours, theirs in zip(models[0].buffers(), alone.buffers(), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
+
+
+def test_a_backward_may_come_after_it() -> None:
+    run_ranks(_between, world_size=WORLD)
+
+
+class _Failing(nn.Module):
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError("of the user")
+        return self.linear(x)
+
+
+def _refuse(rank: int) -> None:
+    model = _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=2, units={_Failing}, buffer_dtype=None)
+    x = torch.ones(1, 4)
+    loss = model(x).sum()
+    context = layerzero.full_precision(model)
+    with context:
+        with pytest.raises(RuntimeError, match=r"inside layerzero.full_precision.*torch.no_grad\(\)"):
+            model(x)
+        with pytest.raises(RuntimeError, match=r"backward.*inside layerzero.full_precision"):
+            loss.backward()
+        for other in (layerzero.full_precision, layerzero.unsharded):
+            with pytest.raises(RuntimeError, match=r"inside layerzero\.full_precision: leave"), other(model):
+                pass
+        assert layerzero.full_state_dict(model, rank0_only=False).keys() == model.state_dict().keys()
+        model[1].fails = True
+        with torch.no_grad(), pytest.raises(KeyError, match="of the user"):
+            model(x)
+        model[1].fails = False
+        with torch.no_grad():
+            model(x)
+    with (
+        layerzero.unsharded(model),
+        pytest.raises(RuntimeError, match=r"inside layerzero\.unsharded: leave"),
+        layerzero.full_precision(model),
+    ):
+        pass
+    model.zero_grad()
+    model(x).sum().backward()
+
+    def edit(module: nn.Module, args: Any) -> None:
+        module.weight.add_(1)
+
+    handle = model[0].linear.register_forward_pre_hook(edit)
+    with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError, match="changed in place"):
+        model(x)
+    handle.remove()
+    with torch.no_grad(), layerzero.full_precision(model):
+        model(x)
+    ema = layerzero.EMA(model)
+    ema.update()
+    with ema.swapped(), layerzero.full_precision(model), torch.no_grad():
+        model(x)
+
+
+def test_what_it_cannot_do_is_refused_and_the_model_stays_usable() -> None:
+    run_ranks(_refuse, world_size=WORLD)
+
+
+def _disagree(rank: int) -> str:
+    model = _shard(nn.ModuleList([_Failing(), _Failing()]), zero3_size=2, units={_Failing}, buffer_dtype=None)
+    with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError) as caught:
+        for unit in model if rank < 2 else reversed(model):  # replicas differ, which is legal elsewhere
+            unit(torch.ones(1, 4))
+    return str(caught.value)
+
+
+@BOTH
+def test_replicas_that_call_other_units_are_told(node_memory: str | None) -> None:
+    for message in run_ranks(_disagree, world_size=WORLD, node_memory=node_memory, pg_timeout=20):
+        assert "different orders" in message and "all data-parallel ranks" in message, message
