@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import runtimes_of
+from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.inner import note_edits
 from layerzero.tensors.sharded import plain
 
@@ -32,7 +33,7 @@ def clip_grad_norm_(
     out: their gradients are neither counted nor scaled.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: from :func:`layerzero.shard_model`, or a module that holds sharded models, whose norm is taken together.
         max_norm: largest norm to keep.
         norm_type: p of the p-norm, ``float("inf")`` included.
         extra_groups: further process groups that hold other parts of the same model (tensor or pipeline parallel).
@@ -48,13 +49,43 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    runtime = runtime_of(model)
-    runtime.complete_gradients()
-    held = [(m.span.face, plain(m.parameter.grad)) for m in runtime.members.values() if m.parameter.grad is not None]
-    held = [(face, shard) for face, shard in held if shard.numel()]
-    shards = [shard for _, shard in held]
-    counted = [shard for face, shard in held if face is None or face.counts]  # of copies on further axes, one does
+    runtimes = runtimes_of(model)
+    if "" not in runtimes:
+        _refuse_unsharded_gradients(model, runtimes)
+    for runtime in runtimes.values():
+        runtime.complete_gradients()
+    infinite = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    sent, *others = [_reduced(runtime, norm_type, op) for runtime in runtimes.values()]
+    for other in others:
+        sent = torch.maximum(sent, other) if infinite else sent + other
+    for group in extra_groups:
+        dist.all_reduce(sent, op=op, group=group)
+    total = sent.view(torch.float32) if infinite else sent.pow(1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for runtime in runtimes.values():
+        gradients = _gradients(runtime)
+        if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
+            note_edits(gradients)
+            torch._foreach_mul_(shards, coefficient.to(shards[0].device))
+    return total
 
+
+def _gradients(runtime: Runtime) -> list[Tensor]:
+    return [m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None]
+
+
+def _reduced(runtime: Runtime, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Sum of the p-th powers, or the largest absolute value, of all gradients of one model, over its ranks.
+
+    Returns:
+        0-dim fp32 tensor, or int32 tensor with the bits of one for the infinite norm.
+    """
+    held = [(m.span.face, plain(m.parameter.grad)) for m in runtime.members.values() if m.parameter.grad is not None]
+    # Of copies on further axes, one counts.
+    counted = [shard for face, shard in held if shard.numel() and (face is None or face.counts)]
     # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
     device = runtime.topology.device
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -63,15 +94,17 @@ def clip_grad_norm_(
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
     # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     runtime.everyone.reduce(sent, op)
-    for group in extra_groups:
-        dist.all_reduce(sent, op=op, group=group)
-    if not math.isinf(norm_type):
-        total = total.pow(1.0 / norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
-    if shards:
-        note_edits(m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None)
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0).to(shards[0].device))
-    return total
+    return sent
+
+
+def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, Runtime]) -> None:
+    """Raise if a module that holds sharded models has gradients of its own beside them, which nothing averages."""
+    known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
+    others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
+    if others:
+        raise ValueError(
+            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient and is in none of the "
+            f"sharded models {', '.join(map(repr, runtimes))}, so that it is not averaged over the ranks. Shard it, "
+            "too, or call clip_grad_norm_ for each sharded model"
+        )

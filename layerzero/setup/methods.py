@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.engine.hooks import forward_hooks, runtime_of, units_within
+from layerzero.engine.hooks import forward_hooks, runtime_of, runtimes_of, units_within
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
 from layerzero.tensors.outside import call_between
@@ -51,14 +51,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
                 (model(batch) / len(batches)).backward()
 
-    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``.
+    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. Of a module that holds sharded
+    models, all of these only accumulate.
     """
-    runtime = runtime_of(model)
-    before, runtime.reduces = runtime.reduces, False
+    before = [(runtime, runtime.reduces) for runtime in runtimes_of(model).values()]
+    for runtime, _ in before:
+        runtime.reduces = False
     try:
         yield
     finally:
-        runtime.reduces = before
+        for runtime, reduces in before:
+            runtime.reduces = reduces
 
 
 @contextmanager

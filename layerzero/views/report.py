@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import runtimes_of
 from layerzero.engine.runtime import Runtime
 from layerzero.setup.foreseen import foresee, formula_bytes, on_device
 from layerzero.setup.planned import planned_again
@@ -108,13 +108,36 @@ class TrafficReport:
 def memory(model: nn.Module) -> MemoryReport:
     """Predicted and measured bytes of a sharded model on this rank, by kind.
 
+    Of a module that holds sharded models: the sums. The sum of their peaks is at least the peak of all.
+
     Example::
 
         report = layerzero.memory(model)
         print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
         print(report)  # a table
     """
-    runtime = runtime_of(model)
+    reports = [_memory(runtime) for runtime in runtimes_of(model).values()]
+    if len(reports) == 1:
+        return reports[0]
+    return MemoryReport(
+        predicted=_total(report.predicted for report in reports),
+        measured=_total(report.measured for report in reports),
+        node=sum(report.node for report in reports),
+        predicted_peak=sum(report.predicted_peak for report in reports),
+        measured_peak=sum(report.measured_peak for report in reports),
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sum by key; keys keep their order."""
+    found: dict[str, int] = {}
+    for each in counts:
+        for key, count in each.items():
+            found[key] = found.get(key, 0) + count
+    return found
+
+
+def _memory(runtime: Runtime) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
     foreseen = foresee(planned_again(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
@@ -135,9 +158,22 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     """Calls and bytes that this rank has sent, by exchange and axis; `reset` starts the next count at zero.
 
     A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
-    hop 2 (n-1)/n of the buffer.
+    hop 2 (n-1)/n of the buffer. Of a module that holds sharded models: the sums.
     """
-    runtime = runtime_of(model)
+    reports = [_traffic(runtime, reset=reset) for runtime in runtimes_of(model).values()]
+    if len(reports) == 1:
+        return reports[0]
+    predicted = [report.predicted for report in reports]
+    unknown = {exchange for report in reports for exchange in report.calls.keys() - report.predicted.keys()}
+    return TrafficReport(
+        calls=_total(report.calls for report in reports),
+        bytes=_total(report.bytes for report in reports),
+        bytes_by_axis=_total(report.bytes_by_axis for report in reports),
+        predicted={exchange: count for exchange, count in _total(predicted).items() if exchange not in unknown},
+    )
+
+
+def _traffic(runtime: Runtime, *, reset: bool) -> TrafficReport:
     ledger = runtime.topology.ledger
     by_exchange: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
