@@ -120,7 +120,7 @@ def _refuses(rank: int, path: str) -> None:
             assert all(torch.equal(value, weights[name]) for name, value in now.items())
             assert any(not torch.equal(value, loaded[name]) for name, value in now.items())
         groups = [{**group, "wd_mult": 7.0} for group in state["optimizer"]["param_groups"]]
-        with pytest.raises(ValueError, match=r"no parameter group with wd_mult=0.0"):
+        with pytest.raises(ValueError, match=r"no parameter group with .*wd_mult=0.0"):
             other.load_state_dict({**state["optimizer"], "param_groups": groups})
 
 
