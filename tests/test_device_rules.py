@@ -1,4 +1,4 @@
-"""Rules of the device path, on a simulated device: devices of collectives, streams of memory, graph capture, warnings."""
+"""Devices of collectives, streams of memory, graph capture and warnings, on a simulated device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _capture(rank: int) -> None:
         device.captures = False
         loss = integer_loss(model, integer_batch(rank=rank))
         device.captures = True
-        with pytest.raises(RuntimeError, match="backward of unit 'head' was called .* Capture modules inside a unit"):
+        with pytest.raises(RuntimeError, match=r"backward of unit 'head' was called .* Capture modules inside a unit"):
             loss.backward()
         with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called"):
             optimizer.step()

@@ -472,7 +472,7 @@ def _follow(rank: int) -> None:
         del calls[dead], call
         assert [call.follower for call in calls] == [*calls[1:], None], dead
         assert list(calls[-1].ended_handles()) == list(head.handles), "the unit that was not called"
-        for call, follower in zip(calls[:-1], calls[1:], strict=True):
+        for call, follower in itertools.pairwise(calls):
             again = any(each.unit is follower.unit for each in calls[: calls.index(follower)])
             assert list(call.ended_handles()) == ([] if again else list(follower.unit.handles)), "of the last call only"
 

@@ -95,6 +95,17 @@ def check_buffers(plans: Sequence[UnitPlan]) -> None:
                     )
 
 
+def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+    """Raise where compute weights are to lie in host memory, and the class of one of them gathers them by itself."""
+    for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
+        if config.offload_params:
+            raise ValueError(
+                f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose all-gather "
+                "extension reads its shard on the device. Leave offload_params out; offload_optimizer and offload_grads "
+                "work"
+            )
+
+
 def check_codec(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
     """There is something to encode."""
     computes = {
@@ -209,7 +220,12 @@ def plan_handles(
         in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
         precision = replace(in_compute, compute=parameter.dtype)
         route = Route.plan(
-            where.grid, precision, accumulation=accumulation, divide_factor=factor, adds_hop1=where.adds_hop1
+            where.grid,
+            precision,
+            accumulation=accumulation,
+            divide_factor=factor,
+            adds_hop1=where.adds_hop1,
+            adds_hop2=where.adds_hop2,
         )
         planned.append(
             PlannedHandle(

@@ -33,6 +33,7 @@ from layerzero.setup.build import (
     check_buffers,
     check_codec,
     check_meta,
+    check_offload,
     describe,
     parts_of,
     plan_handles,
@@ -215,6 +216,7 @@ def shard_model(
         further = further_axes(plans)
         check_meta(plans, param_init_fn)
         check_codec(plans, config)
+        check_offload(plans, config)
         if sync_module_states:
             check_buffers(plans)
         fields = describe(model, plans, config)

@@ -50,8 +50,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
         return
     raise RuntimeError(
         f"{what} was called while a CUDA graph is being captured. A replay repeats its kernels, but not the gathers, "
-        "reductions and state changes that layerzero launches from the host. Capture modules inside a unit (for example "
-        "torch.cuda.make_graphed_callables on an attention module), not the whole step"
+        "reductions and state changes that layerzero launches from the host. Capture modules inside a unit (for "
+        "example torch.cuda.make_graphed_callables on an attention module), not the whole step"
     )
 
 
