@@ -384,7 +384,7 @@ def _refused(rank: int) -> None:
         model = nn.Sequential(Layer(kind))
         with pytest.raises(ValueError, match=rf"parameter '0.weight' is {text}"):
             shard(wrap(model))
-    with pytest.raises(ValueError, match="offload_params=True: parameter '0.weight' is a Rounded"):
+    with pytest.raises(ValueError, match=r"offload_params=True: parameter '0.weight' is a Rounded"):
         shard(nn.Sequential(Layer(Rounded)), offload_params=True)
     transposed = nn.Sequential(Layer(Rounded))
     transposed[0].weight = nn.Parameter(Rounded(torch.randn(WIDTH, WIDTH, dtype=FP64).T))

@@ -100,9 +100,9 @@ def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
     for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
-                f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose all-gather "
-                "extension reads its shard on the device. Leave offload_params out; offload_optimizer and offload_grads "
-                "work"
+                f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose "
+                "all-gather extension reads its shard on the device. Leave offload_params out; offload_optimizer and "
+                "offload_grads work"
             )
 
 
