@@ -204,7 +204,7 @@ def resume(args: argparse.Namespace, trainer: Trainer) -> int:
     if dist.get_rank() == 0:
         print(f"resumed from step {step}" + (", nothing to do" if step >= args.steps else ""))
         if steps != args.steps:
-            print(f"the cosine was to end with step {steps}; from here on, rates are those of a run of {args.steps}")
+            print(f"the cosine of the saved run ended at step {steps}; learning rates now follow a run of {args.steps}")
     return step
 
 

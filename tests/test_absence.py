@@ -213,7 +213,7 @@ def _save_on_rank_0(rank: int, folder: Path) -> str:
 def test_a_save_on_rank_0_only_is_told_that_all_ranks_must_call_it(tmp_path: Path) -> None:
     message = run_ranks(_save_on_rank_0, tmp_path, world_size=2, pg_timeout=SECONDS)[0]
     assert "checkpoint.save: ranks [1] did not take part within 3 s" in message, message
-    assert "All ranks must come to it: look for `if rank == 0:` around it" in message, message
+    assert "All ranks must call it. Look for `if rank == 0:` around the call" in message, message
 
 
 def _leave_out_one_of_four(rank: int) -> str:

@@ -167,7 +167,7 @@ def _another_model(rank: int, folder: str) -> None:
         "missing: further0.weight, further0.bias, further1.weight and 37 more",
         "unexpected: 10.bias, 10.weight, 11.bias and 9 more",
         "7.weight: expected shape [5, 3], the checkpoint has [3, 3]",
-        "keep the checkpoints of this one in another folder",
+        "use another folder for this one",
     ):
         assert said in message, f"{said!r} is not in {message}"
     assert len(message) < 1500, message

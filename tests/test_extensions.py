@@ -399,7 +399,7 @@ def _refused(rank: int) -> None:
         shard(tied)
     tied[0].weight = nn.Parameter(Rounded(torch.ones(WIDTH, WIDTH, dtype=FP64)))
     tied[1].weight = nn.Parameter(Rounded(tied[0].weight.values), requires_grad=False)
-    with pytest.raises(ValueError, match="give both the same parameter, or copy the values"):
+    with pytest.raises(ValueError, match="Use one parameter for both, or copy the values"):
         shard(tied)
     for way, error, text in (
         ("raises", (ArithmeticError, RuntimeError), "no way to send it"),
@@ -407,7 +407,7 @@ def _refused(rank: int) -> None:
         ("a number", TypeError, "must return plain tensors with at least one dim to gather, got Tensor of shape"),
         ("unequal", ValueError, "fsdp_pre_all_gather of parameter '0.weight': ranks disagree: inputs is"),
         ("no pair", TypeError, "fsdp_post_all_gather of parameter '0.weight' must return .gathered tensor"),
-        ("integers", TypeError, "returned a tensor of torch.int32: modules compute with a floating-point"),
+        ("integers", TypeError, "returned a tensor of torch.int32, and modules compute with floating-point ones"),
         ("small", ValueError, r"of shape \[5, 6\], which is smaller than the parameter, \[6, 6\]"),
     ):
         Odd.way = way
@@ -417,7 +417,7 @@ def _refused(rank: int) -> None:
     model = shard(wrap(nn.Sequential(Layer(Odd))))
     one_pass(model, rank, 0)
     Odd.way = "later"
-    with pytest.raises(RuntimeError, match="the shapes and dtypes of what is gathered must not change"):
+    with pytest.raises(RuntimeError, match="Return inputs of the same shapes and dtypes in every gather"):
         one_pass(model, rank, 0)
     Odd.way = ""
     model.zero_grad()

@@ -379,11 +379,13 @@ def _refused(rank: int) -> None:
     data = batch(0, 0, rank)
     inside(model, data)
     changes: dict[str, Callable[[], object]] = {
-        r"optimizer\.step\(\) inside layerzero\.gathered": optimizer.step,
-        "changing weights inside layerzero.gathered": lambda: layerzero.load_full_state_dict(model, state),
-        "changing weights inside": lambda: layerzero.refresh(model),
-        "layerzero.unsharded inside": lambda: layerzero.unsharded(model).__enter__(),
-        r"weights inside layerzero.gathered.*of head as": lambda: average.swapped().__enter__(),
+        r"optimizer\.step\(\) is not possible inside layerzero\.gathered": optimizer.step,
+        "changing weights is not possible inside layerzero.gathered": lambda: layerzero.load_full_state_dict(
+            model, state
+        ),
+        "changing weights is not possible inside": lambda: layerzero.refresh(model),
+        "layerzero.unsharded is not possible inside": lambda: layerzero.unsharded(model).__enter__(),
+        r"weights is not possible inside layerzero.gathered.*weights of head\.": lambda: average.swapped().__enter__(),
     }
     with layerzero.gathered(model.head):
         for text, change in changes.items():

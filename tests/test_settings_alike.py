@@ -56,7 +56,7 @@ def test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_on
     for part in (
         "'lr' of parameter group 0 is 0.0625 on ranks 0, 1, 2, 0.03125 on rank 3",
         "'lr' of parameter group 1 is 0.0625 on ranks 0, 1, 2",
-        "ReduceLROnPlateau needs a loss that is averaged over the ranks",
+        "average the loss over the ranks before you pass it to ReduceLROnPlateau",
         "load the last checkpoint",
     ):
         assert part in said[0][first], said[0][first]

@@ -49,7 +49,7 @@ def check_usable(runtime: Runtime, optimizer: object) -> None:
         raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
     if optimizer is not None and optimizer not in runtime.optimizers:
         raise ValueError(
-            "the optimizer belongs to another model; pass the one that shard_optimizer made for this model"
+            "the optimizer belongs to another model. Pass the one that shard_optimizer returned for this model"
         )
     if View.FULL in runtime.views:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")

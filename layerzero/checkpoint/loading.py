@@ -30,7 +30,7 @@ from layerzero.optimizers.sharded import ShardedOptimizer
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
-_WAY_OUT = "If it is of another model, keep the checkpoints of this one in another folder; strict=False loads what fits"
+_WAY_OUT = "If it is of another model, use another folder for this one; strict=False loads the tensors that fit"
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
@@ -53,8 +53,7 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
         CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed; if a file
             could be read and then, a moment later, could not, the message says so, and the model and the optimizer
             refuse to be used until a load has succeeded.
-        ValueError: names, shapes or dtypes do not fit; lists them, or counts them where they are many. Nothing has been
-            changed.
+        ValueError: names, shapes or dtypes do not fit; the message lists or counts them. Nothing has been changed.
 
     Example::
 

@@ -63,7 +63,7 @@ class Names:
     Attributes:
         targets: by stored name: parameters, persistent buffers, and modules with an extra state.
         members: by stored name.
-        dtypes: by stored name: original dtypes of buffers that `buffer_dtype` has cast, in which they are saved.
+        dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name; files have these dtypes.
         odd: names in the state dict that stand for none of these.
     """
 
@@ -81,7 +81,7 @@ class Names:
         extra = [name for name in state if name.endswith(_EXTRA)]
         owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
         first_name: dict[int, str] = {}
-        dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # a tied buffer is cast once
+        dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # by id, for tied buffers
         for name, value in state.items():
             target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
             if target is None:

@@ -28,7 +28,7 @@ class Staging:
     """The memory of one model's background saves, which the next save takes again.
 
     Args:
-        topology: of the model. A save that is being written keeps its process groups.
+        topology: topology of the model, whose process groups a running save keeps.
 
     Attributes:
         group: on which the ranks talk while they write, and nobody else does; None: a new one is needed.
@@ -45,7 +45,7 @@ class Staging:
         self._memory = host_memory(0, torch.uint8, device=device)
 
     def finish(self) -> None:
-        """Wait for a save in the background. If it has failed and nobody has been told, warn."""
+        """Wait for a save in the background. Warn if it has failed and its error was not raised."""
         while self.listeners:
             self.listeners.pop().remove()
         if self.pending is not None:

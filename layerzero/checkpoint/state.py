@@ -39,8 +39,8 @@ from layerzero.tensors.whole import rows_of
 
 __all__ = ["Restore"]
 
-_LISTED, _EXAMPLES = 12, 3  # problems that are all listed, and of more: so many of each kind
-_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # by how they begin; "": in another way
+_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more, 3 of each kind
+_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for all others
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Restore:
         apart: Apart | None = None,
     ) -> None:
         self.problems: list[str] = []
-        self._differ, self._count = 0, 0  # tensors of the model: that do not fit, and in all
+        self._differ, self._count = 0, 0  # tensors of the model: those that differ, and all
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -104,7 +104,7 @@ class Restore:
             self.tensors[key] = self._memory(key, spans)
 
     def summary(self) -> str:
-        """Return the problems as text: all of a few, and of many how many there are, with some of each kind."""
+        """Return the problems as text: all of them if they are few, otherwise a count and examples of each kind."""
         if len(self.problems) <= _LISTED:
             return "; ".join(self.problems)
         by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}

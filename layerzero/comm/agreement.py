@@ -28,8 +28,8 @@ _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # the group of all ranks
 _CALL_ON_ALL = (
-    "All ranks must come to it: look for `if rank == 0:` around it, and for the output of a rank that raised or was "
-    "killed, or that needs longer than this"
+    "All ranks must call it. Look for `if rank == 0:` around the call, and in the output of each rank for an error, a "
+    "signal or a slow step"
 )
 
 
@@ -61,8 +61,8 @@ def agree(
         groups: by the name of a group: further fields, equal on the ranks that publish something of this group.
         failure: what this rank would have raised; re-raised here, and reported on the other ranks.
         timeout: how long to wait for the others; the store's own timeout by default.
-        advice: a sentence for the message of a difference: what to do about it. It is no part of `subject`, by which
-            other ranks are told where this one was.
+        advice: a sentence for the message of a difference, which says what to do. It is not a part of `subject`, which
+            messages of other ranks quote.
 
     Raises:
         ValueError: the ranks disagree; names each field, its values and the ranks that hold them.

@@ -52,7 +52,7 @@ class Census:
         self._places = torch.tensor([places.get(name, nowhere) for name in own], dtype=torch.int64, device="cpu")
 
     def tell(self, own: bytearray, further: bytes) -> Heard:
-        """Start telling all ranks a byte for each parameter, in this rank's order, and as many `further` ones."""
+        """Start to send all ranks a byte for each parameter, in this rank's order, and then the bytes `further`."""
         names = len(self._names)
         sent = torch.zeros(names + 1, dtype=torch.uint8, device="cpu")
         sent[self._places] = torch.frombuffer(own, dtype=torch.uint8)

@@ -88,7 +88,7 @@ class Lane:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Raises RuntimeError after the model was closed."""
+        """The process group; raises RuntimeError after the model was closed."""
         return self.held.group
 
 

@@ -83,10 +83,10 @@ class Everyone:
         reduce_over(self.topology.over_model, number, op)
 
     def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
-        """Another gloo group of all ranks, for a thread of its own. All of them must call this.
+        """Make another gloo group of all ranks, for a thread of its own. All of them must call this.
 
         Args:
-            groups: whose it is; None: the model's.
+            groups: owner of the new group; None: the model.
         """
         return _gloo(groups or self.topology.groups, list(self.ranks), self.control.group)
 

@@ -60,7 +60,7 @@ class HandOver:
         self._landings.end_with(self)
 
     def close(self) -> None:
-        """Leave the shared memory. It is free when no tensor lies in it any more."""
+        """Unmap the shared memory. It is freed with the last tensor in it."""
         self._landings.thread.end()
         self.memory.close()
 

@@ -120,7 +120,7 @@ class NodeMemory:
         self.signals.advance(_PROOF)
 
     def close(self) -> None:
-        """Close the file. The other ranks of the node take this one for ended."""
+        """Close the file. The other ranks of the ZeRO-3 group then treat this rank as ended."""
         self._close()
 
     def doubt(self) -> str | None:

@@ -1,37 +1,37 @@
 """Process groups that layerzero makes, and when they are released.
 
 [Note: Groups of their members alone]
-Groups are made by their members only: a model may live on some of the ranks, and the others need not know of it. After
-``init_process_group(device_id=...)`` torch would split the world's communicator for each new group instead of making
-one, which takes all ranks of the world, and hang where some are not asked. So while a group is made here, the world is
-not bound to a device.
+Only the members of a group create it: a model may be on some of the ranks, and the others need not call anything.
+After ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group. All ranks of
+the world must take part in a split, so it hangs where only the members call it. Therefore the world is not bound to a
+device while a group is created here.
 
 [Note: Names of groups]
-torch names a group that only its members make after its ranks and the number of groups that the process is in. Groups
-that end make that number fall: names would return whose keys are still in the store, or that a living group has. And
-ranks that collect garbage at different times would name one group differently, and wait for each other. So a group has
-a name of our own here: its ranks, and how many groups of these ranks have been made. The groups of a model are not in
-torch's table of names either, as long as they need none of what that is for (see the next note): the names that torch
-gives to other groups do not depend on how many models are alive.
+torch derives the name of such a group from its ranks and from the number of groups that the process is in. That number
+falls when groups are released. A name could then return while its keys are still in the store, or while another group
+has it. Ranks that collect garbage at different times would also use different names for one group, and deadlock.
+So layerzero names a group after its ranks and the number of groups of these ranks that have been created. Local groups
+of a model are also removed from torch's tables (see the next note), so that the names that torch gives to other groups
+do not depend on the number of live models.
 
 [Note: Release of groups]
 A model's groups belong to its :class:`ModelGroups`, which lives as long as anything that could use them: the model, or
-a sharded parameter that somebody has kept. They are released when it is garbage collected, or by ``layerzero.close``.
+a sharded parameter that user code has kept. They are released when it is garbage collected, or by ``layerzero.close``.
 
-gloo ends locally: a group's threads and sockets go with the last reference to it. But its destructor waits for what is
-in flight, and garbage is collected in any thread, in the middle of anything, at another moment on each rank. So the
-finaliser only hands the groups to a thread, which drops each one when nothing is in flight on it. A rank that has
-dropped a group lets the others' exchanges on it fail, which ends them, so that no two ranks wait for each other.
+A gloo group is released locally: its threads and sockets end with the last reference to it. But its destructor waits
+for collectives in flight, and the garbage collector runs in any thread, at any point, at different times on each rank.
+So the finalizer only passes the groups to a thread, which drops each group once nothing is in flight on it. When one
+rank has dropped a group, collectives of other ranks on it fail instead of waiting, so there is no deadlock.
 
 On other backends, destroying a communicator may be a collective (``ncclCommAbort`` was one). There the groups of a
-model that was collected are kept until the next ``shard_model`` or ``close`` on all of their ranks, which compares what
-is gone on all of them, and shuts that down in one order. Such groups stay in torch's tables, so that
-``destroy_process_group()`` shuts down what is left.
+collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call compares which
+groups all of their ranks have given up, and destroys these in one order. They stay in torch's tables until then, so
+that ``destroy_process_group()`` destroys the rest.
 
 [Note: Groups of meshes]
-The groups of a mesh are made once for the same ranks, backend and timeout, and stay until ``destroy_process_group()``,
-as those of torch's ``init_device_mesh`` do. DTensor's caches compare meshes by their ranks and return specs that hold
-the mesh of an earlier model, whose groups must then still work.
+The groups of a mesh are created once for the same ranks, backend and timeout. They stay until
+``destroy_process_group()``, like those of torch's ``init_device_mesh``. DTensor's caches compare meshes by their ranks
+and return specs with the mesh of an earlier model, so the groups of that mesh must still work.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ CLOSED = (
     "its last use, or shard a new one"
 )
 _PATIENCE = 5.0  # seconds
-_PERIOD = 0.02  # seconds between two looks at what is in flight
-_LOCAL = {"gloo", "fake"}  # backends that end without other ranks
+_PERIOD = 0.02  # seconds between two checks of the work in flight
+_LOCAL = {"gloo", "fake"}  # backends whose groups end without other ranks
 
 
 class Ending(Protocol):
-    """Something that uses a group until it is done."""
+    """Work in flight on a group."""
 
     def done(self) -> bool: ...
 
@@ -92,12 +92,12 @@ class HeldGroup:
     """A process group until it is released.
 
     Attributes:
-        in_flight: by id, what must end before the group may go.
+        in_flight: work that must end before the group may be dropped, by id.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
-        self._store = store  # where the members have met, of a group that is released
+        self._store = store  # of the rendezvous; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.in_flight: dict[int, Ending] = {}
@@ -107,13 +107,13 @@ class HeldGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Raises RuntimeError where it was released."""
+        """The process group; raises RuntimeError after its release."""
         self.require_open()
         assert self._group is not None
         return self._group
 
     def require_open(self) -> None:
-        """Raise where it was released."""
+        """Raise RuntimeError after the release of the group."""
         if self._closed:
             raise RuntimeError(CLOSED)
 
@@ -128,7 +128,7 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Let go of what is done and was not waited for, and so of its tensors."""
+        """Drop work that is done although nothing waited for it, and thereby its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
@@ -138,11 +138,11 @@ class HeldGroup:
         self._closed = True
 
     def forget_store(self) -> None:
-        """Leave in the store what other ranks may still read."""
+        """Keep the group's keys in the store, which other ranks may still read."""
         self._store = None
 
     def drop(self) -> None:
-        """Give up the last reference. Of a group that is not local, all of its ranks must call this."""
+        """Drop the last reference. If the group is not local, all of its ranks must call this."""
         self._closed = True
         group, self._group = self._group, None
         self.in_flight.clear()
@@ -155,10 +155,10 @@ class HeldGroup:
             return
         for table in (world.pg_group_ranks, world.pg_backend_config):
             table.pop(group, None)
-        # In another world on the same store the key may be that of another group.
+        # After a new init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
-            with suppress(RuntimeError):  # gone, with the process that served it
-                self._store.delete_key(f"cpu//0/{group.rank()}")  # where gloo has told its address
+            with suppress(RuntimeError):  # the process that served the store has ended
+                self._store.delete_key(f"cpu//0/{group.rank()}")  # the address of this rank in gloo
 
 
 class ModelGroups:
@@ -168,10 +168,10 @@ class ModelGroups:
         self._held: list[HeldGroup] = []
         _RELEASES.expect()
         self._finalizer = weakref.finalize(self, _hand_over, self._held)
-        self._finalizer.atexit = False  # the process ends, and all of it
+        self._finalizer.atexit = False  # the end of the process frees everything
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
-        """A group that ends with the model. Only the members call this, each in the same order as its peers."""
+        """Create a group that is released with the model. Its members call this, all in the same order."""
         group, store = _make(ranks, like=like, device_type=device_type, backend=backend)
         held = HeldGroup(group, store=store)
         self._held.append(held)
@@ -180,14 +180,14 @@ class ModelGroups:
         return held
 
     def abandon(self) -> None:
-        """Release what is local, where the model could not be made; other ranks may still be connecting."""
+        """Release the local groups of a model that failed to build; other ranks may still be connecting to them."""
         for held in self._held:
             held.forget_store()
             held.close()
         self._finalizer()
 
     def release(self) -> None:
-        """Release all groups. Of groups that are not local, all of their ranks must call this."""
+        """Release all groups. For groups that are not local, all of their ranks must call this."""
         if not self._finalizer.alive:
             return
         for held in self._held:
@@ -200,7 +200,7 @@ class ModelGroups:
 
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """The group of these ranks for meshes, made when it is first asked for. See [Note: Groups of meshes]."""
+    """Return the group of these ranks for meshes; the first call creates it. See [Note: Groups of meshes]."""
     key = (tuple(sorted(ranks)), dist.get_backend_config(like), _timeout_of(like, device_type))
     found = _MESH_GROUPS.get(key)
     if found is None or found not in dist.distributed_c10d._world.pg_map:
@@ -211,15 +211,15 @@ def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: st
 def new_group_like(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = ""
 ) -> dist.ProcessGroup:
-    """A group with the backend and the timeout of another one, which torch keeps until ``destroy_process_group()``.
+    """Create a group with the backend and timeout of `like`, which torch keeps until ``destroy_process_group()``.
 
-    Only the members call this, each in the same order as its peers. See [Note: Groups of their members alone].
+    Only the members call this, all in the same order. See [Note: Groups of their members alone].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Numbers that the members of groups must agree on before they make one, as `groups` of :func:`agree`.
+    """Return numbers that the members of groups must agree on before they create one, as `groups` of :func:`agree`.
 
     See [Note: Names of groups].
     """
@@ -231,10 +231,10 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
 
 
 def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
-    """Drop the groups that all of their ranks have handed in. All `ranks` must call this, with the same `told`.
+    """Drop the groups that all of their ranks have given up. All `ranks` must call this, with the same `told`.
 
     Args:
-        told: by rank, what :func:`kept_for_release` has returned there.
+        told: results of :func:`kept_for_release`, by rank.
     """
     said = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):
@@ -243,16 +243,16 @@ def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def kept_for_release() -> str:
-    """Names of the groups that wait for their other ranks; see [Note: Release of groups]."""
+    """Return the names of the groups that wait for their other ranks; see [Note: Release of groups]."""
     world = dist.distributed_c10d._world
     for name, held in list(_KEPT.items()):
-        if held._group not in world.pg_map:  # of a world that was destroyed
+        if held._group not in world.pg_map:  # destroyed with its world
             del _KEPT[name]
     return json.dumps(sorted(_KEPT))
 
 
 def settle_releases() -> None:
-    """Wait, for a few seconds at most, for groups that were handed over and have nothing in flight."""
+    """Wait at most a few seconds until released groups without work in flight are dropped."""
     _RELEASES.settle()
 
 
@@ -279,7 +279,7 @@ def _names() -> Counter[tuple[int, ...]]:
 def _make(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str
 ) -> tuple[dist.ProcessGroup, Store]:
-    """A new group of `ranks`, and its part of the store."""
+    """Create a group of `ranks`; return it and its part of the store."""
     members = sorted(ranks)
     names = _names()
     names[tuple(members)] += 1
@@ -301,7 +301,7 @@ def _make(
 
 
 def _leave_tables(group: dist.ProcessGroup) -> None:
-    """Take a group out of torch's tables of names, which are for shutting down and for compiled collectives."""
+    """Remove a group from torch's tables, which serve ``destroy_process_group()`` and compiled collectives."""
     world = dist.distributed_c10d._world
     world.pg_map.pop(group, None)
     world.pg_names.pop(group, None)
@@ -330,7 +330,7 @@ def _nothing_to_split() -> Iterator[None]:
 
 
 def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Of its exchanges; None where its backend does not tell, for torch's default."""
+    """Return the timeout of the group's collectives; None for torch's default, if the backend does not report it."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):  # the base class of backends raises where there are no options
@@ -339,7 +339,7 @@ def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
 
 
 def _hand_over(groups: list[HeldGroup]) -> None:
-    """Have groups released. Called by finalisers, in any thread and in the middle of anything: takes no lock."""
+    """Pass groups to the release thread. Takes no lock, since finalizers call it in any thread at any point."""
     for held in groups:
         if held.is_local:
             held.forget_done()
@@ -347,19 +347,19 @@ def _hand_over(groups: list[HeldGroup]) -> None:
 
 
 class _Releases:
-    """The thread that drops groups; see [Note: Release of groups]. It lives as long as there are any."""
+    """Thread that drops groups, and that lives as long as there are any; see [Note: Release of groups]."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[HeldGroup] | threading.Event | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._owners = 0  # that are alive, or whose groups are not all dropped
+        self._owners = 0  # alive, or with groups that are not dropped yet
         self._thread: threading.Thread | None = None
 
     def expect(self) -> None:
-        """Something has been made whose groups will be put here. Never called by a finaliser."""
+        """Count an owner whose groups will be put here. Finalizers must not call this: it takes a lock."""
         with self._lock:
             self._owners += 1
-            if self._thread is None or not self._thread.is_alive():  # a fork leaves threads behind
+            if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
                 self._thread = threading.Thread(target=self._run, name="layerzero release", daemon=True)
                 self._thread.start()
 
@@ -367,7 +367,7 @@ class _Releases:
         self._queue.put(groups)
 
     def settle(self) -> None:
-        """Return when what was put here before is dropped, but for what has something in flight."""
+        """Wait until the groups that were put here before are dropped, except those with work in flight."""
         thread = self._thread
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
             return
@@ -376,11 +376,11 @@ class _Releases:
         deadline = time.monotonic() + _PATIENCE
         while not passed.wait(_PERIOD) and thread.is_alive() and time.monotonic() < deadline:
             pass
-        if self._thread is not thread:  # nothing is left to do: it ends
+        if self._thread is not thread:  # it has no owners left and ends
             thread.join(_PATIENCE)
 
     def end(self) -> None:
-        """At the end of the process, in which no thread may be inside a backend."""
+        """Stop the thread at the end of the process, when no thread may be inside a backend."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._queue.put(None)
@@ -416,9 +416,9 @@ class _Releases:
 
 
 def _drop_idle(groups: list[HeldGroup]) -> bool:
-    """Drop those on which nothing is in flight; whether others are left in the list."""
+    """Drop the groups without work in flight; return whether others are left in the list."""
     here = [held for held in groups if held.is_local and held.is_idle]
-    if len(here) > 1:  # gloo closes one connection after the other, and waits a little for each
+    if len(here) > 1:  # gloo closes connections one by one, with a short wait for each
         threads = [threading.Thread(target=held.drop, daemon=True) for held in here]
         for thread in threads:
             thread.start()

@@ -51,7 +51,7 @@ class Topology:
     grid: Grid  # where this rank stands among them
     device: torch.device
     ledger: Ledger
-    groups: ModelGroups  # whose the groups of the lanes are, and of others that the model makes
+    groups: ModelGroups  # owner of the process groups of the lanes, and of others of the model
     # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
     # function of the program; see "One step" in docs/architecture.md.
     zero3_gather: Lane
@@ -100,8 +100,8 @@ class Topology:
         """Every rank of the mesh must call this.
 
         Args:
-            ledger: counts what is sent here, too.
-            groups: of the model, if it has other topologies.
+            ledger: counters of the model, if it has other topologies.
+            groups: process groups of the model, if it has other topologies.
         """
         mesh, ledger = as_data_parallel(mesh), ledger or Ledger()
         groups = groups or ModelGroups()
@@ -234,7 +234,7 @@ def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type:
 
 
 def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
-    """The row and the column of a table of ranks [R, S] in which this rank stands."""
+    """Return the row and the column of this rank in a table of ranks [R, S]."""
     ((r, s),) = (table == dist.get_rank()).nonzero().tolist()
     return table[r].tolist(), table[:, s].tolist()
 
@@ -280,12 +280,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if (ranks.diff() <= 0).any():
         blocks = sorted(ranks.tolist())
         raise ValueError(
-            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row: the ranks that share weights "
-            "must be neighbours among the data-parallel ones, as the layout of rows assumes. Use "
+            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row. The layout of rows needs "
+            "this: ranks of a ZeRO-3 group must be neighbours among the data-parallel ranks. Use "
             f"{[blocks[i : i + shape[-1]] for i in range(0, len(blocks), shape[-1])]}, as layerzero.init_mesh makes it"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh has the ranks {mesh.mesh.tolist()}, and this is rank {dist.get_rank()}: pass its own")
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, and rank {dist.get_rank()} is none of them, so it cannot hold a "
+            "part of the model. Pass a mesh with this rank, or call shard_model on the ranks of the mesh only"
+        )
 
 
 def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:

@@ -95,7 +95,7 @@ def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout:
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks came to it"
-    # Without `why`: in the message of another rank it would be read as the cause of another failure.
+    # Without `why`, which the message of another rank would report as the cause of its own failure.
     if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
         why += f"; {_SILENT}"  # by now
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"

@@ -22,7 +22,7 @@ _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # units: what a model says of itself
 UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
 
-# Callable[..., bool] are the policies of FSDP1; lists inside the iterable are modules that form one unit.
+# Callable[..., bool] is a policy of FSDP1; a list inside the iterable is one unit of several modules.
 _UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
 Units = _UnitEntry | Callable[[str, nn.Module], bool | str] | Callable[..., bool] | Iterable[_UnitEntry] | None
 Accumulation = str | Callable[[str, nn.Module], str]

@@ -2,8 +2,8 @@
 
 [Note: Dtype of saved buffers]
 A state dict holds a buffer in its original dtype, as FSDP1's does, so that it loads into a model that was not sharded.
-Its values are those of the cast buffer: what the cast has rounded away is lost, and what a forward adds to a running
-mean is rounded, too. With ``keep_vars=True`` a state dict holds the buffers themselves.
+Its values are those of the cast buffer: they stay rounded, and so are updates of a running mean in a forward. With
+``keep_vars=True`` a state dict holds the buffers themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CastBuffer", "in_original_dtype", "keep_dtypes_in_state", "original_
 
 @dataclass(frozen=True, eq=False)
 class CastBuffer:
-    """One buffer of a module."""
+    """One cast buffer of a module."""
 
     module: weakref.ref[nn.Module]  # see [Note: Who keeps whom] in hooks.py
     name: str  # in the module
@@ -35,7 +35,7 @@ class CastBuffer:
         return None if module is None else module._buffers.get(self.name)
 
     def show(self, tensor: Tensor) -> None:
-        """Let the module have another tensor."""
+        """Put another tensor in the place of the buffer."""
         if (module := self.module()) is not None:
             module._buffers[self.name] = tensor
 
@@ -47,9 +47,9 @@ def original_dtypes(buffers: Iterable[CastBuffer]) -> dict[int, torch.dtype]:
 
 @contextmanager
 def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
-    """Cast buffers to their original dtypes inside the context; afterwards back, with what was written inside."""
+    """Cast buffers to their original dtypes inside the context, and back after it, writes included."""
     shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
-    with torch.inference_mode(False), torch.no_grad():  # what is kept from here on is used in training, too
+    with torch.inference_mode(False), torch.no_grad():  # the tensors are used in training afterwards
         for each in buffers:
             cast = each.tensor
             if cast is not None and cast.dtype != each.dtype:
@@ -62,15 +62,15 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for each, cast, original in shown:
                 now = each.tensor
-                if now is original:  # versions do not tell whether batch-norm has written it
+                if now is original:  # batch-norm writes it without a new version
                     cast.data.copy_(original)
                     each.show(cast)
-                elif now is not None:  # the user has put another one there
+                elif now is not None:  # the user has replaced the buffer
                     each.show(now.to(cast.dtype))
 
 
 def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
-    """Have ``state_dict()`` return these buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
+    """Register hooks that return buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
     dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
     for each in buffers:
         if (module := each.module()) is not None:
@@ -80,7 +80,7 @@ def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
 
 
 class _CastBack:
-    """A hook of a module's ``state_dict()``."""
+    """Hook of a module's ``state_dict()`` that casts its buffers back."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes

@@ -2,9 +2,9 @@
 
 [Note: Full-precision gathers]
 Compute weights are casts of the masters, so full precision is gathered from the ZeRO-1 shards: along the replica axis
-into this rank's place of the full buffer, then along the zero3 axis. All data-parallel ranks take part, also where
-ranks share memory or nothing is gathered otherwise. Handles whose compute dtype holds the masters exactly are gathered
-as always.
+into this rank's slice of the full buffer, then along the zero3 axis. All data-parallel ranks take part, also if they
+share memory or need no gather otherwise. Handles whose compute dtype represents the masters exactly are gathered as
+usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FullPrecision:
     """Full buffer of one handle in the masters' dtype, and the parameters that are views of it.
 
     Attributes:
-        parameters: by member: what the module computes with, of the gathered parameter's shape and strides.
+        parameters: by member, the parameter that the module computes with, in shape and strides of the gathered one.
     """
 
     def __init__(self, handle: Handle, storages: StoragePool) -> None:
@@ -53,12 +53,12 @@ class FullPrecision:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there now."""
+        """Number of bytes that are allocated now."""
         return self._full.untyped_storage().nbytes() + self._leaves.nbytes
 
     @property
     def edited(self) -> bool:
-        """A forward has changed a parameter since the last call of :meth:`free`."""
+        """Whether a forward has changed a parameter since the last call of :meth:`free`."""
         return self._leaves.version != self._version
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Finish the gather: from here on the parameters have their values."""
+        """Finish the gather; the parameters then have their values."""
         if (first := self._first) is not None:
             self._first = None
             first.wait()

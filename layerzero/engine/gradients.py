@@ -155,7 +155,7 @@ class Gradients:
     # One backward pass
 
     def arrive(self, slot: int, gradient: Tensor) -> None:
-        """Take one parameter's whole gradient, any floating dtype, of the parameter's shape."""
+        """Accept the full gradient of one parameter, in any floating dtype and the parameter's shape."""
         self.round.arrive(slot)
         self.usage[slot] = Usage.NEW
         self.landing.add(slot, gradient, self.route.landing_scale)
@@ -241,7 +241,7 @@ class Gradients:
 
 
 class Round:
-    """Gradients of one handle in one backward: those expected and those that have arrived. Sets of slots.
+    """Slots of one handle whose gradients are expected or have arrived in one backward.
 
     The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in
     reduction.py.
@@ -266,7 +266,7 @@ class Round:
         self._missing &= ~self._arrived
 
     def close(self, is_coming: Callable[[int], bool]) -> None:
-        """Expect only those of the missing gradients that are still coming: the backward has passed all calls."""
+        """Stop expecting gradients that cannot come any more: the backward has passed all calls of the unit."""
         self._closed = True
         if self._missing:
             coming = _set(map(is_coming, range(self._trained.bit_length())))

@@ -76,8 +76,8 @@ class Handle:
             values are taken, its storage is not kept.
         shared: memory of the node for the full buffer, if there is any.
         travel: what travels in gathers, and what is kept from a forward to its backward.
-        extension: of the one parameter of `layout`, if its class has one; see [Note: All-gather extensions] in
-            tensors/extensions.py. There is no full buffer then.
+        extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
+            [Note: All-gather extensions] in tensors/extensions.py.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Handle:
 
         grid, device = topology.grid, topology.device
         numel, place = grid.numel(layout, Extent.NODE), grid.place(layout, Extent.NODE, Extent.WHOLE)
-        self.in_host: HostShard | None = None  # where compute weights lie there; see storage/host.py
+        self.in_host: HostShard | None = None  # compute weights in host memory; see storage/host.py
         if shared is None and buffers.weights_to_host is not None:
             self.in_host = HostShard(numel, precision.compute, buffers.weights_to_host, buffers.scratch)
         self.zero3 = self._new_zero3(numel, place)  # [G / S]
@@ -165,19 +165,19 @@ class Handle:
 
     @cached_property
     def gathers(self) -> bool:
-        """Weights are exchanged, or fetched from host memory, before they are computed with."""
+        """Whether weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
         return self.shared is None and not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
 
     @property
     def _has_full_buffer(self) -> bool:
-        """The full buffer is more than the ZeRO-3 shard."""
+        """Whether the full buffer has memory beside the ZeRO-3 shard."""
         return self.gathers and not self._is_extended
 
     @property
     def extension_bytes(self) -> GatheredBytes | None:
-        """What the gathered parameter takes, if its class has an all-gather extension."""
+        """Bytes of the gathered parameter, if its class has an all-gather extension."""
         return self._leaves.bytes if isinstance(self._leaves, ExtendedGather) else None
 
     @property
@@ -198,9 +198,9 @@ class Handle:
         return self.trainable or self.watch.edited or graded
 
     def close(self) -> None:
-        """Give up all memory but the masters, which the sharded parameters show."""
+        """Free all memory except the masters, which the sharded parameters show."""
         for member in self.members:
-            # In shared memory they would keep all of it.
+            # A view would keep the whole shared mapping alive.
             master = member.master if self.shared is None else member.master.clone()
             member.recut(master, member.span, member.local, Watch())
             member.close()
@@ -348,7 +348,7 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Gather masters instead of compute weights from here on, where these are coarser; while it is sharded."""
+        """Gather masters in place of coarser compute weights from now on, or stop it; the handle must be sharded."""
         assert self.state is ShardState.SHARDED
         coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
         self.full_precision = FullPrecision(self, self._storages) if enabled and coarser else None
@@ -439,7 +439,7 @@ class Handle:
             self._refreshing = None
 
     def read_zero3(self) -> Tensor:
-        """The ZeRO-3 shard, 1-D [G / S], on the device, as the last refresh left it; a copy if it is in the host."""
+        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device; copied from host memory."""
         self.finish_refresh()
         return self.zero3 if self.in_host is None else self.in_host.arrive().to(self.topology.device)
 

@@ -9,9 +9,9 @@ other units to the runtime weakly. So the memory of a model is free when the las
 garbage collector.
 
 [Note: A closed model]
-``layerzero.close`` takes away the runtime's attributes, whoever holds it: a sharded optimizer, an EMA, the graph of a
-loss. What uses it then raises one error. Hooks that say so take the place of those that drove it. The parameters stay:
-tensors of this rank's rows, of which the others are out of reach.
+``layerzero.close`` clears the attributes of the runtime, because a sharded optimizer, an EMA or the graph of a loss may
+still refer to it. Each later use raises the same error, and hooks that raise it replace the module hooks. The
+parameters stay, with this rank's rows; other rows cannot be gathered any more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def attach(runtime: Runtime) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Let the modules of a model raise; see [Note: A closed model]."""
+    """Replace the hooks of a model by hooks that raise; see [Note: A closed model]."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -78,7 +78,7 @@ def detach(model: nn.Module) -> None:
 
 
 def is_closed(model: nn.Module) -> bool:
-    """It was closed by layerzero.close, or is a part of a model that was."""
+    """Tell whether `layerzero.close` has closed the model, or the model that this module is a part of."""
     return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
 
 
@@ -116,7 +116,7 @@ def runtime_of(model: nn.Module) -> Runtime:
 
     Raises:
         TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
-        RuntimeError: it was closed.
+        RuntimeError: the model was closed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
@@ -129,7 +129,7 @@ def runtime_of(model: nn.Module) -> Runtime:
             return hook.runtime
     if inside := ", ".join(repr(path) for path in _models_in(model)):
         raise ValueError(
-            f"this {type(model).__name__} is not sharded, but holds sharded models: {inside}. Call it for each of them"
+            f"this {type(model).__name__} is not sharded, but holds sharded models: {inside}. Call this for each one"
         )
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
@@ -145,7 +145,7 @@ def runtimes_of(model: nn.Module) -> dict[str, Runtime]:
 
 
 def _models_in(module: nn.Module) -> dict[str, Runtime]:
-    """Sharded models that `module` holds, or is, by attribute path."""
+    """Return the sharded models in `module`, itself included, by attribute path."""
     return {
         path: hook.runtime
         for path, each in module.named_modules()
@@ -157,11 +157,12 @@ def _models_in(module: nn.Module) -> dict[str, Runtime]:
 def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
     """Return the sharded parameters inside `module` by runtime: a sharded model, a part of one, or a module around one.
 
-    Both are in the order of the modules and the same on all ranks. A tied parameter counts wherever it is held.
+    Runtimes and parameters are in the order of the modules, which all ranks share. A tied parameter is included if any
+    of its places is inside `module`.
 
     Raises:
         TypeError, ValueError: `module` is no module, or nothing inside it is sharded.
-        RuntimeError: `module` was a part of a sharded model that is gone.
+        RuntimeError: `module` was a part of a sharded model that was garbage collected.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a part of one, got {type(module).__name__}")
@@ -179,7 +180,7 @@ def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
         members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.places)]
     if not found:
         for hook in module._forward_pre_hooks.values():
-            assert not isinstance(hook, _BeforeForward) or hook.runtime  # raises where the model is gone
+            assert not isinstance(hook, _BeforeForward) or hook.runtime  # raises after the model was collected
         raise ValueError(
             f"this {type(module).__name__} holds no parameter that layerzero.shard_model has sharded; call shard_model "
             "first, on the whole model"
@@ -203,9 +204,9 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
 
 
 def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
-    """The units with the parameters of a module, by model, in its order. Units inside the module are left out.
+    """Return the units with the parameters of a module, by model, in its order, without units inside the module.
 
-    Parameters that are whole belong to none: ignored ones, and those that ``layerzero.unsharded`` shows.
+    Full parameters are in no unit: ignored ones, and those inside ``layerzero.unsharded``.
 
     Raises:
         ValueError: all of its parameters are in units inside it.
@@ -227,15 +228,15 @@ def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
     if inside and not has_own:
         raise ValueError(
             f"this {type(module).__name__} has no parameters outside of the units inside it, which are gathered one by "
-            "one; pass a unit, or a module inside of one"
+            "one. Pass a unit, or a module inside one"
         )
     return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in found.items()}
 
 
 class _OnGradient:
-    """The gradient of a whole parameter has arrived.
+    """Hook of a gathered parameter that passes its gradient to the runtime.
 
-    Weak: Python's collector does not see into a tensor's hooks, so a strong cycle through them would never be freed.
+    References are weak: Python's collector does not visit a tensor's hooks and could not free a cycle through them.
     """
 
     def __init__(self, runtime: Runtime, unit: Unit, handle: Handle, slot: int) -> None:
@@ -323,7 +324,7 @@ class _AfterForward(_Hook):
         self._run = torch.compiler.disable(Runtime.after_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if (runtime := self._weak()) is None or runtime.closed:  # the hook before the forward has said so
+        if (runtime := self._weak()) is None or runtime.closed:  # the hook before the forward has raised
             return output
         if output is None:
             explain_dtypes(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)

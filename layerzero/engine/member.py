@@ -29,7 +29,7 @@ class Member:
     span: RowSpan
     local: slice  # this rank's elements inside the ZeRO-1 shard
     accumulates: Node  # autograd's node that delivers the gradient of the leaf
-    evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: the module computes with it, not the leaf
+    evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: computes in place of the leaf
 
     def recut(self, master: Tensor, span: RowSpan, local: slice, watch: Watch) -> None:
         """Have other rows on this rank; the sharded parameter stays the object that users hold."""
@@ -38,7 +38,7 @@ class Member:
         self.parameter._local_tensor = LocalRows(master, span, watch)
 
     def close(self) -> None:
-        """Give up the whole parameter, which an optimizer would keep otherwise."""
+        """Drop the gathered parameter, which an optimizer would keep alive."""
         self.leaf = nn.Parameter(torch.empty(0), requires_grad=False)
         del self.accumulates
         assert isinstance(self.parameter, RowShardedTensor)

@@ -50,11 +50,11 @@ class Call:
         return next((call for call in later if call is not None), None)
 
     def is_before(self, use: Use) -> bool:
-        """It returned before `use` began, so that autograd runs the nodes of `use` first."""
+        """Whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
     def ended_handles(self) -> Iterator[Handle]:
-        """Handles of units that get no gradient any more when the backward of this call begins.
+        """Yield handles of units that get no more gradients once the backward of this call begins.
 
         Autograd runs the nodes of the follower, of the calls around it, and of uses outside of forwards between the two
         before any of this one's. For the last call in the graph: handles of units that the forward did not call, where
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """No other call or use of the unit comes later in the backward."""
+        """Whether no other call or use of the unit follows in the backward."""
         assert self.forward is not None
         return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
 
@@ -110,7 +110,7 @@ class ForwardPass:
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
         self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
-        self.uses: list[tuple[int, Sequence[Unit]]] = []  # outside of calls, in or after it: place in `returned`, units
+        self.uses: list[tuple[int, Sequence[Unit]]] = []  # of weights outside of calls: place in `returned`, units
         self._expected = expected
         self._units = units
 
@@ -145,8 +145,8 @@ class Use:
     """One use of weights outside of their units' forwards, :func:`layerzero.gathered`, and the graph made there.
 
     Args:
-        units: that are gathered.
-        forward: the last one that has begun, in whose order it has a place, and whose graph need not outlive the use.
+        units: units that are gathered.
+        forward: the last forward that has begun, whose calls order the use. Its graph may end before the use.
     """
 
     __slots__ = ("_forward", "comes_back", "place", "units")
@@ -154,7 +154,7 @@ class Use:
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
         self.place = 0 if forward is None else len(forward.returned)  # after the calls that have returned
-        self.comes_back = False  # a graph was made, of which no backward has run
+        self.comes_back = False  # a graph was recorded, and its backward has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
             forward.uses.append((self.place, units))
@@ -165,7 +165,7 @@ class Use:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Names of the units, for messages."""
         return ", ".join(unit.label for unit in self.units)
 
 
@@ -177,10 +177,10 @@ class BackwardPass:
         task: autograd's number for it.
         observer: whom it is told to; None: nobody listens.
         nested: by task: calls whose backward runs in a backward inside this one, of a reentrant checkpoint.
-        arrived: handles that are ready to be reduced, in order.
+        arrived: handles that are ready to be reduced, in order of arrival.
         begun: calls that have been gathered for.
         open: calls whose backward has begun and not ended.
-        uses: of weights outside of forwards, whose backward has begun and not ended.
+        uses: uses of weights outside of forwards whose backward is running.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: Observer | None) -> None:
@@ -194,7 +194,7 @@ class BackwardPass:
         self.uses: dict[Use, None] = {}
 
     def involves(self, unit: Unit) -> bool:
-        """Some call or use of the unit is in its backward."""
+        """Whether a call or use of the unit is in its backward."""
         return any(call.unit is unit for call in self.open) or any(unit in use.units for use in self.uses)
 
     def comes_first(self, call: Call) -> bool:

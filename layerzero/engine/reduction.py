@@ -7,9 +7,9 @@ data-dependent paths). Two rules make the order independent of it:
 
 - Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
   exactly once, with zeros for gradients that never arrived.
-- They are launched only where the backward passes from one call of a unit to another, before anything is gathered
-  there: the handles of the units of which no call is left. What remains is launched at the end of the backward. An
-  arriving gradient launches nothing.
+- They are launched only between the backwards of two calls of units, before the gather for the next one. These are the
+  handles of units without a remaining call. The rest is launched at the end of the backward. An arriving gradient
+  launches nothing.
 
 When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So
 each lane has one order of launches, whenever gradients arrive and however long exchanges take, and lanes overlap as
@@ -86,7 +86,7 @@ class ReductionQueue:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
-        """End the pass after a backward that failed, and let what follows come after the gradients that have arrived.
+        """End the pass of a failed backward, and order later work after the gradients that have arrived.
 
         What was started is carried to its end: how far it has come is a matter of timing and differs between ranks,
         and their lanes must stay in step. What else has failed follows from it, or is told by the next exchange.

@@ -15,7 +15,7 @@ from layerzero.engine.passes import Use
 __all__ = ["Refreshes", "Round"]
 
 _ALL_ALIKE = (
-    "Change them on every rank, to the same values (layerzero.load_full_state_dict takes the first rank's), or call "
+    "Change them on every rank, to the same values (layerzero.load_full_state_dict sends the first rank's), or call "
     "layerzero.refresh(model) on every rank afterwards"
 )
 
@@ -24,7 +24,7 @@ class Refreshes:
     """Launches the refresh of handles; it is awaited where each is next gathered.
 
     Args:
-        uses: of weights outside of forwards, under way: they must not change.
+        uses: active uses of weights outside of forwards, during which weights must not change.
 
     Attributes:
         deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
@@ -56,11 +56,11 @@ class Refreshes:
                 handle.watch.edit()
 
     def refuse_uses(self, what: str) -> None:
-        """Raise inside :func:`layerzero.gathered`, for something that changes weights or shows others."""
+        """Raise inside :func:`layerzero.gathered`; `what` would change weights or show other ones."""
         if self._uses:
             raise RuntimeError(
-                f"{what} inside layerzero.gathered, which shows the weights of {self._uses[0].label} as they are. "
-                "Leave the context first"
+                f"{what} is not possible inside layerzero.gathered, which shows the current weights of "
+                f"{self._uses[0].label}. Leave the context first"
             )
 
     @contextmanager

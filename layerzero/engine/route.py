@@ -22,13 +22,12 @@ to add in. (A gradient that comes in several portions, as out of reentrant check
 dtype then, as autograd itself does where a parameter is used several times.)
 
 [Note: Where the mean is taken]
-Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. Where fp16
-travels, whose largest number is 65504 and whose smallest is 6e-8, the division is split, so that what is on the wire is
-about as large as one rank's gradient. The factor is a product of one for each hop. The factor of hop 1 is divided out
-before hop 2 if that carries fp16: node sums are scaled in fp32, and sent as means. Where the backend adds in the wire's
-dtype, sums grow there: then about the square root of a hop's factor is divided out before that hop, and the rest after
-it, as in FSDP. All but the last scale are powers of two, and so exact outside fp16. Where nothing travels, gradients
-are divided when they land.
+Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. fp16 has a
+range of 6e-8 to 65504, so for fp16 the division is split and messages stay about as large as one rank's gradient. The
+factor is the product of one factor per hop. If hop 2 sends fp16, the factor of hop 1 is divided out before it: node
+sums are scaled in fp32, and sent as means. A backend that adds in the dtype of the messages produces large sums. There
+about the square root of a hop's factor is divided out before that hop, and the rest after it, as in FSDP. All scales
+but the last are powers of two, and so exact outside fp16. Without collectives, gradients are divided when they arrive.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ class Route:
         Args:
             accumulation: ``"sharded"`` or ``"full"``.
             divide_factor: what the sum over all ranks is divided by.
-            adds_hop1: hop 1 brings what each rank has, which is added up here in fp32; else the backend adds in the
-                wire's dtype.
-            adds_hop2: the same of hop 2.
+            adds_hop1: hop 1 receives the parts of all ranks and adds them in fp32; otherwise the backend adds, in the
+                dtype of the messages.
+            adds_hop2: the same for hop 2.
         """
         if grid.data_parallel == 1:
             return cls(Extent.RANK, Extent.RANK, (), precision.master, 1.0 / divide_factor)
@@ -123,7 +122,7 @@ class Route:
 
 
 def _factors(grid: Grid, divide_factor: float) -> tuple[float, float]:
-    """What is divided out for hop 1 and for hop 2: by how much the sums of each are expected to grow."""
+    """Return the divisors of hop 1 and hop 2, by which their sums are expected to grow."""
     if grid.replicas == 1:
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))
@@ -131,10 +130,10 @@ def _factors(grid: Grid, divide_factor: float) -> tuple[float, float]:
 
 
 def _before(factor: float, wire: torch.dtype, *, adds: bool) -> float:
-    """The part of a hop's factor that is divided out before it; see [Note: Where the mean is taken]."""
+    """Return the part of a hop's factor that is divided out before it; see [Note: Where the mean is taken]."""
     return 1.0 if adds or wire is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
 
 
 def _power_of_two(least: float) -> float:
-    """The smallest power of two, 1 included, that is not less."""
+    """Return the smallest power of two, 1 included, that is not less than `least`."""
     return 2.0 ** math.ceil(math.log2(max(1.0, least)))

@@ -13,11 +13,11 @@ A forward's calls are recorded. The next forward prefetches along that record as
 prefetches along the record of its own forward, which its hooks hold.
 
 [Note: Weights outside of forwards]
-Of what is computed inside `gathered`, neither inputs nor outputs are known. So autograd's hooks on saved tensors are on
-there: when a backward unpacks the first tensor that was saved inside, the units are gathered again, and their modules
-show gathered leaves for a checkpoint that computes again. These hooks replace those around them, which are therefore
-called from them, and they turn off autograd's own comparison of versions, which is made here instead. Gradients arrive
-at the leaves as any other. The units are freed when the backward reaches a call that had returned before the use began.
+The inputs and outputs of a computation inside `gathered` are unknown, so saved-tensor hooks of autograd are active
+there. When a backward unpacks the first tensor that was saved inside, the units are gathered again. Their modules then
+show the gathered leaves, also for activation checkpoints that recompute. These hooks replace outer hooks and therefore
+call them. They also turn off autograd's comparison of versions, which is repeated here. Gradients arrive at the leaves
+like any others. The units are freed when the backward reaches a call that had returned before the use began.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["Runtime"]
 
 
 class Staging(Protocol):
-    """Saves in the background."""
+    """Save of a checkpoint in the background."""
 
     def finish(self) -> None: ...
 
@@ -83,19 +83,19 @@ class Runtime:
         self.topology = topology = everyone.topology
         self.buffers = buffers
         self.staying: set[Unit] = set()  # not freed between a forward and its backward
-        # By unit: those that are gathered ahead by its forward and by its backward, instead of as `prefetch` says.
+        # By unit: units that its forward and its backward gather ahead, in place of those that `prefetch` selects.
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.heed_control()
         self.observer = topology.ledger.observer
         self.reduces = True  # False inside no_sync
-        self.all_reduces = True  # across replicas, if it reduces at all
+        self.all_reduces = True  # backwards that reduce do so across replicas
         self.views: list[View] = []  # the contexts that are entered
-        self.unsharded: dict[Member, bool] = {}  # inside layerzero.unsharded: whether this rank has them whole
+        self.unsharded: dict[Member, bool] = {}  # inside layerzero.unsharded: whether they are full on this rank
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
-        self.staging: Staging | None = None  # of saves in the background: layerzero.checkpoint's
-        self.on_close: list[Callable[[], object]] = []  # ends what was begun beside the model; does nothing twice
+        self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
+        self.on_close: list[Callable[[], object]] = []  # idempotent: end snapshots, watchdogs and the like
         member_of = {id(m.parameter): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model: handles may have others on other ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
@@ -104,10 +104,10 @@ class Runtime:
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
         self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
         self._running: list[Call] = []  # calls of units under way, outermost first
-        self._ahead: set[Unit] = set()  # gathered by hand for a forward to come
-        self._uses: list[Use] = []  # of weights outside of forwards, under way, outermost first
+        self._ahead: set[Unit] = set()  # gathered by unshard() for a later forward
+        self._uses: list[Use] = []  # active uses of weights outside of forwards, outermost first
         self._forward: ForwardPass | None = None
-        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # that has begun; its graph keeps it
+        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # kept alive by its graph
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientSync(self.handles, everyone)
@@ -129,9 +129,9 @@ class Runtime:
         return model
 
     def close(self) -> None:
-        """Finish what is under way beside the program, and give up all that the model has but its parameters.
+        """Finish background work, and release all resources of the model except its parameters.
 
-        See [Note: A closed model] in hooks.py. Where groups are a device's, all ranks must call this.
+        See [Note: A closed model] in hooks.py. With process groups of a device, all ranks must call this.
         """
         try:
             self.notice_interrupt()
@@ -160,10 +160,10 @@ class Runtime:
                 raise RuntimeError(CLOSED)
             raise AttributeError(name)
 
-    # Control by hand
+    # Explicit control of gathers
 
     def heed_control(self) -> None:
-        """Follow what units have been told of when to stay gathered, and of what to gather ahead."""
+        """Apply the settings of units on resharding and on explicit prefetching."""
         self.staying = {unit for unit in self.units if not unit.reshards}
         root = self.units[0]
         if streams_module(self.topology.device) is not None and not root.is_told:  # it is needed again at once
@@ -173,7 +173,7 @@ class Runtime:
         self.buffers.full.limit = most_gathered([unit.gathered_memory for unit in self.units], ahead)
 
     def unshard(self, unit: Unit) -> None:
-        """Launch the gather of a unit, for a forward to come."""
+        """Launch the gather of a unit for a later forward."""
         if View.FULL in self.views:
             return
         self._prepare()
@@ -187,8 +187,8 @@ class Runtime:
         """Free a unit that is not in use."""
         if not self._is_idle(unit):
             raise RuntimeError(
-                f"reshard() of {unit.label} while its forward, its backward or a layerzero.gathered of it is under "
-                "way, which needs its weights; call it afterwards"
+                f"reshard() of {unit.label} was called during its forward, its backward or layerzero.gathered of "
+                "it, which needs its weights. Call it afterwards"
             )
         self._ahead.discard(unit)
         unit.show_sharded()
@@ -254,7 +254,7 @@ class Runtime:
         return output
 
     def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
-        """Dtypes of a gathered unit's parameters, where they are not the compute weights."""
+        """Dtypes of a gathered unit's parameters, if these are not the compute weights."""
         return unit.evaluated_dtypes if View.FULL_PRECISION in self.views else None
 
     def _is_running(self, unit: Unit) -> bool:
@@ -262,11 +262,11 @@ class Runtime:
         return any(call.unit is unit for call in self._running)
 
     def is_held(self, unit: Unit) -> bool:
-        """The program is inside :func:`layerzero.gathered` of the unit."""
+        """Whether :func:`layerzero.gathered` of the unit is active."""
         return any(unit in use.units for use in self._uses)
 
     def _is_idle(self, unit: Unit) -> bool:
-        """No forward, no backward and no other use of the unit is under way."""
+        """Whether no forward, backward or other use of the unit is active."""
         busy = self._is_running(unit) or self.is_held(unit)
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
@@ -278,14 +278,14 @@ class Runtime:
         self._last_forward = weakref.ref(self._forward)
 
     def _prepare(self) -> None:
-        """Gathers outside of a forward follow."""
+        """Prepare for gathers outside of a forward."""
         if self._forward is None and not inside_backward():
             refuse_capture(self.topology.device, "a gather outside of forwards")
             self.notice_interrupt()
             self._follow_user()
 
     def _follow_user(self) -> None:
-        """What the user has done to the model since the last pass takes effect."""
+        """Apply changes that the user has made to the model since the last pass."""
         if self.torn is not None:
             raise RuntimeError(self.torn)
         if self.before_first_forward is not None:
@@ -330,7 +330,7 @@ class Runtime:
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Show whole parameters of units inside; see [Note: Weights outside of forwards]."""
+        """Show gathered parameters of units inside; see [Note: Weights outside of forwards]."""
         refuse_transforms(f"layerzero.gathered of {', '.join(unit.label for unit in units)}")
         self._prepare()
         around = self._forward or self._last_forward()
@@ -362,7 +362,7 @@ class Runtime:
             use.comes_back = True
             if around is not None:
                 return around[0](tensor)
-            saved = tensor.detach()  # of an output, its graph would be a cycle
+            saved = tensor.detach()  # an output with its graph would be a reference cycle
             return saved, saved._version
 
         def unpack(packed: Any) -> Tensor:
@@ -370,7 +370,7 @@ class Runtime:
                 raise RuntimeError(
                     f"a tensor saved for the backward inside layerzero.gathered of {use.label} has been modified by an "
                     f"inplace operation: it is at version {packed[0]._version}, expected version {packed[1]}. If it is "
-                    "a weight: optimizer.step() or a load has changed it, and the forward is to be run again"
+                    "a weight, optimizer.step() or a load has changed it. Run the forward again"
                 )
             self._before_backward_of(use)
             unpacked: Tensor = packed[0] if around is None else around[1](packed)
@@ -382,7 +382,7 @@ class Runtime:
         if not inside_backward():
             raise RuntimeError(
                 f"a tensor saved for the backward inside layerzero.gathered of {use.label} was read outside of a "
-                "backward, when weights may be gone; read it inside the context"
+                "backward, when weights may be freed. Read it inside the context"
             )
         backward = self._enter_backward(use.label)
         if use in backward.uses:
@@ -396,7 +396,7 @@ class Runtime:
             unit.show_leaves()
 
     def _end_uses_after(self, backward: BackwardPass, call: Call) -> None:
-        """Free what was gathered for uses that began after `call` had returned."""
+        """Free the units of uses that began after `call` had returned."""
         for use in [use for use in backward.uses if call.is_before(use)]:
             del backward.uses[use]
             for unit in use.units:
@@ -450,10 +450,10 @@ class Runtime:
             backward.observer.begin("backward", unit.label, call)
 
     def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
-        """Launch the reductions of handles that get no gradient any more. See [Note: One order on all ranks].
+        """Launch the reductions of handles that get no more gradients. See [Note: One order on all ranks].
 
         Args:
-            called: they belong to units that the forward has called; others have no place in the order of reductions.
+            called: whether the forward has called their units; others have no place in the order of reductions.
         """
         for handle in handles:
             gradients = handle.gradients
@@ -503,7 +503,7 @@ class Runtime:
             self._reduce_ended(self._backward, call.unit.handles, called=True)
 
     def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
-        """The gradient of one whole parameter has arrived in ``leaf.grad``."""
+        """Take the gradient of one gathered parameter from ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
@@ -541,8 +541,8 @@ class Runtime:
             refuse_capture(self.topology.device, f"the backward of {name}")
             if View.FULL_PRECISION in self.views:
                 raise RuntimeError(
-                    f"backward through {name!r} inside layerzero.full_precision, where the compute weights of its "
-                    "forward are not gathered: run it before the context is entered, or after"
+                    f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
+                    "of its forward are not gathered. Run it before or after the context"
                 )
             if edited := [handle.name for handle in self.handles if handle.watch.edited]:
                 raise RuntimeError(
@@ -591,7 +591,7 @@ class Runtime:
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Between passes: let forwards compute with gathered masters from here on, or with compute weights again."""
+        """Let later forwards compute with gathered masters, or with compute weights again. Called between passes."""
         self.notice_interrupt()
         for unit in self.units:
             unit.release(())

@@ -1,10 +1,10 @@
-"""Settings of optimizers that must be equal on all ranks, such as learning rates: compared without a further exchange.
+"""Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
 
 [Note: A digest travels with the used parameters]
-Each reducing backward tells all ranks which parameters were used. Eight bytes more carry a digest of the settings of
-the optimizers that have stepped. They are read when the next such backward has come to its end: by then they are there,
-so that no rank waits, and all ranks read the same digests at the same place of the program. The optimizer that steps
-next raises. So a step or two have been made with unequal settings before ranks are told.
+Each reducing backward sends all ranks one byte for each parameter that was used. Eight more bytes hold a digest of the
+settings of the optimizers that have stepped. Ranks read them at the end of the next such backward. By then they have
+arrived, so no rank waits, and all ranks read the same digests at the same point of the program. The next optimizer step
+raises. Therefore one or two steps use unequal settings before the error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class SettingsCheck:
 
     def __init__(self, everyone: Everyone) -> None:
         self._everyone = everyone
-        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or before it
+        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or for it
         self._is_told = False
-        self._last: list[Settings] = []  # behind the last digest
+        self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
         self._differ = False
-        self._compared: list[Settings] = []  # behind digests that differed
+        self._compared: list[Settings] = []  # settings of the digests that differed
 
     def note_step(self, settings: Callable[[], Settings]) -> None:
-        """An optimizer steps; `settings`, a method of it, returns those of its groups."""
+        """Record that an optimizer steps; its method `settings` returns the settings of its groups."""
         if self._is_told:
             self._stepped.clear()
             self._is_told = False
@@ -49,7 +49,7 @@ class SettingsCheck:
             self._stepped.append(method)
 
     def digest(self) -> bytes:
-        """Return a digest of the settings; zeros where nothing has stepped, or an optimizer is gone on this rank."""
+        """Return a digest of the settings; zeros if no optimizer has stepped, or one was collected on this rank."""
         self._is_told = True
         methods = [method() for method in self._stepped]
         if not methods or None in methods:
@@ -62,13 +62,13 @@ class SettingsCheck:
         return self._digest
 
     def hear(self, digests: Tensor) -> None:
-        """Take what all ranks have told, [ranks, DIGEST_BYTES]; zeros say nothing."""
+        """Compare the digests of all ranks, uint8 [ranks, DIGEST_BYTES]; rows of zeros are ignored."""
         told = digests[digests.bool().any(dim=1)]
         if not self._differ and len(told) > 1 and bool((told != told[0]).any()):
             self._differ, self._compared = True, self._last
 
     def require_equal(self) -> None:
-        """Raise RuntimeError on every rank if digests differed. All ranks come here, and exchange texts only then."""
+        """Raise RuntimeError on every rank if digests differed. All ranks call this, and send texts only then."""
         if not self._differ:
             return
         self._differ = False
@@ -88,7 +88,7 @@ class SettingsCheck:
         ]
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise RuntimeError(
-            f"ranks have stepped one model with different settings: {'; '.join(lines[:4])}{more}. Set them alike on "
-            "all ranks (ReduceLROnPlateau needs a loss that is averaged over the ranks first), and load the last "
-            "checkpoint: rows of one parameter were updated with different ones"
+            f"ranks have stepped one model with different settings: {'; '.join(lines[:4])}{more}. Rows of one "
+            "parameter were updated with different settings. Use the same settings on all ranks (average the loss over "
+            "the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
         )

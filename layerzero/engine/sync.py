@@ -41,7 +41,7 @@ class GradientSync:
 
     Attributes:
         backwards: begun so far.
-        settings: of optimizers, compared with those of other ranks.
+        settings: comparison of optimizer settings between ranks.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
@@ -58,7 +58,7 @@ class GradientSync:
         self._requeue()
         self.settings = SettingsCheck(everyone)
         self._told: Heard | None = None  # the last agreement on used parameters
-        self._telling: Heard | None = None  # the same, while it has not been waited for
+        self._telling: Heard | None = None  # the same, until it has been waited for
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = GradientsDue(self._show)

@@ -47,7 +47,7 @@ class Unit:
         self.topology = topology
         self.cast_buffers = tuple(cast_buffers)
         self.reshards = reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
-        self.is_told = False  # by the user, what `reshards` is now: the root does as it says on a device, too
+        self.is_told = False  # set_reshard_after_forward was called: it applies to the root on a device, too
         self.reshards_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward that has kept a part of it
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
@@ -120,14 +120,14 @@ class Unit:
         return {handle.evaluated_dtype for handle in self.handles}
 
     def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
-        """Inputs of a forward; `computes_in`: dtypes of its parameters, if they are not the compute weights."""
+        """Cast the inputs of a forward; `computes_in`: dtypes of its parameters, if not the compute weights."""
         dtype = self._input_dtype
         if computes_in is not None and dtype is not None:
             dtype = next(iter(computes_in)) if len(computes_in) == 1 else None
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
     def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
-        """Output of a forward; with `computes_in`, as in :meth:`cast_inputs`, it is not cast to a narrower dtype."""
+        """Cast the output of a forward; not to a dtype narrower than `computes_in`, as in :meth:`cast_inputs`."""
         dtype = self._output_dtype
         computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
         if dtype is None or any(torch.promote_types(dtype, each) != dtype for each in computes_in or ()):
@@ -135,13 +135,13 @@ class Unit:
         return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Free the full buffer, and show sharded parameters again. What is kept of it goes, too, as in `drop_kept`."""
+        """Free the full buffer and the post-forward shard (see `drop_kept`), and show sharded parameters again."""
         self.show_sharded()
         self.reshard()
         self.drop_kept(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
-        """As `release`, after a backward, unless the full buffer is to stay."""
+        """Release the unit after a backward; with `reshards_after_backward` False, keep the full buffer."""
         if self.reshards_after_backward:
             self.release(passed)
         else:
@@ -149,7 +149,7 @@ class Unit:
             self.drop_kept(passed)
 
     def drop_kept(self, passed: Collection[object] | None = None) -> None:
-        """Free what is kept, unless that is for a forward that is not among those `passed`; None: in any case."""
+        """Free the post-forward shard, unless a forward that is not in `passed` needs it; None: always."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.kept.drop()
 
@@ -170,9 +170,9 @@ class Unit:
 
 
 def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[Topology, GatherOrder]:
-    """The orders in which units are gathered, by mesh: each is compared by its own ranks. First whole, then if kept.
+    """Return the order in which the ranks of each mesh gather units: full gathers first, then regathers.
 
-    In `full_precision` all data-parallel ranks gather together, otherwise those of a ZeRO-3 group.
+    With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
     """
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
     if full_precision:
@@ -181,6 +181,6 @@ def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[To
 
 
 _FULL_PRECISION = (
-    ". Inside layerzero.full_precision weights are gathered from the masters of all data-parallel ranks, which must "
-    "call the same units in the same order, whatever zero3_size is and also where they share memory"
+    ". Inside layerzero.full_precision weights are gathered from the masters of all data-parallel ranks. All of these "
+    "must call the same units in the same order, for any zero3_size, and also if they share memory"
 )

@@ -15,10 +15,10 @@ __all__ = ["View", "refuse_gradients", "refuse_sharded", "viewing"]
 
 
 class View(enum.Enum):
-    """A context. Others may be entered inside AVERAGES, and FULL inside FULL for other parameters; else none inside."""
+    """A context that changes the parameters of a model. Only AVERAGES, and FULL for other parameters, allow nesting."""
 
     FULL = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
-    FULL_PRECISION = "layerzero.full_precision"  # units are gathered from masters, and no gradient taken
+    FULL_PRECISION = "layerzero.full_precision"  # gathers masters; forwards take no gradients
     AVERAGES = "EMA.swapped()"  # what is written to masters is undone at the end
 
 
@@ -32,11 +32,11 @@ def refuse_gradients(label: str, view: View = View.FULL) -> None:
 
 
 def refuse_sharded(unit: Unit, unsharded: Mapping[Member, bool]) -> None:
-    """Raise where a forward inside ``layerzero.unsharded`` would need parameters that are sharded there."""
+    """Raise if a forward inside ``layerzero.unsharded`` would need parameters that are sharded there."""
     if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(
             f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
-            "rank and is not gathered: the context was entered for other modules, or with rank0_only=True. Pass a "
+            "rank and is not gathered. The context was entered for other modules, or with rank0_only=True. Pass a "
             "module to unsharded that contains this one, or call it outside the context"
         )
 

@@ -219,8 +219,8 @@ _RULES: dict[str, _Rule] = {
     ),
     "--gtp-weight-remat-size": _Rule(
         lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
-        "is another sharding of the weights, and so are its expert counterpart and "
-        "--tensor-parallel-num-weight-shards; leave it out, and see zero3_size of --layerzero-config",
+        "shards the weights a second time, as do its expert counterpart and --tensor-parallel-num-weight-shards; leave "
+        "it out, and use zero3_size of --layerzero-config",
     ),
     "--moe-expert-rank-capacity-factor": _Rule(
         _is_set("moe_expert_rank_capacity_factor"), "runs a step again when experts get too many tokens; leave it out"
@@ -230,10 +230,10 @@ _RULES: dict[str, _Rule] = {
         "updates a bias of the routers with the gradients; use aux_loss or sinkhorn",
     ),
     "--optimizer-cuda-graph": _Rule(
-        _is_set("optimizer_cuda_graph"), "replays a step without its exchanges; leave it out"
+        _is_set("optimizer_cuda_graph"), "replays a step without its collectives; leave it out"
     ),
     "--save-params-interval": _Rule(
-        _is_set("save_params_interval"), "reads whole weights, of which a rank has rows; use --save-interval"
+        _is_set("save_params_interval"), "reads full weights, and a rank has some rows only; use --save-interval"
     ),
     "--logits-save-dir": _Rule(_is_set("logits_save_dir"), _HOOKS),
     "--logits-load-dir": _Rule(_is_set("logits_load_dir"), _HOOKS),

@@ -63,7 +63,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     Raises:
         TypeError, ValueError: `zero3_size` does not divide the data-parallel ranks, nor a multiple of the
             expert-parallel ones or a part of them; or ranks ask for different ones.
-        RuntimeError: the version of Megatron-Core is not supported; names it and those that are.
+        RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
     """
     if pg_collection is None:
         from megatron.core import parallel_state  # noqa: PLC0415

@@ -1,16 +1,16 @@
 """Puts layerzero into Megatron-LM's training script, from the user's own script and without a change to its files.
 
 [Note: What is replaced in Megatron-LM]
-``pretrain`` has no hook for the wrapper around the model, the optimizer, or what reads whole weights. So these names of
-``megatron.training.training`` are given other values, and nothing else is:
+``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights. So these
+names of ``megatron.training.training`` are replaced, and nothing else:
 
 - ``get_model``: builds the chunks as it did, and wraps them with layerzero where it would have wrapped them;
 - ``get_megatron_optimizer``: makes the optimizer that steps them;
 - ``calc_params_l2_norm`` and ``check_param_hashes_across_dp_replicas``: count rows once, and compare replicas' shards;
 - 0.16: ``finalize_model_grads``: what :func:`layerzero.megatron.wrap` has set in the config, which the loop sets again;
-- 0.19: ``setup_model_and_optimizer``: refuses flags, then does what it did. A script that gives ``pretrain`` the
-  configuration of a model has it built by ``megatron.training.models``, which calls no ``get_model``: there
-  ``dist_utils._ddp_wrap``, which wraps the chunks that it has built, is given another value.
+- 0.19: ``setup_model_and_optimizer``: checks flags, then calls the original. If a script passes the configuration of a
+  model to ``pretrain``, ``megatron.training.models`` builds it without ``get_model``. For these, ``_ddp_wrap`` of
+  ``dist_utils`` is replaced, which wraps the chunks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def install() -> None:
     """Let Megatron-LM's ``pretrain`` train with layerzero. Call it in the pretraining script, before ``pretrain``.
 
     Written for ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Flags that cannot be had here are an
-    error on all ranks, before there is a model.
+    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Unsupported flags are an error on
+    all ranks before the model is built.
 
     Raises:
         ImportError: there is no ``megatron.training``, which the package of megatron-core 0.16 does not have.
-        RuntimeError: Megatron-Core is of another version, or ``megatron.training`` is; names what is installed and the
-            versions that work.
+        RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
+            installed version and the supported ones.
 
     Example::
 
@@ -59,7 +59,7 @@ def install() -> None:
     replaced = [*_REPLACED, "finalize_model_grads" if release < _BUILDERS else "setup_model_and_optimizer"]
     if missing := [name for name in replaced if not hasattr(training, name)]:
         raise RuntimeError(
-            f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces: it is not of the release of "
+            f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces: it does not belong to "
             f"megatron-core {'.'.join(map(str, release))}. Use Megatron-LM at {SUPPORTED[release][1]}"
         )
     build = _GetModel(training.get_model, training, release)
@@ -85,7 +85,7 @@ class _GetModel:
         self._build = build
         self._training = training
         self._release = release
-        self._settings: Chosen | None = None  # what the command line asks for, once that is known
+        self._settings: Chosen | None = None  # parsed from the command line, inside setup_model_and_optimizer
         self._ema_decay: float | None = None
 
     def __call__(
@@ -100,7 +100,7 @@ class _GetModel:
         return chunks if chosen is None else self._wrap(chunks, chosen)
 
     def refusing_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """In the place of ``setup_model_and_optimizer``: refuse flags before there is a model."""
+        """Return a replacement of ``setup_model_and_optimizer`` that checks flags before the model is built."""
 
         @functools.wraps(setup)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class _GetModel:
         return checked
 
     def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
-        """In the place of ``_ddp_wrap``, whose further arguments are of Megatron's wrappers."""
+        """Replace ``_ddp_wrap``; its further arguments are for Megatron's wrappers."""
         return self._wrap(model, self._chosen())
 
     def _wrap(self, chunks: list[nn.Module], chosen: Chosen) -> list[ShardedChunk]:

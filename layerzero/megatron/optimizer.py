@@ -32,7 +32,7 @@ class ShardedMegatronOptimizer:
     Args:
         model_chunks: from :func:`layerzero.megatron.wrap`.
         config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
-            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are heeded; what says how
+            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are applied; what says how
             Megatron shards and overlaps is not, as layerzero does that.
         no_weight_decay_cond: ``cond(name, parameter)``, of true shapes, for parameters without weight decay. None:
             biases and vectors, as in Megatron.

@@ -37,7 +37,7 @@ _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # where tensors are, by chunk and name
 _MASTERS = ("param", "fp32_param")
 _AVERAGE = "ema"
-_IDENTITY = param_group_identifier_keys  # tells Megatron's parameter groups apart; other keys in other releases
+_IDENTITY = param_group_identifier_keys  # identifies Megatron's parameter groups; the keys differ between releases
 
 
 class Stepped(NamedTuple):

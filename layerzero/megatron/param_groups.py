@@ -42,7 +42,7 @@ def param_groups(
         if own.setdefault("optimizer", config.optimizer) != config.optimizer:
             raise ValueError(
                 f"config_overrides gives parameter {name!r} the optimizer {own['optimizer']!r}, and config.optimizer "
-                f"is {config.optimizer!r}: layerzero.megatron steps all parameters with one. Take it out of "
+                f"is {config.optimizer!r}: layerzero.megatron steps all parameters with one optimizer. Remove it from "
                 "config_overrides"
             )
         del own["optimizer"]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 __all__ = ["SUPPORTED", "require_supported", "unsupported_version", "version"]
 
-# The tests run on the last patch of each: (major, minor) to its release, and to the tag of Megatron-LM with its loop.
+# (major, minor): the last patch release, which the tests run on, and the tag of Megatron-LM with its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
 
 
 def version() -> str:
-    """Version of the Megatron-Core that Python imports, such as ``"0.19.2"``."""
+    """Return the version of the Megatron-Core that Python imports, such as ``"0.19.2"``."""
     import megatron.core  # noqa: PLC0415
 
     return str(megatron.core.__version__)
 
 
 def require_supported() -> tuple[int, int]:
-    """Major and minor version of Megatron-Core.
+    """Return the major and minor version of Megatron-Core.
 
     Raises:
-        RuntimeError: layerzero does not support it; names it and the versions that work.
+        RuntimeError: layerzero does not support it; the message names it and the supported versions.
     """
     if error := unsupported_version():
         raise error

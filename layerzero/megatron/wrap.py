@@ -209,7 +209,7 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since Megatron-Core 0.19
         if getattr(config, name, 1) > 1:
             raise ValueError(
-                f"config.{name}={getattr(config, name)}: weights are sharded by Megatron already; use 1, and zero3_size"
+                f"config.{name}={getattr(config, name)}: Megatron would shard the weights, too. Use 1, and zero3_size"
             )
     if "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Rules for NVIDIA Apex's optimizers: which of them layerzero can step, and what they need before a step.
+"""Rules for NVIDIA Apex's optimizers: supported classes and settings, and preparation of a step.
 
 [Note: Apex's optimizers]
-They are recognised by the module of their class, and nothing of Apex is imported here. A class of ``apex.optimizers``
-is known by name: trying it out would launch its kernels for nothing. Its rules hold for derived classes, which are
-tried out. :func:`prepared` mends before each step what these classes assume of the steps before:
+They are recognized by the module of their class, and Apex is not imported here. Classes of ``apex.optimizers`` are
+known by name and need no compatibility trial. The same rules apply to derived classes, which go through the trial.
+:func:`prepared` corrects two defects of these classes before each step:
 
-- FusedAdam pairs its groups and parameters with lists that its constructor has made, and steps no more of them.
-- FusedSGD takes all momenta of a launch for new where that of the last parameter is new, and overwrites them.
+- FusedAdam steps only the groups and parameters that its constructor has seen.
+- FusedSGD overwrites all momenta of a launch if the last parameter of the launch has no momentum yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _16_AND_32 = (torch.float32, torch.float16)
-# By name of the class, the dtypes that it updates. FusedSGD leaves parameters of other dtypes as they are.
+# Dtypes that each class updates. FusedSGD silently skips parameters of other dtypes.
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "FusedAdam": (torch.float32, torch.bfloat16, torch.float16),
     "FusedAdagrad": _16_AND_32,
@@ -81,7 +81,7 @@ def refuse_apex(optimizer: Optimizer) -> None:
     if getattr(optimizer, "capturable", False):
         raise ValueError(
             f"{name}(capturable=True) is not supported: it is for CUDA graphs of step(), which would replay a step "
-            "without its exchanges. Leave it out"
+            "without its collectives. Leave it out"
         )
     limit = optimizer.defaults.get("max_grad_norm", float("inf"))
     if limit != float("inf"):
@@ -93,7 +93,7 @@ def refuse_apex(optimizer: Optimizer) -> None:
 
 
 def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError where an optimizer of Apex does not update parameters of such a dtype."""
+    """Raise ValueError if an optimizer of Apex does not update parameters of their dtype."""
     kind = apex_class(optimizer)
     known = None if kind is None else DTYPES.get(kind.__name__)
     if kind is None or known is None:
@@ -102,14 +102,14 @@ def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         if parameter.dtype not in known:
             dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in known)
             raise ValueError(
-                f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}, which it holds: it "
-                f"knows {dtypes} only. Keep parameters in fp32, and compute in 16 bits with "
+                f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}: its kernels take "
+                f"{dtypes} only. Keep parameters in fp32, and compute in 16 bits with "
                 "shard_model(mp_policy=...), or use an optimizer of torch"
             )
 
 
 def refuse_host(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError for an optimizer of Apex where the host is to update the masters."""
+    """Raise NotImplementedError for an optimizer of Apex, whose kernels cannot update masters in host memory."""
     if (kind := apex_class(optimizer)) is not None:
         raise NotImplementedError(
             f"NVIDIA Apex's {kind.__name__} cannot be used with offload_optimizer=True: its kernels need CUDA, and the "
@@ -119,7 +119,7 @@ def refuse_host(optimizer: Optimizer) -> None:
 
 
 def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `take_step`, which steps `optimizer`, with what Apex's optimizers need before it.
+    """Wrap `take_step`, which steps `optimizer`, with the preparation that Apex's optimizers need.
 
     See [Note: Apex's optimizers].
     """
@@ -146,7 +146,7 @@ def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[],
 
 
 def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
-    """Add the momenta that are missing to the state of parameters of one launch, unless all are."""
+    """Add missing momenta to the state of the parameters of one launch, unless all are missing."""
     kept = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
     if not any(kept.values()):
         return
@@ -165,8 +165,8 @@ def momentum_before_first(
 
     Args:
         group: settings of the parameter.
-        parameter, gradient: before the step.
-        decayed: weight decay is a part of the gradient that momentum adds up.
+        parameter, gradient: values before the step.
+        decayed: whether weight decay is added to the gradient before momentum.
     """
     if not group["dampening"]:
         return torch.zeros_like(parameter)

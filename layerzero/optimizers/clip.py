@@ -33,7 +33,7 @@ def clip_grad_norm_(
     out: their gradients are neither counted nor scaled.
 
     Args:
-        model: from :func:`layerzero.shard_model`, or a module that holds sharded models, whose norm is taken together.
+        model: from :func:`layerzero.shard_model`, or a module that holds sharded models, for one norm over all of them.
         max_norm: largest norm to keep.
         norm_type: p of the p-norm, ``float("inf")`` included.
         extra_groups: further process groups that hold other parts of the same model (tensor or pipeline parallel).
@@ -78,7 +78,7 @@ def _gradients(runtime: Runtime) -> list[Tensor]:
 
 
 def _reduced(runtime: Runtime, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Sum of the p-th powers, or the largest absolute value, of all gradients of one model, over its ranks.
+    """Return the sum of p-th powers, or the largest absolute value, of all gradients of one model on its ranks.
 
     Returns:
         0-dim fp32 tensor, or int32 tensor with the bits of one for the infinite norm.
@@ -99,12 +99,12 @@ def _reduced(runtime: Runtime, norm_type: float, op: dist.ReduceOp.RedOpType) ->
 
 
 def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, Runtime]) -> None:
-    """Raise if a module that holds sharded models has gradients of its own beside them, which nothing averages."""
+    """Raise if a module that holds sharded models has other gradients, which layerzero does not average."""
     known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
     if others:
         raise ValueError(
-            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient and is in none of the "
+            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient and is not in the "
             f"sharded models {', '.join(map(repr, runtimes))}, so that it is not averaged over the ranks. Shard it, "
             "too, or call clip_grad_norm_ for each sharded model"
         )

@@ -92,8 +92,8 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     of_apex = apex_needs_whole(optimizer)
     if of_apex and elementwise:
         raise ValueError(
-            f"{name} is not element-wise, as elementwise=True says: it scales updates by norms of whole parameters, "
-            "and would train something else on rows. Leave elementwise out"
+            f"{name} is not element-wise, although elementwise=True says so: it scales updates by norms of whole "
+            "parameters, so that updates of rows would differ. Leave elementwise out"
         )
     if elementwise or (elementwise is None and (is_elementwise_by_name(optimizer) or of_apex is False)):
         return set()

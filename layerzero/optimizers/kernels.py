@@ -1,4 +1,4 @@
-"""AdamW and SGD in the fastest kernel that there is for the parameters at hand."""
+"""AdamW and SGD in the fastest kernel that supports the given parameters."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Placeholders for parameters of which this rank has no rows.
+"""Placeholders for parameters without rows on this rank.
 
 [Note: Parameters without rows]
-A rank may have no rows of a parameter. torch's own optimizers accept such tensors, kernels of other packages may not:
+A rank may have no rows of a parameter. torch's own optimizers accept such tensors; kernels of other packages may not.
 NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An empty
-tensor has no chunk, so the tensors that are packed before it are never updated. Therefore no optimizer but torch's own
-steps an empty tensor. While another one works, a parameter without rows is two zeros, its gradient is zero, and the
-tensors of its state that have its shape are two elements, too. All ranks then step the same parameters in the same
-order, and a step count by parameter is the same on all ranks. Two elements, because one element may be a number.
+tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own optimizers
+step empty tensors. While another one steps, a parameter without rows has two elements, both zero, and a gradient of
+zero; tensors of its state with its shape have two elements, too. All ranks then step the same parameters in the same
+order, and step counts of a parameter agree. There are two elements because code may treat one element as a number.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def placeholder(rows: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Placeholder:
-    """Two elements for each tensor of one parameter, kept from step to step: a step allocates nothing."""
+    """Tensors of two elements for one parameter, kept between steps so that a step allocates nothing."""
 
     elements: Tensor
     gradient: Tensor
-    state: dict[Tensor, Tensor] = field(default_factory=dict)  # by the tensor of the state
+    state: dict[Tensor, Tensor] = field(default_factory=dict)  # by tensor of the state
 
 
 class Placeholders:
@@ -50,8 +50,8 @@ class Placeholders:
         Parameters and tensors of the state stay the same objects: only their ``data`` changes.
 
         Args:
-            empty: parameters without elements, with their gradients, which are None afterwards.
-            state: that of the optimizer, by parameter.
+            empty: parameters without elements. Their gradients are None after the context.
+            state: state of the optimizer, by parameter.
         """
         rows = {parameter: parameter.data for parameter in empty}
         try:
@@ -84,7 +84,7 @@ class Placeholders:
 
 
 def _tensors(values: Any, shape: torch.Size) -> Iterator[Tensor]:
-    """The plain tensors of `shape` in the state of a parameter."""
+    """Yield the plain tensors of `shape` in the state of a parameter."""
     for value in tree_leaves(values):
         if type(value) in (Tensor, nn.Parameter) and value.shape == shape:
             yield value

@@ -102,7 +102,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
 
 
 def _trained(runtime: Runtime, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Masters of parameters, and ignored parameters themselves: what an optimizer steps; but for frozen ones."""
+    """Yield the tensors that an optimizer steps: masters of trained parameters, and trained ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
             member = runtime.parameters.member_of(parameter)
@@ -165,8 +165,8 @@ class ShardedOptimizer(AroundAnother):
             What `closure` returned, or None.
 
         Raises:
-            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or ranks have stepped with
-                different learning rates or other settings, which is found out a step or two later.
+            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning rates or other
+                settings differed between ranks in one of the last two steps.
         """
         refuse_capture(self._runtime.topology.device, "optimizer.step()")
         if View.AVERAGES in self._runtime.views:
@@ -192,7 +192,7 @@ class ShardedOptimizer(AroundAnother):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return, of each group, the hyperparameters that must be equal on all ranks, sorted by name."""
+        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
             [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
@@ -234,7 +234,7 @@ class ShardedOptimizer(AroundAnother):
                         master.grad = None
 
     def _without_rows(self) -> list[Tensor]:
-        """The masters that have no elements here and that the optimizer must not see; see placeholders.py."""
+        """Return the empty masters that the optimizer must not step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
         masters = [self._master_of[key] for key in self._member_at if key not in self._ownership.owned]
@@ -345,10 +345,10 @@ class ShardedOptimizer(AroundAnother):
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
-        """Gather the whole state, as the plain optimizer of the unsharded model would have it.
+        """Gather the full state in the form of a plain optimizer of the unsharded model.
 
-        A plain optimizer with the same groups loads it, and so does :meth:`load_state_dict` on every rank. One tensor
-        after the other is gathered. Every rank must call this, also where parameters are updated whole (Muon).
+        A plain optimizer with the same groups loads it, and so does :meth:`load_state_dict` on every rank. Tensors are
+        gathered one by one. Every rank must call this, also if parameters are updated whole (Muon).
 
         Args:
             cpu: put the tensors into host memory.
@@ -356,10 +356,10 @@ class ShardedOptimizer(AroundAnother):
 
         Returns:
             ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, torch's own form,
-            with whole plain tensors.
+            with full plain tensors.
 
         Raises:
-            ValueError: some parameters are others on other ranks, under the same names (experts that are no DTensors).
+            ValueError: ranks hold different parameters under the same names (experts that are not DTensors).
 
         Example::
 

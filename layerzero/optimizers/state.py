@@ -37,7 +37,7 @@ HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # settings of a 
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a setting of a group can be compared between ranks without waiting for a device."""
+    """Return whether a setting of a group can be compared between ranks without waiting for a device."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.device.type == "cpu"
     if isinstance(value, (list, tuple)):
@@ -46,7 +46,7 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a setting of which a tensor of one number is the number."""
+    """Return a setting, with a tensor of one element converted to a number."""
     return value.item() if isinstance(value, Tensor) else value
 
 

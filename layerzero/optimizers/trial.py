@@ -253,7 +253,7 @@ def _run(
     Args:
         data: by group.
         owned: by group: only what `rank` owns is stepped, half of it one after the other. None: all of it is stepped.
-        replaces_empty: step placeholders of parameters without rows; see [Note: Parameters without rows].
+        replaces_empty: step placeholders for parameters without rows; see [Note: Parameters without rows].
     """
     _seed(data[0].start[0].device)
     ours = [

@@ -99,8 +99,8 @@ def plan(
         micro_batches: A, numbers to try, of one step.
         zero3_sizes: S, to try; None: the divisors of a node, and all ranks.
         accumulations, reduce_dtypes: to try. A reduce dtype is for both hops.
-        offload: True: try `offload_grads`, `offload_optimizer` and both, and each with `offload_params`, too; None: the
-            first three where it does not fit without, and the others where these do not fit, either.
+        offload: True: try `offload_grads`, `offload_optimizer` and both, each also with `offload_params`. None: try the
+            first three if the model does not fit without them, and `offload_params` if it still does not fit.
         recompute: blocks keep their inputs alone for the backward (activation checkpointing).
         activation_bytes: of a rank's micro-batch; for models of sizes, 0 stands for an estimate.
 

@@ -130,13 +130,13 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
-        # The model's end is its own. The threads hold this object, which holds no model.
+        # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
         self._finalizer = weakref.finalize(runtime, self._stop)
         self._finalizer.atexit = False
         runtime.on_close.append(self.close)
 
     def close(self) -> None:
-        """Watch no more. The end of the model does the same."""
+        """End the watchdog. The end of the model does the same."""
         self._finalizer()
         for thread in self._threads:
             thread.join(_SILENT)  # one may wait for a store that does not answer
@@ -176,13 +176,13 @@ class Watchdog:
             del self._store  # a connection
 
     def _forget(self) -> None:
-        """Delete what the watchdogs of all ranks have in the store, when the last of them ends."""
+        """Delete the keys of this rank from the store, and common keys if it is the last rank to end."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
                 for key in ("alarms", "ended"):
                     self._store.delete_key(f"{self._scope}/{key}")
-        except RuntimeError:  # gone, or one that keeps everything
+        except RuntimeError:  # the store has ended, or cannot delete keys
             pass
 
     def _mind(self) -> None:

@@ -96,13 +96,13 @@ def check_buffers(plans: Sequence[UnitPlan]) -> None:
 
 
 def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
-    """Raise where compute weights are to lie in host memory, and the class of one of them gathers them by itself."""
+    """Raise if `offload_params` is set for a parameter whose class has an all-gather extension."""
     for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
                 f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose "
                 "all-gather extension reads its shard on the device. Leave offload_params out; offload_optimizer and "
-                "offload_grads work"
+                "offload_grads are supported"
             )
 
 
@@ -140,8 +140,8 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
     """Raise unless every module on the meta device can be initialised."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
-            f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Give a function that "
-            "initialises a module which was built on meta, such as model._init_weights"
+            f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
+            "initializes a module on the meta device, such as model._init_weights"
         )
     sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
     for plan in plans:
@@ -213,7 +213,7 @@ def plan_handles(
                 PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )
     for found in (each for each in plan.parameters if has_extension(each.parameter)):
-        # See [Note: All-gather extensions]: one handle for each, and shards of whole rows from its first one on.
+        # See [Note: All-gather extensions]: one handle for each parameter, with shards of whole rows.
         parameter, ranks = found.parameter, where.grid.data_parallel
         slot = Slot(found.name, tuple(parameter.shape), 0)
         layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
@@ -236,7 +236,7 @@ def plan_handles(
                 layout,
                 route,
                 in_host=config.offload_optimizer and parameter.requires_grad,
-                # What the class sends is known once it has been asked; until then: as any parameter.
+                # The class reports its inputs at the first gather; until then assume those of any parameter.
                 extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
             )
         )
@@ -306,7 +306,7 @@ def build_unit(
 
 
 def _take_extensions(plan: UnitPlan, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
-    """Put plain parameters in the place of those whose class has an all-gather extension; the extensions by name."""
+    """Replace parameters whose class has an all-gather extension by plain ones; return the extensions by name."""
     extensions: dict[str, Extension] = {}
     for index, found in enumerate(plan.parameters):
         if has_extension(found.parameter):
@@ -393,7 +393,7 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
 
 
 def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Cast floating-point buffers in place of the model's own; return those that had another dtype."""
+    """Replace floating-point buffers by cast ones; return those that had another dtype."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Releases a model's resources: :func:`close`."""
+"""Release of a model's resources: :func:`close`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["close"]
 
 
 def close(model: nn.Module) -> None:
-    """Release what a sharded model has made: process groups, threads, buffers, shared and pinned memory.
+    """Release the process groups, threads, buffers, shared and pinned memory of a sharded model.
 
-    The same happens when the model is garbage collected. Call this to choose the moment, or where something else keeps
-    the model alive. A save in the background ends first. All ranks should call this; where collectives run on a device,
-    they must, since its communicators end together.
+    The same happens when the model is garbage collected. Call this to choose the time, or if a reference keeps the
+    model alive. It waits for a save in the background. All ranks should call this. If collectives run on a device, all
+    ranks must call it, because its communicators are destroyed together.
 
     Afterwards forwards, optimizer steps, checkpoints and all functions that take the model raise RuntimeError. Its
-    parameters remain, and ``p.to_local()`` shows this rank's rows; ``p.full_tensor()`` raises where it would need other
+    parameters remain, and ``p.to_local()`` returns this rank's rows; ``p.full_tensor()`` raises if it would need other
     ranks. Closing again does nothing. A mesh that was passed to :func:`shard_model` is not closed.
 
     Args:
         model: from :func:`shard_model`.
 
     Raises:
-        RuntimeError: a backward is running, or :func:`unsharded` or ``EMA.swapped`` is active.
+        RuntimeError: a backward is running, or :func:`unsharded`, :func:`full_precision` or ``EMA.swapped`` is active.
         TypeError, ValueError: `model` is not a sharded model.
 
     Example::
@@ -43,11 +43,13 @@ def close(model: nn.Module) -> None:
     runtime = runtime_of(model)
     failure: RuntimeError | None = None
     if inside_backward():
-        failure = RuntimeError("layerzero.close was called inside a backward, which needs the model; call it after it")
+        failure = RuntimeError(
+            "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
+        )
     elif runtime.views:
         failure = RuntimeError(
-            "layerzero.close was called inside layerzero.unsharded or EMA.swapped, which would write back into a model "
-            "that is gone; leave the context first"
+            f"layerzero.close was called inside {runtime.views[-1].value}, which must restore the model when it ends. "
+            "Leave the context first"
         )
     if not runtime.topology.zero3_reduce.held.is_local:  # see [Note: Release of groups] in comm/process_groups.py
         agree("close", {}, ranks=runtime.everyone.ranks, failure=failure)

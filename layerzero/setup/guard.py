@@ -28,7 +28,7 @@ def guard_optimizers(runtime: Runtime) -> None:
 
 @functools.cache
 def _guard_process() -> None:
-    # One hook for all models of the process, which stays: a model may be collected while torch walks its hooks.
+    # One permanent hook for all models of the process: a model may be collected while torch iterates over its hooks.
     register_optimizer_step_pre_hook(_check)
 
 

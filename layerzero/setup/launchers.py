@@ -1,4 +1,4 @@
-"""Warnings at the start about settings of the launcher that fail or slow the run later on."""
+"""Warnings about launcher settings that make the run fail or slow it down."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def connections_warning(device_type: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning where the environment lets a device run streams one after the other; None where it does not."""
+    """Return a warning if the environment makes a device run its streams one after the other, else None."""
     if device_type != "cuda" or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return None
     return (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams into one hardware queue: gathers and reductions "
         "wait for the computation instead of overlapping it. Set CUDA_DEVICE_MAX_CONNECTIONS=32, or unset it (8). "
-        "Megatron-LM asks for 1 with tensor or context parallelism on GPUs before Blackwell; there, measure both"
+        "Megatron-LM requires 1 with tensor or context parallelism on GPUs before Blackwell; measure both there"
     )

@@ -51,8 +51,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
                 (model(batch) / len(batches)).backward()
 
-    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. Of a module that holds sharded
-    models, all of these only accumulate.
+    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. For a module that holds sharded
+    models, it applies to all of them.
     """
     before = [(runtime, runtime.reduces) for runtime in runtimes_of(model).values()]
     for runtime, _ in before:
@@ -66,31 +66,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Show the whole weights of a module inside the context, to compute with them outside of its unit's forward.
+    """Show the gathered weights of a module inside the context, to compute with them outside of its unit's forward.
 
-    For a loss that takes the weight of the head after the model has returned: fused or chunked cross-entropy. The
-    weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are reduced like any other,
-    and add up with those of the unit's own forwards; so do those of tied weights.
+    Use this for a loss that takes the weight of the head after the model has returned, such as a fused or chunked
+    cross-entropy. The weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are
+    reduced like any others, and are added to those of the unit's own forwards and of tied weights.
 
-    The backward may run inside the context or after it. Inside, the weights are gathered once; after it, they are
-    gathered again when the backward reaches what was computed inside, unless `reshard_after_forward` keeps the unit.
-    Under ``torch.no_grad()`` they are freed at the end of the context.
+    The backward may run inside the context or after it. Inside, the weights are gathered once. After it, the backward
+    gathers them again, unless `reshard_after_forward` keeps the unit. Under ``torch.no_grad()`` they are freed at the
+    end of the context.
 
-    Like a forward, this is a collective of the ranks that share the weights: all ranks enter the same contexts in the
-    same order, or there is an error as for forwards. The whole unit is gathered that has the parameters of `module`;
-    units inside `module` stay sharded, so that ``gathered(model)`` shows what the root has. What is whole already (an
-    ignored parameter, all of them inside :func:`layerzero.unsharded`) stays as it is.
+    Like a forward, this is a collective of the ranks that share the weights. All of them enter the same contexts in the
+    same order; otherwise they raise, as for forwards. The context gathers the whole unit that has the parameters of
+    `module`. Units inside `module` stay sharded, so ``gathered(model)`` shows the parameters of the root. Parameters
+    that are full already (ignored ones, and all inside :func:`layerzero.unsharded`) do not change.
 
-    Weights are to be read: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` are errors
-    inside; to edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are active inside,
-    so that a kernel that adds to ``weight.main_grad`` must take it in the forward.
+    The weights are read-only: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` raise
+    inside. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are active inside,
+    so a kernel that adds to ``weight.main_grad`` must take it in the forward.
 
     Args:
         module: a sharded model, one of its units, or a module inside one.
 
     Raises:
         ValueError: all parameters of `module` are in units inside it.
-        RuntimeError: ranks of a node enter different contexts; something is done inside that would change weights.
+        RuntimeError: ranks of a ZeRO-3 group enter different contexts; or a call inside would change weights.
 
     Example::
 
@@ -100,7 +100,10 @@ def gathered(module: nn.Module) -> Iterator[None]:
             loss.backward()
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a sharded model or a module inside one, got {type(module).__name__}")
+        raise TypeError(
+            f"layerzero.gathered expected a sharded model or a module inside one, got {type(module).__name__}. Pass "
+            "the module that holds the weights, such as model.head"
+        )
     with ExitStack() as contexts:
         for runtime, units in units_within(module).items():
             contexts.enter_context(runtime.gathered(units))
@@ -120,9 +123,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Whether the backwards from here on that reduce do so between nodes, too, as FSDP2's method of this name says.
+    """Set whether later backwards also reduce gradients across replicas, like FSDP2's method of this name.
 
-    False is as :func:`no_sync`: with ``accumulation="sharded"`` gradients are reduced inside the node.
+    False works like :func:`no_sync`: with ``accumulation="sharded"`` gradients are reduced inside the ZeRO-3 group.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -133,35 +136,35 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
 def _whole(model: nn.Module, method: str, *, recurse: bool) -> Runtime:
     if not recurse:
         raise ValueError(
-            f"{method}(recurse=False): the units of a model are reduced together, in an order that all ranks share, or "
-            "not at all. A backward that reaches one unit alone, as those of a chunked loss do, sends nothing of "
-            "others: run it inside layerzero.no_sync(model)"
+            f"{method}(recurse=False) is not supported: the units of a model are reduced together, in an order "
+            "that all ranks share, or not at all. For a backward that reaches one unit only, such as one of a chunked "
+            "loss, use layerzero.no_sync(model)"
         )
     return runtime_of(model)
 
 
 class UnshardHandle:
-    """A gather under way, that :func:`unshard` has launched."""
+    """Gather in flight, launched by :func:`unshard`."""
 
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
 
     def wait(self) -> None:
-        """Wait until the weights are there; the forward of the unit does so itself."""
+        """Wait until the weights are gathered. The forward of the unit also waits for them."""
         if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
             runtime.wait_unsharded(unit)
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the weights of a unit ahead of its next forward, which then waits for them; units inside it are left.
+    """Gather the weights of a unit ahead of its next forward, without the units inside it.
 
-    They stay until that forward frees them, as `reshard_after_forward` says, until a backward ends, or until
+    They stay gathered until that forward frees them (see `reshard_after_forward`), until a backward ends, or until
     :func:`reshard`. ``module.weight`` shows them inside forwards and :func:`gathered` only. Like a forward, this is a
     collective of the ranks that share the weights.
 
     Args:
-        module: a sharded model, or one of its units, to which this is bound: ``unit.unshard()``.
-        async_op: return while the weights are on their way.
+        module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
+        async_op: return before the weights are gathered.
 
     Returns:
         With `async_op` a handle whose ``wait()`` waits for them.
@@ -176,10 +179,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the weights of a unit; units inside it are left. A backward that needs them gathers them again.
+    """Free the weights of a unit, without the units inside it. A backward that needs them gathers them again.
 
     Raises:
-        RuntimeError: the unit is in use: in its forward, in its backward or in :func:`gathered`.
+        RuntimeError: the unit is in its forward, its backward or :func:`gathered`.
     """
     runtime, unit = _unit_of(module)
     runtime.reshard(unit)
@@ -188,15 +191,15 @@ def reshard(module: nn.Module) -> None:
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
     """Change `reshard_after_forward` of :func:`layerzero.shard_model` for a unit, and with `recurse` for those inside.
 
-    All ranks must do the same. Without gradients, weights are freed after a forward in any case.
+    All ranks must make the same call. Without gradients, weights are always freed after a forward.
 
     Raises:
-        ValueError: `reshard_after_forward` is no bool.
+        ValueError: `reshard_after_forward` is not a bool.
     """
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; a number of ranks is to be given "
-            "to shard_model(reshard_after_forward=...)"
+            f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}: process groups for a number of "
+            "ranks exist only from the start. Pass the number to shard_model(reshard_after_forward=...)"
         )
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -205,10 +208,10 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-    """Whether a unit, and with `recurse` those inside it, are freed after a backward; all ranks must do the same.
+    """Set whether a unit, and with `recurse` those inside it, are freed after a backward.
 
-    With False the next micro-batch need not gather them: more memory, fewer exchanges. ``optimizer.step()`` frees those
-    that it updates, as does a forward without gradients.
+    False takes more memory and saves the gathers of the next micro-batch. ``optimizer.step()`` frees the units that it
+    updates, and a forward without gradients also frees its units. All ranks must make the same call.
     """
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -217,12 +220,12 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Have the forward of a unit gather these units ahead, in this order, instead of those that `prefetch` names.
+    """Set the units that the forward of a unit gathers ahead, in this order, in place of those that `prefetch` selects.
 
-    All ranks must do the same. What is gathered in vain is freed when the forward of the model ends.
+    All ranks must make the same call. Units that are not called are freed when the forward of the model ends.
 
     Raises:
-        TypeError, ValueError: one of `modules` is no unit of this model, or is on another mesh.
+        TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
     """
     runtime, unit = _unit_of(module)
     runtime.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
@@ -230,9 +233,9 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Have the backward of a unit gather these units ahead, as :func:`set_modules_to_forward_prefetch` its forward.
+    """Set the units that the backward of a unit gathers ahead; see :func:`set_modules_to_forward_prefetch`.
 
-    What is gathered in vain is freed when the backward ends.
+    Units that the backward does not reach are freed when it ends.
     """
     runtime, unit = _unit_of(module)
     runtime.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
@@ -242,14 +245,14 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 def _listed(runtime: Runtime, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
     method = f"set_modules_to_{way}_prefetch"
     if isinstance(modules, nn.Module):
-        raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}")
+        raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}. Pass [unit]")
     found = []
     for each in modules:
         theirs, listed = _unit_of(each)
         if theirs is not runtime or listed.topology is not unit.topology:
             raise ValueError(
                 f"{method}: {listed.label} is of another {'model' if theirs is not runtime else 'mesh'} than "
-                f"{unit.label}; ranks that share one of them need not call the other. List units of one mesh"
+                f"{unit.label}, and ranks that call one of them need not call the other. Pass units of one mesh"
             )
         found.append(listed)
     return found
@@ -263,7 +266,7 @@ def _unit_of(module: nn.Module) -> tuple[Runtime, Unit]:
 
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[Runtime, list[Unit]]:
-    """The unit of a module, and with `recurse` those inside it."""
+    """Return the unit of a module, and with `recurse` those inside it."""
     runtime, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
     return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
@@ -322,9 +325,9 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
 
 
 def bind_methods(runtime: Runtime) -> None:
-    """Give the model and its units methods for loops that look for them, by the names that FSDP2 has.
+    """Add methods to the model and its units, under FSDP2's names, for training loops that call them.
 
-    An attribute of that name that a module has already stays, and the log says so.
+    An existing attribute of such a name is kept, and a warning is logged.
     """
     taken: dict[str, str] = {}
     for unit in runtime.units:
@@ -367,7 +370,7 @@ def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any
 
 
 def mark_units(units: Iterable[Unit]) -> None:
-    """Let ``print(model)`` show which modules are units, through their ``extra_repr``."""
+    """Mark the units in the output of ``print(model)``, through their ``extra_repr``."""
     for unit in units:
         sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"
         mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
@@ -376,7 +379,7 @@ def mark_units(units: Iterable[Unit]) -> None:
 
 
 def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
-    """Return an ``extra_repr`` that adds `mark`, and keeps no reference to the module; see `_method`."""
+    """Return an ``extra_repr`` that adds `mark`, without a strong reference to the module; see `_method`."""
     weak, own = weakref.ref(module), vars(module).get("extra_repr")
 
     def extra_repr() -> str:

@@ -104,7 +104,7 @@ def _ignored(
 ) -> set[int]:
     """Return the ids of all parameters that stay whole."""
     owned = {id(parameter) for parameter in model.parameters()}
-    by_kind = isinstance(ignored_params, str)  # then a model may turn out to have no other parameters
+    by_kind = isinstance(ignored_params, str)  # "unsupported" may apply to all parameters of a model
     ignored = set()
     if isinstance(ignored_params, str):
         if ignored_params != UNSUPPORTED:
@@ -124,8 +124,8 @@ def _ignored(
     for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
         if entry is model:
             raise ValueError(
-                f"ignored_modules holds the {type(model).__name__} that is sharded itself, so that nothing would be "
-                "sharded. Name the parts of it that stay whole, or leave shard_model out"
+                f"ignored_modules holds the {type(model).__name__} that is passed to shard_model, so nothing would be "
+                "sharded. Name the parts that stay whole, or leave shard_model out"
             )
         if not isinstance(entry, (str, nn.Module)):
             raise TypeError(f"ignored_modules holds {entry!r}; give modules, or names of modules or of their classes")
@@ -139,7 +139,7 @@ def _ignored(
     if owned and ignored == owned and not by_kind:
         raise ValueError(
             f"ignored_params and ignored_modules hold all {len(owned)} parameters of this {type(model).__name__}, so "
-            "that nothing would be sharded. Leave out what is to be sharded, or leave shard_model out"
+            "that nothing would be sharded. Leave the parameters to shard out of them, or leave shard_model out"
         )
     return ignored
 
@@ -173,11 +173,11 @@ _ACCEPTED = (
     "use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
     "callable(name, module) -> bool or str, or a policy of torch.distributed.fsdp.wrap"
 )
-_Chosen = list[tuple[str, nn.Module]]  # in the order of the modules: the unit's name, and a module that calls it
+_Chosen = list[tuple[str, nn.Module]]  # unit names, and modules whose forward gathers the unit, in module order
 
 
 def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
-    """Return the modules that call units, with the names of these units: their own, or one that several share."""
+    """Return the modules whose forward gathers a unit, with the unit's name: their own, or one that several share."""
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
@@ -226,7 +226,7 @@ def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) 
 
 
 def _takes_recurse(units: object) -> bool:
-    """Tell whether `units` is a function with the arguments of an FSDP1 policy, ``functools.partial`` included."""
+    """Return whether `units` is a function with the arguments of an FSDP1 policy, ``functools.partial`` included."""
     if isinstance(units, (str, type, nn.Module)) or not callable(units):
         return False
     try:
@@ -238,8 +238,7 @@ def _takes_recurse(units: object) -> bool:
 def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
     """Return the modules that FSDP1 would wrap.
 
-    Those that FSDP1 would wrap to no effect, without a forward or without parameters that are sharded, are left to the
-    unit around them.
+    Modules without a forward or without parameters to shard are left out, since FSDP1 would wrap them without effect.
     """
     wrapped: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
@@ -247,8 +246,8 @@ def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chos
         for module, settings in policy._run_policy(model, set(), {}).items():
             if settings:
                 raise ValueError(
-                    f"units={policy!r} gives module {names[module]!r} the settings {settings}, which are those of "
-                    "FSDP1. Return True there, and choose settings of units with mp_policy=, accumulation= or "
+                    f"units={policy!r} gives module {names[module]!r} the settings {settings}, which only FSDP1 "
+                    "has. Return True for it, and choose settings of units with mp_policy=, accumulation= or "
                     "reshard_after_forward=callable(name, module)"
                 )
             wrapped.add(module)
@@ -283,19 +282,19 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type)) and not _is_one_module(units):
         wanted = list(cast("Iterable[Any]", units))
     names = {module: name for name, module in model.named_modules()}
-    unit_of: dict[nn.Module, str] = {}  # of what is given as an object, which outweighs names and classes
+    unit_of: dict[nn.Module, str] = {}  # of modules and lists, which take precedence over names and classes
     for entry in wanted:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
             together = _together(model, members, names)
             unit = "+".join(names[module] for module in together)
-            if isinstance(entry, nn.Module) and entry is model:  # a unit anyway
+            if isinstance(entry, nn.Module) and entry is model:  # always a unit
                 continue
             for module in together:
                 if module in unit_of and unit_of[module] != unit:
                     raise ValueError(
                         f"units holds module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
-                        "is in one unit only. Leave it out of one of them"
+                        "is in one unit only. Remove it from one of them"
                     )
                 unit_of[module] = unit
         elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
@@ -313,7 +312,7 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
 
 
 def _is_one_module(units: object) -> bool:
-    """Tell whether `units` is a module to be a unit itself: a list of modules, of any kind, holds several."""
+    """Return whether `units` is a single module; an ``nn.ModuleList`` stands for the modules in it."""
     return isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
 
 
@@ -328,20 +327,20 @@ def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str])
         if isinstance(entry, str):
             found |= {module for _, module in _named(model, "units", {entry})}
         elif not isinstance(entry, nn.Module):
-            raise TypeError(f"units holds a list with {entry!r}; give modules of the model, or their names")
+            raise TypeError(f"units holds a list with {entry!r}, which is no module. Use modules or their names")
         elif entry not in names:
             raise ValueError(
-                f"units holds a {type(entry).__name__} that is no module of this model: take it from the model that "
-                "is sharded, or give its name"
+                f"units holds a {type(entry).__name__} that is not a module of this model. Take it from the model that "
+                "you pass to shard_model, or use its name"
             )
         else:
             found.add(entry)
     if not found:
-        raise ValueError("units holds an empty list; give the modules that form a unit")
+        raise ValueError("units holds an empty list, but each list is one unit. Add its modules, or remove the list")
     if model in found and len(entries) > 1:
         raise ValueError(
-            f"units holds a list with the {type(model).__name__} that is sharded itself, which is a unit anyway. Leave "
-            "it out: what is in no other unit belongs to it"
+            f"units holds a list with the {type(model).__name__} that is passed to shard_model and is always a unit. "
+            "Leave it out: parameters outside all other units belong to it"
         )
     return [module for module in names if module in found]
 
@@ -434,7 +433,7 @@ def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
 
 
 def _refuse_shared_values(found: Sequence[Found]) -> None:
-    """Raise where a parameter of a class holds a tensor that is a parameter itself, or that another one holds."""
+    """Raise if a parameter of a tensor subclass shares its inner tensor with another parameter."""
     plain = [each for each in found if is_plain_storage(each.parameter)]
     names = {_memory_of(each.parameter): each.name for each in plain}
     for each in found:
@@ -443,7 +442,7 @@ def _refuse_shared_values(found: Sequence[Found]) -> None:
             if other != each.name:
                 raise ValueError(
                     f"parameter {each.name!r} is a {type(each.parameter).__name__} around the tensor of parameter "
-                    f"{other!r}, and would be trained apart from it: give both the same parameter, or copy the values"
+                    f"{other!r}, and would be trained apart from it. Use one parameter for both, or copy the values"
                 )
 
 

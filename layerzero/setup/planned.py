@@ -44,7 +44,7 @@ class Where:
 
     @property
     def gathers(self) -> bool:
-        """The full buffer is more than the ZeRO-3 shard, or elsewhere."""
+        """Whether the full buffer has memory beside the ZeRO-3 shard."""
         return self.weights_in_host or not (self.in_node or self.grid.covers(Extent.NODE, Extent.WHOLE))
 
 
@@ -61,8 +61,8 @@ class PlannedHandle:
     in_host: bool = False  # its master and its final gradient
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
     coded: int = 0  # bytes of all that is received where encoded shards are gathered
-    set_aside: bool = False  # a backward has begun while its final gradient was still wanted; see storage/places.py
-    extension: GatheredBytes | None = None  # the class of its one parameter has an all-gather extension
+    set_aside: bool = False  # its final gradient was kept across a backward; see storage/places.py
+    extension: GatheredBytes | None = None  # of the all-gather extension of its only parameter
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
         """What the first exchange sends is a sum that waits on this rank, in one place for good."""
@@ -78,7 +78,7 @@ class PlannedHandle:
         return self.layout.numel, self.route.legs[0].wire
 
     def gathered_sizes(self, where: Where) -> tuple[int, ...]:
-        """Bytes of the full buffer, and of parameters in strides of their own; or of what an extension gathers."""
+        """Bytes of the full buffer, and of parameters in strides of their own; or of an all-gather extension."""
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
         return (self.layout.numel * self.precision.compute.itemsize if where.gathers else 0, *self.strided)

@@ -82,7 +82,7 @@ def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, wher
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
             once = min(len(members), _UNREAD) if where.on_device else 1  # nobody waits there for the copy
             plan.scratch[size] += once if members[0].route.legs else _landing_at_once(members, handles)
-    if where.weights_in_host:  # fresh weights, which are put together on their way to the host
+    if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
         node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in handles}
         fresh = [each for each in handles if each.trainable]
         for size, members in _by_size(fresh, lambda each: (node[id(each)], each.precision.compute)).items():

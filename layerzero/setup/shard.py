@@ -102,8 +102,8 @@ def shard_model(
             a node, as torchrun says.
         units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
             classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names, each of which is
-            one unit that is gathered when any of them is called: ``[Block, [model.norm, model.head]]``. A module in a
-            list is no unit by its class or name. Or ``callable(name, module) -> bool``; where that returns a str, all
+            one unit that is gathered when any of them is called: ``[Block, [model.norm, model.head]]``. A list takes
+            precedence over classes and names. Or ``callable(name, module) -> bool``; where that returns a str, all
             modules with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or that
             transformers checkpoints. Or a policy of ``torch.distributed.fsdp.wrap``: a ``ModuleWrapPolicy``, or a
             function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial`` included, such as
@@ -131,12 +131,12 @@ def shard_model(
             summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
             weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
             nothing else.
-        offload_params: compute weights live in host memory, too, for models that do not fit otherwise: ZeRO-3 shards,
-            which each gather copies to the device first, beside other work. Combined with `offload_optimizer` the
-            device keeps gathered units, gradients on their way, and scratch. On the CPU the setting warns, and changes
-            no results; where ranks share memory it has no effect at all.
-        pin_memory: what `offload_grads`, `offload_optimizer` and `offload_params` keep in host memory is pinned. False,
-            where a machine limits pinned memory: copies are slower, and the host waits for them. On the CPU nothing is
+        offload_params: keep compute weights in host memory, for models that do not fit otherwise. Each gather first
+            copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, the
+            device holds gathered units, gradients in flight, and scratch. On the CPU the setting warns, and changes no
+            results. If ranks share memory, it has no effect.
+        pin_memory: pin the host memory of `offload_grads`, `offload_optimizer` and `offload_params`. Use False if the
+            machine limits pinned memory; copies are then slower, and the host waits for them. On the CPU nothing is
             pinned.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
             ``callable(name, module) -> bool | int``: False for the last unit spares the gather that nothing hides. An
@@ -245,7 +245,7 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> Runtime:
-    """Make what the plans say. All ranks of the model must call this, with equal plans."""
+    """Build the runtime, units and handles of the plans. All ranks of the model must call this, with equal plans."""
     everyone, sites = sites_of(further, groups)
     topology = everyone.topology
     if not topology.zero3_reduce.held.is_local:
@@ -286,12 +286,12 @@ def _build(
 
 
 def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """Return the mesh of the root; where one rank of `mesh` cannot use it, all of them raise."""
+    """Return the mesh of the root; if one rank of `mesh` cannot use it, all of them raise."""
     try:
         return as_data_parallel(root_mesh(model, mesh, zero3_size))
     except (TypeError, ValueError) as error:
         ranks = sorted(ranks_in(mesh)) if isinstance(mesh, DeviceMesh) else []
-        if dist.get_rank() in ranks:  # else it is not known which ranks are here
+        if dist.get_rank() in ranks:  # otherwise the calling ranks are unknown
             agree("shard_model", {}, ranks=ranks, failure=error)
         raise
 

@@ -56,7 +56,7 @@ def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, over
     for each in parts:
         part = each if wire is None else each.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize > target.dtype.itemsize:
-            torch.mul(part, scale, out=target)  # what is too large for the target before it is scaled may fit after
+            torch.mul(part, scale, out=target)  # a value may fit the target only after it is scaled
             overwrite = False
         elif overwrite:
             target.copy_(part)

@@ -121,8 +121,8 @@ class StoragePool:
     is parked than what is lent leaves of the limit. torch 2.11 cannot move memory between storages; there, every loan
     is an allocation.
 
-    Memory is freed on the stream that it was allocated on, after what the current stream has done with it: torch's
-    caching allocator reuses it there without further synchronization.
+    Memory is freed on the stream that allocated it, after its last use on the current stream, because torch's caching
+    allocator reuses it on that stream without further synchronization.
     """
 
     can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
@@ -138,7 +138,7 @@ class StoragePool:
         self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
         self._homes: dict[int, int] = {}  # by storage: the address that it had last
-        self._streams: dict[int, Any] = {}  # by address: the stream that it was allocated on
+        self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
     def lend(self, storage: UntypedStorage, nbytes: int) -> None:
         """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""

@@ -40,10 +40,10 @@ def streams_module(device: torch.device) -> Any:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise if the current stream is being captured into a graph.
+    """Raise if the current stream is being captured into a CUDA graph.
 
     Raises:
-        RuntimeError: names `what` was called and what may be captured instead.
+        RuntimeError: names `what`, which was called, and modules that can be captured.
     """
     module = streams_module(device)
     if module is None or not module.is_current_stream_capturing():
@@ -100,10 +100,10 @@ class StreamOrder:
 
 
 class TouchedBy:
-    """Streams that have read or written some memory since the last copy of it.
+    """Streams that have read or written a buffer since its last copy.
 
-    Gradients of leaves arrive on the stream under which their AccumulateGrad nodes were made, which need not be the one
-    that is current where a copy is launched.
+    Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. It may
+    differ from the stream that is current at a copy.
     """
 
     def __init__(self, order: StreamOrder | None) -> None:
@@ -111,12 +111,12 @@ class TouchedBy:
         self._streams: list[Any] = []
 
     def note(self) -> None:
-        """The current stream is about to use the memory."""
+        """Record that the current stream is about to use the buffer."""
         if self._order is not None and (stream := self._order.current()) not in self._streams:
             self._streams.append(stream)
 
     def marks(self) -> list[StreamMark]:
-        """Return an event after the uses so far on each stream, and forget the streams."""
+        """Return one event per stream, after its uses so far, and clear the streams."""
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
 
@@ -127,7 +127,7 @@ class Transfers:
     On the CPU, where there is nothing to run beside, a copy is done when :meth:`copy` returns.
 
     Args:
-        pin_memory: pin the host memory. A copy from or to memory that is not pinned keeps the host waiting.
+        pin_memory: pin the host memory. The host waits for copies of memory that is not pinned.
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
@@ -153,7 +153,7 @@ class Transfers:
         return host_memory(numel, dtype, device=self.device)
 
     def beside(self, *, to_host: bool) -> AbstractContextManager[object]:
-        """Make the stream of the copies one way the current one."""
+        """Make the stream of copies in one direction the current one."""
         stream: AbstractContextManager[object] = (
             nullcontext() if self._side is None else self._module.stream(self._side[to_host])
         )

@@ -1,4 +1,4 @@
-"""What lies in host memory: masters and final gradients, which the optimizer works on there, and compute weights.
+"""Masters, final gradients and compute weights in host memory; the optimizer runs there.
 
 [Note: The host updates]
 With `offload_optimizer` masters lie in pinned host memory, and so do the final gradients that ``.grad`` shows; the
@@ -8,10 +8,10 @@ copies beside other work, which streams wait for. The host waits before it reads
 It may write a master that is still being carried up: who writes launches another refresh, which comes after.
 
 [Note: Weights in the host]
-With `offload_params` ZeRO-3 shards lie in pinned host memory. A gather first copies the shard into this rank's place in
-the full buffer, on the stream of such copies, and is launched from that stream: the computation waits for neither
-before it needs the weights. A refresh is put together on the device, in scratch, and then copied down. The stream that
-launches it waits for that copy, so that the scratch of one handle serves the next one.
+With `offload_params` ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
+full buffer, on the stream for such copies, and is launched from that stream. So the computation waits for neither until
+it needs the weights. A refresh writes to scratch on the device, which is then copied to the host. The stream that
+launches it waits for that copy, so that the next handle can use the same scratch.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class HostPlace(Place):
 
 @dataclass(frozen=True)
 class Fetch:
-    """A copy to the device that nothing follows."""
+    """Copy to the device that no collective follows."""
 
     transfers: Transfers
     mark: StreamMark
 
     def wait(self) -> None:
-        """Let what the current stream computes from here on come after the copy."""
+        """Make the current stream wait for the copy."""
         self.transfers.wait(self.mark)
 
 
@@ -100,7 +100,7 @@ class HostShard:
     """A ZeRO-3 shard in host memory; see [Note: Weights in the host].
 
     Attributes:
-        tensor: 1-D [numel], zeros at first.
+        tensor: 1-D [numel], initially zeros.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, transfers: Transfers, pool: BufferPool) -> None:
@@ -112,7 +112,7 @@ class HostShard:
 
     @contextmanager
     def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
-        """Copy the shard to `target` [numel] on the device; what is launched inside comes after the copy.
+        """Copy the shard to `target` [numel] on the device; work that is launched inside runs after the copy.
 
         Args:
             beside: launch on the stream of the copy, so that the current stream does not wait for it.
@@ -128,16 +128,16 @@ class HostShard:
         return Fetch(self._transfers, self._fetched)
 
     def borrow(self) -> Tensor:
-        """Scratch on the device, 1-D [numel], for :meth:`store`."""
+        """Return scratch on the device, 1-D [numel], for :meth:`store`."""
         return self._pool.take(self.tensor.numel(), self.tensor.dtype)
 
     def store(self, fresh: Tensor) -> None:
-        """Copy down what has been put together in borrowed scratch, which goes back."""
+        """Copy borrowed scratch to the host, and return it to the pool."""
         self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
         self._transfers.wait(self._stored)
         self._pool.give(fresh)
 
     def arrive(self) -> Tensor:
-        """The shard, once the host may read it."""
+        """Wait until the host may read the shard, and return it."""
         self._transfers.finish(self._stored)
         return self.tensor

@@ -6,10 +6,10 @@ needs no memory of its own: it rests in this rank's part of the node sum, which 
 
 It must leave before anything else is summed up there, if it is still wanted (no zero_grad since): it is a mean over all
 ranks already, and what comes is a part of a sum. It is copied to memory of its own then, and back when the node sum has
-been sent. That memory is allocated at the first such copy and stays, so that what a model holds depends on the program
-and not on timing. ``.grad`` always shows the home; it cannot be read while something else is there, which is during
-backwards and after one inside no_sync. A loop that zeroes gradients before the next backward, to None, never moves
-anything.
+been sent. That memory is allocated at the first such copy and kept, so that the memory of a model depends on the
+program and not on timing. ``.grad`` always shows the home. It cannot be read while the home holds another sum, which is
+during backwards and after a backward inside no_sync. A loop that zeroes gradients before the next backward, to None,
+never moves anything.
 
 Sums in slabs have no lasting place on the device, and a whole one may be opened to kernels (``main_grad``) while
 ``.grad`` is read: beside these, as where nothing waits, the final gradient has memory of its own.
@@ -191,7 +191,7 @@ class ScratchPlace(Place):
 
 
 class Stay(enum.Enum):
-    """Of an :class:`InsidePlace`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
+    """States of an :class:`InsidePlace`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
 
     HOME = "home"
     AWAY = "away"
@@ -210,7 +210,7 @@ class InsidePlace(Place):
         self.stay = Stay.HOME
         self._around = around
         self._part = part
-        self._aside: Tensor | None = None  # [numel], from the first time that something is kept
+        self._aside: Tensor | None = None  # [numel], allocated at the first copy
 
     @property
     def own_numel(self) -> int:

@@ -91,7 +91,7 @@ class Buffers:
     full: StoragePool
     accumulators: Accumulators
     to_host: Transfers | None = None  # what carries masters and final gradients, where the host updates
-    weights_to_host: Transfers | None = None  # what carries compute weights, where they lie in the host
+    weights_to_host: Transfers | None = None  # copies of compute weights, if these are in host memory
 
 
 def _aligned(nbytes: int) -> int:
@@ -198,12 +198,12 @@ class _Slab:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
         self.copied: StreamMark = None  # the last copy from or to it
-        self.touched = touched  # streams that have opened it since, and not closed it
+        self.touched = touched  # streams that have opened it since, and not closed it yet
         self.used: list[StreamMark] = []  # ends of uses since
 
     def end_uses(self) -> None:
-        """The next copy must come after what the current stream, and those that have opened it, have done so far."""
-        self.touched.note()  # an exchange that reads it ends on another stream than it was launched from
+        """Order the next copy after the work so far of the current stream and of streams that have opened the slab."""
+        self.touched.note()  # a collective that reads it ends on another stream than the one that launched it
         self.used += self.touched.marks()
 
 

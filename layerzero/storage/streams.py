@@ -53,7 +53,7 @@ __all__ = [
 Operation = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]
 
-_PATIENCE = 5.0  # seconds for exchanges in flight when a model is closed or the process ends
+_PATIENCE = 5.0  # seconds to wait for collectives in flight when a model is closed or the process ends
 
 
 class Awaited(Protocol):
@@ -108,7 +108,7 @@ class Streams(ABC):
         """Raise the failure of an exchange that somebody else than the program has waited for."""
 
     def close(self) -> None:  # noqa: B027 - most have no threads
-        """End the threads that play streams, after what they were given."""
+        """End the threads that act as streams, after their pending work."""
 
     @abstractmethod
     def settle(self, marks: Sequence[deque[Awaited]]) -> None:
@@ -195,11 +195,11 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """End after what was given. Called by finalisers, in any thread and in the middle of anything: never waits."""
+        """End after the pending work. Never waits, since finalizers call this in any thread at any point."""
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop, and return when it has ended; after a few seconds anyway."""
+        """Stop, and wait at most a few seconds for the end of the thread."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():
@@ -211,7 +211,7 @@ _STARTED: weakref.WeakSet[StreamThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """At the end of the process, in which no thread may be inside a backend."""
+    """End all threads at the end of the process, when no thread may be inside a backend."""
     for thread in list(_STARTED):
         thread.end()
 

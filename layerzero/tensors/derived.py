@@ -1,11 +1,11 @@
-"""Tensors that autograd derives from sharded parameters, whose gradient could not come back.
+"""Tensors that autograd derives from sharded parameters, and that cannot pass gradients back.
 
 [Note: No gradient through a sharded tensor]
-The gradient of ``p.square().sum()`` is expanded to the shape of `p` and cut as torch would cut it, which is not how
-layerzero has cut the rows of `p`; and a loss that adds such a number to the model's own, a plain tensor, hands DTensors
-to the backward of the model. Either ends in an error of torch's that names no parameter. So what is computed from a
-parameter under autograd is a :class:`Derived`, which raises where it meets a plain tensor that needs a gradient, and
-where a gradient reaches a reduction. ``p.to_local()`` leaves these classes, and has a gradient that fits.
+DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
+loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
+end in an error of torch's that names no parameter. Therefore results computed from a parameter under autograd are
+:class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
+reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient fits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["with_origin"]
 class Derived(DTensor):
     """A DTensor with a ``grad_fn`` that leads to a sharded parameter."""
 
-    origin: RowSpan  # of that parameter, or of the first of several
+    origin: RowSpan  # of that parameter, or of the first one of several
 
     @classmethod
     def __torch_function__(
@@ -49,7 +49,7 @@ class Derived(DTensor):
 
 
 def with_origin(made: Any, origin: RowSpan) -> Any:
-    """`made`, in which tensors that autograd has derived from a parameter refuse gradients that would not fit."""
+    """Return `made` with :class:`Derived` in place of the tensors that autograd has derived from a parameter."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)

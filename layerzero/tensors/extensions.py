@@ -2,20 +2,20 @@
 
 [Note: All-gather extensions]
 A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends in place of this rank's rows,
-and ``fsdp_post_all_gather``, which builds the gathered parameter from what arrived. torchao's float8 training weights
-are of such a class: fp32 rows stay sharded, float8 data travel, and modules compute with a float8 tensor.
+and ``fsdp_post_all_gather``, which builds the gathered parameter from the received tensors. torchao's float8 training
+weights have such a class: rows stay sharded in fp32, gathers send float8, and modules compute with a float8 tensor.
 
-The class must keep its values in one plain inner tensor of the parameter's own shape and dtype. The rows of that
-tensor are the masters, plain like any others, so that optimizers and checkpoints know nothing of the class. The ZeRO-3
-shard has the parameter's dtype, whatever ``param_dtype`` says: the class itself reduces the precision.
+The class must keep its values in one plain inner tensor of the parameter's own shape and dtype. The rows of that tensor
+are the masters. They are plain tensors, so optimizers and checkpoints do not depend on the class. The ZeRO-3 shard has
+the parameter's dtype for any ``param_dtype``, because the class itself reduces the precision.
 
-Each such parameter has a handle of its own, whose ZeRO-3 shards are equal numbers of whole rows; rows of zeros fill the
-last ones. So the inputs of all ranks have the same shapes, which is checked once, before anything is gathered. Where an
-input has a row for each row of the shard, the class gets it back without those of the padding.
+Each such parameter has a handle of its own. All ZeRO-3 shards have the same number of rows, and rows of zeros pad the
+last shards. So the inputs of all ranks have the same shapes, which is checked once before the first gather. If an input
+has as many rows as the shard, the padding is removed before the class receives it.
 
 The gathered parameter is built once, at the first gather. Autograd saves it and views of it, so later gathers write to
-the same memory, and the class is given the parameter as ``out``. Between passes the storages of what was gathered, and
-of the tensors that the class has named beside the parameter, hold no memory.
+the same memory and pass the parameter as ``out``. Between passes the storages of the received tensors, and of the inner
+tensors that the class has returned, hold no memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def has_extension(tensor: Tensor) -> bool:
-    """Whether the class of a tensor takes part in FSDP2's all-gather protocol."""
+    """Return whether the class of a tensor has an all-gather extension of FSDP2."""
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
@@ -84,7 +84,7 @@ def not_extensible(tensor: Tensor) -> str | None:
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the values of one that :func:`not_extensible` has passed."""
+    """Return the inner tensor with the values of a tensor that :func:`not_extensible` accepts."""
     inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
     return inner
 
@@ -95,13 +95,13 @@ def _inner_names(tensor: Any) -> list[str]:
 
 
 def _arguments(tensor: Any) -> int:
-    """How many arguments ``fsdp_pre_all_gather`` takes: the mesh alone, or five."""
+    """Return the number of arguments of ``fsdp_pre_all_gather``: 1 (the mesh) or 5."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """The class of one parameter, and what its all-gather extension is told.
+    """Class of one parameter, and the arguments of its all-gather extension.
 
     Example::
 
@@ -119,14 +119,14 @@ class Extension:
     def take(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into a plain one, to which its memory goes, and its extension."""
+        """Split a parameter into a plain one, which takes over its memory, and its extension."""
         held: Any = parameter
         (inner,), context = held.__tensor_flatten__()
         values = inner_tensor(parameter)
         plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
         extension = cls(type(parameter), inner, context, weakref.ref(module), policy)
         ours = vars(extension.around(plain.detach())).keys()
-        for name, value in vars(parameter).items():  # those that the user has set on the parameter
+        for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
             if name not in ours:
                 setattr(plain, name, value)
         plain._backward_hooks = parameter._backward_hooks
@@ -136,7 +136,7 @@ class Extension:
         return plain, extension
 
     def around(self, rows: Tensor) -> Any:
-        """The tensor of the class that holds `rows`, which it shares."""
+        """Return a tensor of the class around `rows`, without a copy."""
         kind: Any = self.kind
         return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
 
@@ -144,8 +144,8 @@ class Extension:
 class GatheredBytes(NamedTuple):
     """Bytes of one gathered parameter of a class with an all-gather extension."""
 
-    received: tuple[int, ...]  # by input of the gather: all ranks' parts of it
-    made: tuple[int, ...]  # storages that the class itself has made of them
+    received: tuple[int, ...]  # by input of the gather, of all ranks
+    made: tuple[int, ...]  # by storage that the class has allocated
 
 
 class ExtendedGather:
@@ -154,12 +154,12 @@ class ExtendedGather:
     It has the interfaces of :class:`~layerzero.comm.gathers.Gathers` and :class:`~layerzero.tensors.leaves.Leaves`.
 
     Args:
-        name: of the parameter.
-        shape: of the whole parameter.
-        shard: 1-D [G / S], this rank's ZeRO-3 shard: whole rows, those after the parameter's last one zero.
+        name: name of the parameter.
+        shape: full shape of the parameter.
+        shard: 1-D [G / S], this rank's ZeRO-3 shard: whole rows, with rows of zeros after the parameter's last one.
 
     Raises:
-        TypeError, ValueError: the class does not keep to the protocol, or ranks would send inputs of other shapes.
+        TypeError, ValueError: the class violates the protocol, or the shapes of its inputs differ between ranks.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ExtendedGather:
             sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
             agree(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
             size = self._lane.size
-            self._buffers = [  # 1-D uint8: of all ranks
+            self._buffers = [  # 1-D uint8, by input: the parts of all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
             self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/handle.py
@@ -219,54 +219,54 @@ class ExtendedGather:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there now."""
+        """Number of bytes that are allocated now."""
         return sum(storage.nbytes() for storage in self._all())
 
     @property
     def version(self) -> int:
-        """Grows with every edit of the gathered parameter by a user."""
+        """Version counter of the gathered parameter, which grows with writes by the user."""
         return self.parameter._version
 
     def outdate(self) -> None:
-        """Have autograd refuse graphs that have saved the gathered parameter."""
+        """Make autograd reject graphs that have saved the gathered parameter."""
         increment_version(self.parameter)
 
     def gather(self, *, name: str) -> PendingExtension:
-        """Start gathering what the class sends. It may itself call collectives on the mesh of the ZeRO-3 group."""
+        """Launch the gather of the class's inputs. The class may call collectives on the mesh of the ZeRO-3 group."""
         with _without_autograd():
             inputs, self._metadata = self._inputs()
             kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             if kinds != self._kinds:
                 raise RuntimeError(
-                    f"{_PRE} of parameter {self._name!r} returned {kinds}, and {self._kinds} at the first gather: the "
-                    "shapes and dtypes of what is gathered must not change"
+                    f"{_PRE} of parameter {self._name!r} returned {kinds}, and {self._kinds} at the first gather, "
+                    "whose buffers are reused. Return inputs of the same shapes and dtypes in every gather"
                 )
             for buffer, nbytes in zip(self._buffers, self._received_bytes, strict=True):
                 self._storages.lend(buffer.untyped_storage(), nbytes)
             return self._launch(inputs, name, Exchange.GATHER)
 
     def fill(self, storages: StoragePool) -> None:
-        """Have the class write the gathered parameter from what has arrived."""
+        """Let the class write the gathered parameter from the received tensors."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.lend(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
     def free(self, storages: StoragePool) -> None:
-        """Free what was gathered and what was made of it; the next gather fills the same storages."""
+        """Free the received tensors and the gathered parameter; the next gather fills the same storages."""
         for storage in self._all():
             if storage.nbytes():
                 storages.reclaim(storage)
 
     def arrived(self) -> None:
-        """Release the inputs of the gather, which has ended."""
+        """Drop the inputs of a finished gather."""
         self._sent = []
 
     def _all(self) -> list[UntypedStorage]:
         return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
 
     def _rows_of(self, output: Tensor, each: int) -> Tensor:
-        """What has arrived for an input with `each` rows a rank, without those of padding."""
+        """Return the received rows of an input with `each` rows per rank, without padding."""
         return output[: self._shape[0]] if each == self._local.shape[0] else output
 
     def _inputs(self) -> tuple[Sequence[Tensor], Any]:
@@ -299,7 +299,7 @@ class ExtendedGather:
         return PendingExtension(works, self)
 
     def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
-        """Build the gathered parameter; the storages that the class has made for it come with it."""
+        """Build the gathered parameter; return it and the storages that the class has allocated for it."""
         returned = self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):
             raise TypeError(
@@ -309,8 +309,8 @@ class ExtendedGather:
         made, inner = returned
         if not made.is_floating_point():
             raise TypeError(
-                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}: modules compute with a "
-                "floating-point one, whatever travels"
+                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}, and modules compute with "
+                "floating-point ones. Return a tensor of a floating dtype, which may hold quantized data"
             )
         if made.shape != self._shape:  # as FSDP2 does, for classes that pad their inputs themselves
             if made.numel() < prod(self._shape):
@@ -327,7 +327,7 @@ class ExtendedGather:
 
 @dataclass(frozen=True)
 class PendingExtension:
-    """A gather by an extension, in flight."""
+    """Gather by an all-gather extension, in flight."""
 
     works: Sequence[Works]
     gather: ExtendedGather
@@ -339,7 +339,7 @@ class PendingExtension:
 
 
 class _without_autograd:
-    """Neither autograd nor inference tensors: what is made in a forward of any mode is used in a later one."""
+    """Context without autograd and without inference tensors, for tensors that outlive a forward of any mode."""
 
     def __init__(self) -> None:
         self._modes = (torch.inference_mode(False), torch.no_grad())
@@ -354,7 +354,7 @@ class _without_autograd:
 
 
 class _Touch(torch.autograd.Function):
-    """Takes a tensor of whatever class into a graph without calling any operator on it."""
+    """Adds a tensor of any class to a graph without calling an operator on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ class _Touch(torch.autograd.Function):
 
 
 def accumulate_node(leaf: nn.Parameter) -> Node:
-    """Autograd's node that delivers the gradient of a leaf, whose class may lack the operators torch would ask."""
+    """Return the AccumulateGrad node of a leaf, whose class need not support any operator."""
     leaf.requires_grad_(True)
     with torch.enable_grad():
         touched: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]

@@ -28,13 +28,13 @@ def moves_rows(what: str, span: RowSpan) -> str:
 
 
 def penalised(span: RowSpan) -> str:
-    """Explain why no gradient comes back through a number that was computed from a sharded parameter."""
+    """Explain why gradients cannot flow through a result that was computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
         "flows back through that DTensor: layerzero cuts rows unevenly, and the model's own loss is a plain tensor. "
-        "Compute the term from this rank's rows, which counts each row once, as in loss + 0.1 * "
-        "p.to_local().square().sum(); or use the optimizer's weight_decay; or compute it from whole weights inside "
-        "layerzero.gathered(module)"
+        "Compute the term from this rank's rows, so that each row counts once: loss + 0.1 * "
+        "p.to_local().square().sum(). Or use the optimizer's weight_decay, or compute the term from gathered weights "
+        "inside layerzero.gathered(module)"
     )
 
 
@@ -43,8 +43,8 @@ def _not_gathered(func: Any, span: RowSpan) -> str:
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
         f"{len(span.rows)} of {span.count} rows. A parameter is whole only while the forward of its unit runs: call "
         "the model as a whole, model(x) and not model.forward(x), and leave a module out of units if another one reads "
-        "its parameters; parametrizations belong before shard_model. To compute with it elsewhere, with gradients, as "
-        "a fused cross-entropy does, use `with layerzero.gathered(module):`. To look at it whole, use "
+        "its parameters; parametrizations belong before shard_model. To compute with it elsewhere with gradients, such "
+        "as in a fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
         "layerzero.unsharded or p.full_tensor()"
     )
 
@@ -67,6 +67,6 @@ _EXPLAINED = {  # by a part of torch's own error
 
 
 def explained(error: RuntimeError, func: Any, span: RowSpan) -> RuntimeError:
-    """Return the error to raise in place of torch's own: one that names the parameter, or `error` itself."""
+    """Return the error to raise in place of torch's: one that names the parameter, or `error` itself."""
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
     return error if explain is None else RuntimeError(explain(func, span))

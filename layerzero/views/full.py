@@ -47,30 +47,29 @@ def unsharded(
 ) -> Iterator[None]:
     """Show full parameters inside the context: plain ``nn.Parameter``s of the true shapes, in the masters' dtype.
 
-    The counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It takes the
-    memory of the parameters inside `module`, so pass one unit after the other where the whole model does not fit.
-    Parameters are gathered one after the other. Parameters that tensor or expert parallelism has cut stay DTensors on
-    their own mesh.
+    This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It
+    takes the memory of the parameters inside `module`; if the whole model does not fit, pass one unit at a time.
+    Parameters are gathered one by one. Those that tensor or expert parallelism has cut stay DTensors on their own mesh.
 
-    A forward of `module` inside the context computes with these parameters and sends nothing, so that one rank alone
-    may run it; it must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype,
-    and outputs are not cast to a narrower one. A unit with other parameters raises.
+    A forward of `module` inside the context uses these parameters without communication, so one rank alone may run it.
+    It must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype, and outputs
+    are not cast to a narrower one. The forward of a unit with sharded parameters raises.
 
     Args:
         module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
             holds units); or a module that holds sharded models. A tied parameter is full wherever it is held.
-        writeback: keep changes that were made inside. Every rank must make the same ones; with `rank0_only`, the first
-            rank's are sent to the others.
+        writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, those of
+            the first rank are sent to the others.
         rank0_only: only the first rank gets full parameters; on the others they stay sharded.
         offload_to_cpu: put the parameters (and gradients) into host memory, one at a time.
-        with_grads: give each parameter its full ``.grad``, averaged over the ranks, of the parameter's shape and dtype;
-            None where it has none. With `writeback`, changes of ``.grad`` are kept, too.
+        with_grads: give each parameter its full ``.grad``, averaged over the ranks, in the parameter's shape and dtype,
+            or None. With `writeback`, changes of ``.grad`` are kept, too.
 
     Raises:
         TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments, or with `writeback`
-            on the changes, of which nothing is written then; `rank0_only` of parameters that other ranks hold other
-            parts of; `offload_to_cpu` of DTensors on a device mesh.
-        RuntimeError: a parameter is unsharded already; `with_grads` and gradients are not reduced yet.
+            on the changes, and then nothing is written; `rank0_only` with parameters that model parallelism has cut;
+            `offload_to_cpu` with DTensors on a device mesh.
+        RuntimeError: a parameter is unsharded already; or `with_grads` is set and gradients are not reduced yet.
 
     Example::
 
@@ -91,7 +90,7 @@ def unsharded(
 
 @contextmanager
 def _unsharded(runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options) -> Iterator[None]:
-    """:func:`unsharded` for some parameters of one model."""
+    """Implement :func:`unsharded` for some parameters of one model."""
     subject, inside = _subject(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
     here = runtime.everyone.is_first or not options.rank0_only
@@ -103,7 +102,7 @@ def _unsharded(runtime: Runtime, module: nn.Module, members: Sequence[Member], o
             parameter.grad = _full_parameter(member, plain(gradient), options).detach()
         if here:
             shown[member] = parameter
-        del parameter  # or it would be there while the next one is gathered
+        del parameter  # frees it before the next one is gathered
     if here:
         _show(shown)
     runtime.unsharded |= dict.fromkeys(members, here)
@@ -133,7 +132,7 @@ def _subject(options: _Options) -> str:
 def _agree_to_show(
     runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options
 ) -> dict[Member, Tensor]:
-    """Check that all ranks enter the context for the same parameters; return their sharded gradients, if asked for."""
+    """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
     runtime.notice_interrupt()
     subject, everyone, failure = _subject(options), runtime.everyone, None
     gradients: dict[Member, Tensor] = {}
@@ -141,11 +140,14 @@ def _agree_to_show(
     try:
         runtime.refreshes.refuse_uses("layerzero.unsharded")
         if View.FULL_PRECISION in runtime.views:
-            raise RuntimeError("layerzero.unsharded inside layerzero.full_precision: leave that context first")
+            raise RuntimeError(
+                "layerzero.unsharded was called inside layerzero.full_precision, which shows parameters unit by unit. "
+                "Leave that context first"
+            )
         if open_already := [member.name for member in members if member in runtime.unsharded]:
             raise RuntimeError(
                 f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
-                f"{len(members)}); leave that context first, or enter them for modules that share no parameter"
+                f"{len(members)}). Leave that context first, or nest contexts for modules that share no parameter"
             )
         if options.rank0_only:
             _refuse_parts(subject, members, everyone.size)
@@ -166,8 +168,8 @@ def _refuse_parts(subject: str, members: Sequence[Member], everyone: int) -> Non
     refuse_apart(subject, (member.span for member in members), everyone)
     if cut := [m.name for m in members if m.span.face is not None and m.span.face.is_cut]:
         raise ValueError(
-            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so that the "
-            "first rank has a part of it only. Leave rank0_only out, or use layerzero.full_state_dict(model)"
+            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so the "
+            "first rank holds only a part of it. Leave rank0_only out, or use layerzero.full_state_dict(model)"
         )
 
 
@@ -177,12 +179,12 @@ def _refuse_dtensors(subject: str, members: Sequence[Member]) -> None:
         if face is not None and face.dressed and face.mesh.device_type != "cpu":
             raise ValueError(
                 f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {face.mesh.device_type} devices, "
-                "which cannot lie in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
+                "which cannot be in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
             )
 
 
 def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) -> dict[Member, Tensor]:
-    """The sharded ``.grad`` of those that have one."""
+    """Return the sharded ``.grad`` of the members that have one."""
     runtime.gradients.heed_user()  # raises where a backward has failed
     found = {}
     for member in members:
@@ -197,7 +199,7 @@ def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) 
 
 
 def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Parameter:
-    """All rows of a parameter or its gradient as the module knows it: full, but for what further axes have cut."""
+    """Gather a parameter or its gradient: full, except for dims that model parallelism has cut."""
     with torch.no_grad():
         rows = member.span.gather(rows)
         rows = rows.cpu() if options.offload_to_cpu else rows
@@ -209,7 +211,7 @@ def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Param
 def _write_back(
     runtime: Runtime, members: Sequence[Member], shown: Mapping[Member, nn.Parameter], options: _Options
 ) -> None:
-    """Write what the context has left in full parameters, and in their gradients, into this rank's rows."""
+    """Copy this rank's rows of full parameters, and of their gradients, into masters and sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
     runtime.refreshes.before_write(handles)
     for member in members:
@@ -240,7 +242,7 @@ def _write_back(
 
 
 def _from_first(runtime: Runtime, member: Member, full: Tensor | None) -> Tensor:
-    """A full tensor of the first rank, on every rank; `full` is looked at there only."""
+    """Broadcast the full tensor of the first rank; `full` is None on the others."""
     sent = torch.empty(member.span.true_shape, dtype=member.master.dtype, device=member.span.topology.device)
     if full is not None:
         sent.copy_(full)
@@ -252,14 +254,14 @@ def _from_first(runtime: Runtime, member: Member, full: Tensor | None) -> Tensor
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Let forwards inside the context compute with parameters in the masters' precision, gathered unit by unit.
 
-    For evaluation as a model in one process would compute it in fp32, without :func:`unsharded`'s memory of the whole
-    model: the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. A unit is gathered from the ZeRO-1 shards of all
-    data-parallel ranks before its forward (4 bytes an element for fp32, ``unshard`` in :func:`traffic`) and freed after
-    it; as many units as `prefetch` says are gathered ahead. Units whose compute dtype is that of the masters are
-    gathered as always.
+    Use this to evaluate like one process in fp32, without the memory of the whole model that :func:`unsharded` takes.
+    It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1 shards of all
+    data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`) and freed
+    after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are gathered as
+    usual.
 
-    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, outputs are not cast to a
-    narrower one, and buffers that `buffer_dtype` has cast have their original dtype (their values stay rounded).
+    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
+    a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
     Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
     same units in the same order, also where they share memory. Training afterwards is bitwise what it would have been.
 
@@ -280,7 +282,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     runtime.refreshes.refuse_uses("layerzero.full_precision")
     failure = None
     if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
-        failure = RuntimeError(f"layerzero.full_precision inside {inside[0]}: leave that context first")
+        failure = RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
     agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
     runtime.evaluate_in_full_precision(True)
     try:
@@ -295,8 +297,8 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The whole model's state, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
 
-    One parameter after the other is gathered, in the masters' precision. All ranks must call this. Buffers that
-    `buffer_dtype` has cast are in their original dtype, with the cast values.
+    Parameters are gathered one by one, in the masters' precision. All ranks must call this. Buffers that `buffer_dtype`
+    has cast are in their original dtype, with the cast values.
 
     Args:
         model: from :func:`layerzero.shard_model`, or a module that holds sharded models on the same ranks.
@@ -312,7 +314,7 @@ def full_state_dict(
     if len({each.everyone.ranks for each in runtimes.values()}) > 1:
         ranks = ", ".join(f"{path!r} on ranks {list(each.everyone.ranks)}" for path, each in runtimes.items())
         raise ValueError(
-            f"full_state_dict: the sharded models inside lie on different ranks: {ranks}. Call it for each"
+            f"full_state_dict: the sharded models inside are on different ranks: {ranks}. Call it for each of them"
         )
     by_parameter = {id(m.parameter): m for each in runtimes.values() for m in each.members.values()}
     refuse_apart("full_state_dict", (member.span for member in by_parameter.values()), runtime.everyone.size)
@@ -447,7 +449,7 @@ def _whole(member: Member) -> Tensor:
 def _agreed_edits(
     runtime: Runtime, shown: Mapping[Member, nn.Parameter], options: _Options
 ) -> dict[Member, nn.Parameter]:
-    """The parameters that the model holds now in place of those `shown`.
+    """Return the parameters that the model holds now in place of those `shown`.
 
     Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
     there what does not fit.
@@ -475,7 +477,7 @@ def _digest_of(gradient: Tensor | None) -> str:
 def _grouped(
     runtime: Runtime, members: Iterable[Member], value_of: Callable[[Member], object], suffix: str = ""
 ) -> dict[str, dict[str, object]]:
-    """Values by name, for :func:`agree`; a group for each mesh and each part of parameters that its ranks share."""
+    """Return values by name, as groups for :func:`agree`: one per mesh and part of parameters that its ranks share."""
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
@@ -492,7 +494,7 @@ def _show(parameters: Mapping[Member, nn.Parameter]) -> None:
 
 
 def _edited(member: Member, shown: nn.Parameter) -> nn.Parameter:
-    """The parameter that the model holds in place of `shown` now; the user may have put another one there."""
+    """Return the parameter that the model holds now in place of `shown`; the user may have assigned another one."""
     found = [parameters.get(attribute) for parameters, attribute in member.places]
     others = {id(parameter): parameter for parameter in found if parameter is not shown}
     if len(others) > 1:

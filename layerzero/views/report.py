@@ -26,7 +26,7 @@ class MemoryReport:
     ``full_buffer`` (gathered units, and what `reshard_after_forward` keeps of them), ``idle_buffer`` (memory that these
     take turns in, while none is there; at most the root's, one unit's, those of the units gathered ahead of it, and
     those that stay), ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0
-    where it rests in the accumulator, until a backward begins without zero_grad, which sets it aside),
+    if it is inside the accumulator, until a backward that begins without zero_grad copies it),
     ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer`` (measured only). With
     `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and ``host_optimizer`` in host memory,
     with `offload_params` ``host_zero3_shard``, and 0 of these on the device.
@@ -108,7 +108,7 @@ class TrafficReport:
 def memory(model: nn.Module) -> MemoryReport:
     """Predicted and measured bytes of a sharded model on this rank, by kind.
 
-    Of a module that holds sharded models: the sums. The sum of their peaks is at least the peak of all.
+    For a module that holds sharded models, returns sums. The sum of their peaks is at least the peak of all.
 
     Example::
 
@@ -158,7 +158,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     """Calls and bytes that this rank has sent, by exchange and axis; `reset` starts the next count at zero.
 
     A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
-    hop 2 (n-1)/n of the buffer. Of a module that holds sharded models: the sums.
+    hop 2 (n-1)/n of the buffer. For a module that holds sharded models, returns sums.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in runtimes_of(model).values()]
     if len(reports) == 1:

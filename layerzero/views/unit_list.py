@@ -1,4 +1,4 @@
-"""The units of a sharded model, for people and scripts: :func:`units`."""
+"""List of the units of a sharded model: :func:`units`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """One parameter of a unit, and the part of it that this rank updates.
+    """One parameter of a unit, and the rows of it that this rank updates.
 
     Attributes:
         name: the first of its names in the model.
-        shape: of the whole parameter.
-        dtype: of the master.
-        requires_grad: it is trained.
-        rows: of dim 0, whose masters are on this rank; of a 0-dim parameter its one row, or none.
-        local_numel: elements in these rows.
+        shape: full shape of the parameter.
+        dtype: dtype of the master.
+        requires_grad: whether it is trained.
+        rows: range of dim 0 whose masters are on this rank; a 0-dim parameter has one row.
+        local_numel: number of elements in these rows.
     """
 
     name: str
@@ -36,7 +36,7 @@ class UnitParameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return int(torch.Size(self.shape).numel())
 
     @classmethod
@@ -52,13 +52,13 @@ class UnitInfo:
     """One unit: modules whose parameters are gathered and freed together.
 
     Attributes:
-        name: of its module, or of several; "" for the root.
-        modules: by name, the class of each module whose forward gathers the unit.
-        parameters: those that belong to it, and to no unit inside it.
-        gathered_bytes: size of its weights while they are gathered, in the compute dtype, padding included.
+        name: name of its module, or names joined by "+"; "" for the root.
+        modules: classes of the modules whose forward gathers the unit, by name.
+        parameters: parameters of the unit, without those of units inside it.
+        gathered_bytes: size of its weights while they are gathered, in the compute dtype, with padding.
         zero3_size: S, the number of ranks that share these weights.
         data_parallel: D, the number of ranks that share the masters.
-        reshard_after_forward: as chosen for it.
+        reshard_after_forward: setting of the unit.
     """
 
     name: str
@@ -71,7 +71,7 @@ class UnitInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements of its whole parameters."""
+        """Number of elements of its full parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
@@ -81,10 +81,10 @@ class UnitInfo:
 
 
 class UnitList(tuple[UnitInfo, ...]):
-    """The units of a model, the root first; printed, a table.
+    """Units of a model, the root first; ``str()`` formats them as a table.
 
     Attributes:
-        ignored: names of the parameters that are whole on every rank, and in no unit.
+        ignored: names of the ignored parameters, which are full on every rank and in no unit.
     """
 
     ignored: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class UnitList(tuple[UnitInfo, ...]):
 def units(model: nn.Module) -> UnitList:
     """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
 
-    Exchanges nothing; rows differ between ranks. ``print(model)`` marks the modules that are units.
+    Sends nothing. Rows differ between ranks. ``print(model)`` marks the modules that are units.
 
     Args:
         model: from :func:`layerzero.shard_model`.

@@ -69,8 +69,8 @@ def test_wrapping_in_another_release_is_refused_on_all_ranks() -> None:
 
 
 REFUSED = {
-    "gtp_weight_remat_size": (2, "weights are sharded by Megatron already"),
-    "expert_gtp_weight_remat_size": (2, "weights are sharded by Megatron already"),
+    "gtp_weight_remat_size": (2, "Megatron would shard the weights, too"),
+    "expert_gtp_weight_remat_size": (2, "Megatron would shard the weights, too"),
     "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "the bias of routers is updated"),
     "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
     "moe_expert_rank_capacity_factor": (1.5, "a step is run again"),
