@@ -12,6 +12,31 @@ PAGE = ROOT / "docs" / "limits.md"
 
 # The beginning of a row's first cell, or of a bullet: the tests that show what it says, and that its way out works.
 COVERED: dict[str, tuple[str, ...]] = {
+    "Tensor subclasses with `fsdp_pre_all_gather`": (
+        "test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",
+        "integrations/test_torchao.py::test_a_base_in_nf4_is_whole_on_every_rank_and_sharding_it_is_refused",
+    ),
+    "Such subclasses that pad": ("test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",),
+    "**Unnoticed:** `reshard_after_forward=8` and `gather_codec`": (
+        "test_extensions.py::test_what_it_takes_and_sends_is_counted",
+        "integrations/test_torchao.py::test_float8_data_travel_and_scales_need_no_step_of_their_own",
+    ),
+    "A weight outside of its unit's forward": (
+        "test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",
+        "test_gathered.py::test_gradients_and_weights_are_those_of_one_process",
+    ),
+    "Inside `layerzero.gathered`": ("test_gathered.py::test_what_would_change_weights_is_refused_and_old_graphs_are",),
+    "A backward, after `layerzero.gathered`": (
+        "test_gathered.py::test_ranks_that_disagree_get_an_error_that_names_both_orders",
+    ),
+    "A CUDA graph of a whole step": ("test_device_rules.py::test_capture_of_a_whole_step_is_refused",),
+    "Hyperparameters that differ": (
+        "test_settings_alike.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
+    ),
+    "`offload_params=True` copies weights": (
+        "test_offload_params.py::test_streams_of_a_device_order_every_copy_of_weights",
+    ),
+    "After `layerzero.close(model)`": ("test_release.py::test_a_closed_model_has_released_everything_and_says_so",),
     # --- models ---
     "A unit without parameters": ("test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",),
     "Reading a parameter outside": (
@@ -367,6 +392,8 @@ COVERED: dict[str, tuple[str, ...]] = {
 
 # What this suite cannot show, and why.
 NOT_HERE = {
+    "Reading `weight.main_grad` in the backward": "no kernel that reads main_grad in its backward runs on a CPU",
+    "`layerzero.memory` predicts steps": "says what is not predicted; tests compare what is",
     "`torch.autocast` keeps casts": "the casts are in a cache of torch's own, which nothing outside can look into",
     "Pinned host memory": "torch's allocator of pinned memory needs a device",
     "torch 2.14 gathers rows for `any()`": "true of another torch than the one that runs the tests",
