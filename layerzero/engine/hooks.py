@@ -252,6 +252,7 @@ class _OnGradient:
     def __call__(self, leaf: Tensor) -> None:
         runtime, handle = self.runtime(), self._handle()
         if runtime is not None and handle is not None:
+            runtime.require_open()
             runtime.on_gradient(handle, self._slot, leaf)
 
 

@@ -153,11 +153,16 @@ class Runtime:
     def closed(self) -> bool:
         return not self.__dict__
 
+    def require_open(self) -> None:
+        """Raise if the model was closed."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if self.closed and not name.startswith("__"):
-                raise RuntimeError(CLOSED)
+            if not name.startswith("__"):
+                self.require_open()
             raise AttributeError(name)
 
     # Explicit control of gathers

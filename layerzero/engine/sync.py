@@ -167,8 +167,9 @@ class GradientSync:
                 take_flag(member.leaf)
 
     def close(self) -> None:
-        """End the threads that reduce."""
+        """End the threads that reduce, and let go of the handles, whoever holds this (a guard of steps, for one)."""
         self._streams.close()
+        self.__dict__.clear()
 
     # Between backwards
 
