@@ -93,6 +93,18 @@ def test_gradients_are_those_of_one_process_in_shared_memory() -> None:
 # --- each does what it says ---
 
 
+def _edit(rank: int) -> None:
+    model = shard(blocks())
+    with layerzero.unsharded(model, writeback=True), torch.no_grad():
+        model.units[0].linear.weight.fill_(2)
+        model.units[0].reshard()
+    assert (model.units[0].linear.weight.full_tensor() == 2).all()
+
+
+def test_reshard_keeps_edits_of_full_parameters() -> None:
+    run_ranks(_edit, world_size=WORLD)
+
+
 def _unshard(rank: int) -> None:
     model = shard(blocks(), prefetch=0)
     first, second, _ = model.units

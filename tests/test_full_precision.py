@@ -213,10 +213,28 @@ def _refuse(rank: int) -> None:
             model(x)
     with (
         layerzero.unsharded(model),
-        pytest.raises(RuntimeError, match=r"inside layerzero\.unsharded: leave"),
+        pytest.raises(RuntimeError, match=r"inside layerzero\.unsharded\. Leave"),
         layerzero.full_precision(model),
     ):
         pass
+    model.zero_grad()
+    loss = model(x).sum()
+
+    def evaluate(_: Tensor) -> None:
+        with layerzero.full_precision(model):
+            pass
+
+    loss.register_hook(evaluate)
+    with pytest.raises(RuntimeError, match="full_precision was called inside a backward"):
+        loss.backward()
+    with (
+        layerzero.full_precision(model),
+        pytest.raises(RuntimeError, match=r"gathered of 0.*inside layerzero.full_precision.*torch.no_grad\(\)"),
+        layerzero.gathered(model[0]),
+    ):
+        pass
+    with layerzero.full_precision(model), torch.no_grad(), layerzero.gathered(model[0]):
+        assert model[0].linear.weight.dtype == torch.float32
     model.zero_grad()
     model(x).sum().backward()
 

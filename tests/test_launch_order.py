@@ -154,6 +154,50 @@ def test_launches_are_alike_where_ranks_use_different_parameters(
             assert log == logs[0], f"{each}, rank {rank}, launch {apart}: {log[apart]} instead of {logs[0][apart]}"
 
 
+class Skipping(nn.Module):
+    """The second of three units is left out in the second step, by the ranks of the last node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.skips = False
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, unit in enumerate(self.units):
+            if not (self.skips and index == 1):
+                x = unit(x)
+        return x
+
+
+def _skip(rank: int, zero3_size: int) -> None:
+    world = dist.get_world_size()
+    model, alone = Skipping(), Skipping()
+    layerzero.shard_model(model, mesh=mesh_of(zero3_size), units={nn.Linear})
+    optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-12), model)
+    plain = torch.optim.SGD(alone.parameters(), lr=2**-12)
+    for step in range(5):
+        layerzero.traffic(model, reset=True)
+        model.skips = step in (1, 3) and rank >= world - zero3_size
+        model(torch.full((1, 4), float(rank + 1))).sum().backward()
+        for each in range(world):
+            alone.skips = step in (1, 3) and each >= world - zero3_size
+            (alone(torch.full((1, 4), float(each + 1))).sum() / world).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=f"step {step}, {name}")
+        assert layerzero.traffic(model).calls["hop2"] == 3, f"step {step}: one reduction for each unit"
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 1), (4, 2)])
+def test_a_unit_that_is_used_again_is_reduced_once(world_size: int, zero3_size: int) -> None:
+    run_ranks(_skip, zero3_size, world_size=world_size, pg_timeout=10)
+
+
 def _launch_after_the_gather(rank: int, path: str) -> None:
     register()
     mesh = mesh_on(NAME, 2)

@@ -323,11 +323,24 @@ def _inside(rank: int) -> None:
     with pytest.raises(RuntimeError, match="inside a backward"):
         loss.backward()
     optimizer.zero_grad()
-    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="leave the context first"):
+    with layerzero.unsharded(model), pytest.raises(RuntimeError, match="Leave the context first"):
+        layerzero.close(model)
+    with layerzero.gathered(model), pytest.raises(RuntimeError, match=r"close inside layerzero\.gathered"):
         layerzero.close(model)
     with pytest.raises(ValueError, match="not sharded"):
         layerzero.close(nn.Linear(2, 2))
     layerzero.close(model)
+    wrapper = nn.Sequential(model)
+    uses: list[Callable[[], object]] = [
+        lambda: layerzero.gathered(model).__enter__(),
+        lambda: layerzero.gathered(wrapper).__enter__(),
+        lambda: layerzero.unsharded(model).__enter__(),
+        lambda: layerzero.full_state_dict(wrapper),
+        lambda: layerzero.register_forward_method(model, "loss"),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the model was closed"):
+            use()
 
 
 def test_close_is_refused_inside_a_pass() -> None:

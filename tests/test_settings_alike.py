@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,6 +104,18 @@ def _alike(rank: int) -> dict[str, int]:
 
 def test_equal_settings_cost_no_exchange_and_raise_nothing() -> None:
     run_ranks(_alike, world_size=WORLD)
+
+
+def _same_in_other_forms(rank: int) -> None:
+    forms = [1, np.float64(1.0)] if rank else [1.0, torch.tensor(1.0)]
+    for form, betas in zip(forms, ([0.5, 0.75], (0.5, 0.75)), strict=True):
+        model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=form, betas=betas))  # noqa: B023
+        for step in range(3):
+            assert not _step(model, optimizer, rank, step)
+
+
+def test_equal_settings_of_other_types_are_equal() -> None:
+    run_ranks(_same_in_other_forms, world_size=2)
 
 
 @pytest.mark.parametrize("digests", [[[0, 0], [1, 2]], [[1, 2], [1, 2]], [[0, 0], [0, 0]]])

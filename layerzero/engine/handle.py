@@ -206,7 +206,7 @@ class Handle:
             member.close()
         if self.shared is not None:
             self.shared.hand_over.close()
-        self.__dict__.clear()  # whoever holds it: an EMA, a guard, a graph
+        self.__dict__.clear()  # an EMA, a guard or a graph may hold it
 
     # Birth
 

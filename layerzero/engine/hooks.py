@@ -82,6 +82,12 @@ def is_closed(model: nn.Module) -> bool:
     return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
 
 
+def refuse_closed(module: nn.Module) -> None:
+    """Raise RuntimeError if `layerzero.close` has closed a model that the module is, holds, or is a unit of."""
+    if any(is_closed(each) for each in module.modules()):
+        raise RuntimeError(CLOSED)
+
+
 class _ClosedBefore:
     def __call__(self, *_: object) -> NoReturn:
         raise RuntimeError(CLOSED)
@@ -127,6 +133,7 @@ def runtime_of(model: nn.Module) -> Runtime:
             if not hook.is_roots:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
             return hook.runtime
+    refuse_closed(model)
     if inside := ", ".join(repr(path) for path in _models_in(model)):
         raise ValueError(
             f"this {type(model).__name__} is not sharded, but holds sharded models: {inside}. Call this for each one"
@@ -179,6 +186,7 @@ def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
         ids = set(inside)
         members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.places)]
     if not found:
+        refuse_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert not isinstance(hook, _BeforeForward) or hook.runtime  # raises after the model was collected
         raise ValueError(
@@ -197,6 +205,7 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
     before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeForward)), None)
     after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)), None)
     if before is None or after is None:
+        refuse_closed(module)
         raise ValueError(
             f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of one"
         )
@@ -211,6 +220,7 @@ def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
     Raises:
         ValueError: all of its parameters are in units inside it.
     """
+    refuse_closed(module)
     found: dict[Runtime, set[Unit]] = {}
     left, inside, has_own = [module], False, False
     while left:

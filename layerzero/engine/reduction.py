@@ -58,6 +58,8 @@ class ReductionQueue:
         if any(gradients.round.begun for gradients in self.order):
             # A reentrant checkpoint delivers a shared parameter's gradient in several portions.
             self.finish(across_replicas=across_replicas)
+        for gradients in self.order:  # a call that ends after its reduction was launched has closed the next round
+            gradients.round.end()
 
     def finish_rest(self) -> None:
         """Reduce what backwards inside no_sync have left behind."""

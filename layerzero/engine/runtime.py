@@ -190,6 +190,8 @@ class Runtime:
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit that is not in use."""
+        if View.FULL in self.views:
+            return
         if not self._is_idle(unit):
             raise RuntimeError(
                 f"reshard() of {unit.label} was called during its forward, its backward or layerzero.gathered of "
@@ -336,7 +338,10 @@ class Runtime:
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Show gathered parameters of units inside; see [Note: Weights outside of forwards]."""
-        refuse_transforms(f"layerzero.gathered of {', '.join(unit.label for unit in units)}")
+        label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
+        refuse_transforms(label)
+        if View.FULL_PRECISION in self.views:
+            refuse_gradients(label, View.FULL_PRECISION)
         self._prepare()
         around = self._forward or self._last_forward()
         use = Use(units, around if torch.is_grad_enabled() else None)

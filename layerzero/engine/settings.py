@@ -58,7 +58,7 @@ class SettingsCheck:
         last = [method() for method in methods if method is not None]
         if last != self._last:
             self._last = last
-            self._digest = hashlib.blake2b(repr(last).encode(), digest_size=DIGEST_BYTES).digest()
+            self._digest = hashlib.blake2b(json.dumps(last).encode(), digest_size=DIGEST_BYTES).digest()
         return self._digest
 
     def hear(self, digests: Tensor) -> None:

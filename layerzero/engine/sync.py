@@ -167,7 +167,7 @@ class GradientSync:
                 take_flag(member.leaf)
 
     def close(self) -> None:
-        """End the threads that reduce, and let go of the handles, whoever holds this (a guard of steps, for one)."""
+        """End the threads that reduce, and drop the handles: a guard of steps, for example, may keep this object."""
         self._streams.close()
         self.__dict__.clear()
 

@@ -46,8 +46,11 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a setting, with a tensor of one element converted to a number."""
-    return value.item() if isinstance(value, Tensor) else value
+    """Return a setting in one form for equal values: numbers as floats, also those in tensors of one element."""
+    if isinstance(value, (list, tuple)):
+        return [number(each) for each in value]
+    value = value.item() if isinstance(value, Tensor) else value
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def few(names: Iterable[str]) -> str:

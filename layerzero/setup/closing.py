@@ -28,7 +28,8 @@ def close(model: nn.Module) -> None:
         model: from :func:`shard_model`.
 
     Raises:
-        RuntimeError: a backward is running, or :func:`unsharded`, :func:`full_precision` or ``EMA.swapped`` is active.
+        RuntimeError: a backward is running, or :func:`gathered`, :func:`unsharded`, :func:`full_precision`
+            or ``EMA.swapped`` is active.
         TypeError, ValueError: `model` is not a sharded model.
 
     Example::
@@ -41,6 +42,7 @@ def close(model: nn.Module) -> None:
     if isinstance(model, nn.Module) and is_closed(model):
         return
     runtime = runtime_of(model)
+    runtime.refreshes.refuse_uses("layerzero.close")
     failure: RuntimeError | None = None
     if inside_backward():
         failure = RuntimeError(

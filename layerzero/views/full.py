@@ -20,6 +20,7 @@ from layerzero.engine.runtime import Runtime
 from layerzero.engine.view import View, viewing
 from layerzero.tensors.digest import digest
 from layerzero.tensors.faces import part_held
+from layerzero.tensors.outside import inside_backward
 from layerzero.tensors.rows import refuse_apart
 from layerzero.tensors.sharded import plain
 from layerzero.tensors.whole import rows_of
@@ -269,8 +270,9 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         model: from :func:`layerzero.shard_model`.
 
     Raises:
-        RuntimeError: inside :func:`unsharded` or another ``full_precision`` of the model; a forward with gradients, or
-            a backward, inside the context; ranks that call units in different orders.
+        ValueError: the class of a parameter has an all-gather extension.
+        RuntimeError: inside a backward, :func:`unsharded` or another ``full_precision`` of the model; a forward with
+            gradients, or a backward, inside the context; ranks that call units in different orders.
 
     Example::
 
@@ -280,9 +282,21 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     """
     runtime = runtime_of(model)
     runtime.refreshes.refuse_uses("layerzero.full_precision")
-    failure = None
+    failure: Exception | None = None
+    extended = [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]
     if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
         failure = RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
+    elif inside_backward():
+        failure = RuntimeError(
+            "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
+            "afterwards"
+        )
+    elif extended:
+        failure = ValueError(
+            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) is of a class with an "
+            "all-gather extension, which decides itself in which precision it is gathered. Evaluate inside "
+            "layerzero.unsharded(model), which shows the masters"
+        )
     agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
     runtime.evaluate_in_full_precision(True)
     try:
