@@ -389,15 +389,23 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
     assert inside.open(keep=True).tolist() == [5, 5]
 
 
-def test_a_round_is_complete_when_what_is_expected_has_come() -> None:
+def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come() -> None:
     each = Round(3)
     each.arrive(1)
-    assert each.begun and not each.complete
-    each.expect([True, True, False])
+    assert each.begun and not each.ready
+    each.close(lambda slot: slot != 2)
+    assert not each.ready, "slot 0 is still coming"
     each.arrive(0)
-    assert each.complete
+    assert each.ready
     each.end()
-    assert not each.begun and not each.complete
+    assert not each.begun and not each.ready
+    for slot in range(3):
+        each.arrive(slot)
+    assert not each.ready, "no rank launches before the backward has passed the unit"
+    each.close(lambda slot: True)
+    assert each.ready
+    each.end()
     each.train([False, True, False])
     each.arrive(1)
-    assert each.complete
+    each.close(lambda slot: False)
+    assert each.ready
