@@ -325,7 +325,10 @@ def _inside(rank: int) -> None:
     optimizer.zero_grad()
     with layerzero.unsharded(model), pytest.raises(RuntimeError, match="Leave the context first"):
         layerzero.close(model)
-    with layerzero.gathered(model), pytest.raises(RuntimeError, match=r"close inside layerzero\.gathered"):
+    with (
+        layerzero.gathered(model),
+        pytest.raises(RuntimeError, match=r"close is not possible inside layerzero\.gathered"),
+    ):
         layerzero.close(model)
     with pytest.raises(ValueError, match="not sharded"):
         layerzero.close(nn.Linear(2, 2))

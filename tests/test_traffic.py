@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.settings import DIGEST_BYTES
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import run_ranks
 
@@ -121,8 +122,9 @@ def _count(rank: int, zero3_size: int) -> None:
                 "zero3": expected_bytes["gather"] + expected_bytes["hop1"],
                 "replica": expected_bytes["hop2"] + expected_bytes["refresh"],
             }, case
-            few = (dist.get_world_size() - 1) * sum(1 for _ in model.parameters()) + traffic.bytes.get("order", 0)
-            assert traffic.bytes_by_axis.get("control", 0) == few, f"{case}: one byte a parameter, to each rank"
+            used = sum(1 for _ in model.parameters()) + DIGEST_BYTES
+            few = (dist.get_world_size() - 1) * used + traffic.bytes.get("order", 0)
+            assert traffic.bytes_by_axis.get("control", 0) == few, f"{case}: a byte a parameter, a digest of settings"
         again = traffic_of_a_step(model, optimizer, rank, 4)
         assert "order" not in again.calls, f"{case}: a loop that repeats itself is foreseen"
 

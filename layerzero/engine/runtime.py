@@ -473,6 +473,15 @@ class Runtime:
                     backward.arrived[handle] = None
         self.gradients.queue.start_ready(across_replicas=backward.reduces)
 
+    def _reduce_rest(self, backward: BackwardPass) -> None:
+        """Launch the reductions that are left at the end of a backward, when no gradient is coming."""
+        for handle in self.handles:
+            if handle.gradients is not None and handle.trainable:
+                if handle.gradients.round.begun:
+                    backward.arrived[handle] = None
+                handle.gradients.round.close(lambda slot: False)
+        self.gradients.queue.start_ready(across_replicas=backward.reduces)
+
     def _prefetch_before(self, call: Call) -> None:
         recorded = call.before(self.config.prefetch)
         for upcoming in self.prefetched_backward.get(call.unit, [earlier.unit for earlier in recorded]):
@@ -572,6 +581,7 @@ class Runtime:
     def _end_backward(self) -> None:
         backward = self._backward
         assert backward is not None
+        self._reduce_rest(backward)
         self.observer.end_backward()
         backward.open.clear()
         backward.uses.clear()
