@@ -31,7 +31,6 @@ chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tr
 
 integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
 	$(PYTEST) tests/integrations $(ARGS)
-	$(MAKE) test-megatron
 
 test-megatron:  ## layerzero.megatron with the newest Megatron-Core, on Python 3.12; the other tests have an older one
 	@if [ -n "$(PYTHON312)" ]; then $(MAKE) $(VENV)-megatron/ready && \
