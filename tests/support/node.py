@@ -18,10 +18,13 @@ __all__ = ["node_pool", "numbered"]
 
 def node_pool(part: int = 1 << 16) -> tuple[Lane, NodePool]:
     """The lane of hop 1 of all ranks, and buffers in the memory that they share."""
-    topology = runtime_of(layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())).topology
+    model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
+    topology = runtime_of(model).topology
     memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
     assert memory is not None
-    return topology.zero3_reduce, NodePool(memory, lambda error: error)
+    pool = NodePool(memory, lambda error: error)
+    pool.model = model  # type: ignore[attr-defined]  # its groups are released with it
+    return topology.zero3_reduce, pool
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:
