@@ -384,11 +384,11 @@ def _refused(rank: int) -> None:
         model = nn.Sequential(Layer(kind))
         with pytest.raises(ValueError, match=rf"parameter '0.weight' is {text}"):
             shard(wrap(model))
-    model = shard(nn.Sequential(Layer(Rounded)))
+    model = shard(wrap(nn.Sequential(Layer(Rounded))))
     with pytest.raises(ValueError, match=r"full_precision: parameter '0.weight'"), layerzero.full_precision(model):
         pass
     with pytest.raises(ValueError, match=r"offload_params=True: parameter '0.weight' is a Rounded"):
-        shard(nn.Sequential(Layer(Rounded)), offload_params=True)
+        shard(wrap(nn.Sequential(Layer(Rounded))), offload_params=True)
     transposed = nn.Sequential(Layer(Rounded))
     transposed[0].weight = nn.Parameter(Rounded(torch.randn(WIDTH, WIDTH, dtype=FP64).T))
     with pytest.raises(ValueError, match="that is not contiguous"):
