@@ -339,7 +339,7 @@ def _inside(rank: int) -> None:
         lambda: layerzero.gathered(wrapper).__enter__(),
         lambda: layerzero.unsharded(model).__enter__(),
         lambda: layerzero.full_state_dict(wrapper),
-        lambda: model.unshard(),
+        model.unshard,
     ]
     for use in uses:
         with pytest.raises(RuntimeError, match="the model was closed"):
