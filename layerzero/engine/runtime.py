@@ -475,7 +475,7 @@ class Runtime:
 
     def _reduce_rest(self, backward: BackwardPass) -> None:
         """Launch the reductions that are left at the end of a backward, when no gradient is coming."""
-        for handle in self.handles:
+        for handle in reversed(self.handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
                 if handle.gradients.round.begun:
                     backward.arrived[handle] = None
