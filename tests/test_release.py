@@ -40,7 +40,9 @@ WORLD = 4
 CLOSED = "the model was closed"
 
 
-BESIDE = {f"layerzero {name}" for name in ("node", "replica", "refresh", "watchdog")}  # threads that end by themselves
+BESIDE = {
+    f"layerzero {name}" for name in ("node", "replica", "control", "refresh", "watchdog")
+}  # threads that end by themselves
 
 
 def counts() -> dict[str, int]:

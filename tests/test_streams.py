@@ -155,7 +155,7 @@ class _Waits(NamedTuple):
 
 def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    reads, control = _Reads(), runtime_of(model).topology.control
+    reads, control = _Reads(), runtime_of(model).topology.control_lanes
     made: list[Heard] = []  # in the step that runs
     fresh: list[Works] = []
     old: list[Works] = []
@@ -167,7 +167,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
         return made[-1]
 
     def seen(works: Works, **how: bool) -> None:
-        if works.issued.lane is control:
+        if works.issued.lane in control and not how.get("beside"):
             (fresh if works in [heard.work for heard in made] else old).append(works)
         wait(works, **how)
 
@@ -209,6 +209,6 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
     }
     with Device().installed():
         waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=True)
-        assert waits == _Waits(for_the_last_step=3, agreements=3), "others are told, as they may have used less"
+        assert waits == _Waits(for_the_last_step=6, agreements=6), "others are told, as they may have used less"
         waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
-        assert waits == _Waits(later=3, agreements=3), "what others have used is heard from them only"
+        assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"

@@ -140,7 +140,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
     assert sorted(bar["name"] for bar in sums if bar["name"].startswith("add hop2")) == [
         f"add hop2 {name}" for name in sorted(UNITS)
     ]
-    assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "control", "node control"}
+    assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "node control", "replica control"}
     assert sum(map(len, bars.values())) == len(of_kind(trace.events, "launch"))
     for row, on_lane in bars.items():
         ordered = sorted(on_lane, key=lambda bar: (bar["ts"], bar["dur"]))

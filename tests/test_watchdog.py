@@ -62,19 +62,18 @@ def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> N
 def _skips(rank: int) -> str:
     """A rank that leaves one exchange out, and goes on to wait in another."""
     model, optimizer, dog = _watched(2)
-    lane = runtime_of(model).topology.control
-    from layerzero.comm.texts import share_texts  # noqa: PLC0415
+    everyone = runtime_of(model).everyone
 
     def go_on() -> None:
         if rank != 2:
-            share_texts(lane, "one")
+            everyone.share_texts("one")
         train(model, optimizer, range(2, 3))
 
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     said = _reported(dog)
     if rank == 2:
-        share_texts(lane, "one")  # so that all can end
+        everyone.share_texts("one")  # so that all can end
     thread.join(20)
     return said
 

@@ -28,7 +28,6 @@ from layerzero.checkpoint.storage import Writer
 from layerzero.checkpoint.values import PerRank
 from layerzero.comm.agreement import agree
 from layerzero.comm.process_groups import groups_so_far, known_to_torch
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -93,7 +92,7 @@ def save(
     """
     runtime = runtime_of(model)
     how = _How(keep_last, overwrite, require_finite)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control.group)
+    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control_group())
 
 
 def save_with(
@@ -102,7 +101,7 @@ def save_with(
     """:func:`save` of a model of which other ranks have something else under the same names."""
     runtime = runtime_of(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.everyone.control.group)
+    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.everyone.control_group())
 
 
 def save_async(
@@ -220,7 +219,7 @@ def _prepare(
     how: _How,
     apart: Apart | None = None,
 ) -> _Job:
-    rank = runtime.everyone.control.rank
+    rank = runtime.everyone.rank
     path = path.absolute()
     fields: dict[str, Any] = {"path": str(path), "checksums by": Scheme.best().algorithm, **asdict(how)}
     failure: Exception | None = None
@@ -257,7 +256,7 @@ def _prepare(
 def _renew_group(runtime: Runtime, staging: Staging) -> None:
     """Make a group for the ranks' talk, if any of them has none: whether a talk has failed, each knows for itself."""
     everyone = runtime.everyone
-    said = share_texts(everyone.control, "lacks one" if staging.group is None else "has one")
+    said = everyone.share_texts("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
         agree("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
         staging.group = everyone.new_control_group()

@@ -300,8 +300,7 @@ class Buddies:
         saved = self._saved(newer_than)
 
         def opened(runtime: Runtime) -> Snapshot:
-            control = runtime.everyone.control
-            return Snapshot(self._lane, view, rank=control.rank, ranks=control.size)
+            return Snapshot(self._lane, view, rank=runtime.everyone.rank, ranks=runtime.everyone.size)
 
         for token in whole_snapshots(self._lane, self.folder):
             if int(token[:10]) <= saved:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.names import Names
 from layerzero.checkpoint.randomness import random_states
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.owned import Owned
@@ -139,7 +138,7 @@ class Chain:
         return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
 
     def _of_ranks(self, text: str) -> list[str]:
-        return share_texts(self._runtime.everyone.control, text)
+        return self._runtime.everyone.share_texts(text)
 
 
 def _not_sharded(runtime: Runtime) -> dict[str, Tensor]:

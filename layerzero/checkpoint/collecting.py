@@ -48,7 +48,7 @@ def collect(
     """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
     if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
         raise RuntimeError(torn)
-    rank = runtime.everyone.control.rank
+    rank = runtime.everyone.rank
     document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
     tensors = {
         key: tensor

@@ -91,13 +91,14 @@ class _DcpFiles:
         self.twice = False
         self._source = source
         self._path = path
-        self._group = runtime.everyone.control.group
+        self._everyone = runtime.everyone
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        group = self._everyone.control_group()
         try:
-            with known_to_torch(self._group):
-                read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=self._group)
+            with known_to_torch(group):
+                read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
         except CheckpointException as error:
             raise told("read", self._path, error) from None
         except RuntimeError as error:

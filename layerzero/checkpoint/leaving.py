@@ -2,8 +2,9 @@
 
 [Note: One step late]
 A signal comes to some ranks and not to others, and at any moment. So at each question the ranks tell each other whether
-they have been asked, and read what was told at the question before, which has arrived long since: nobody waits, and all
-ranks get the same answer at the same place of the program.
+they have been asked, and read the messages of the question before, which have arrived long since. So no rank waits, and
+all ranks get the same answer at the same place of the program. Messages go along one axis of ranks after the other, and
+one question is needed for each axis (:class:`LateMaximum`).
 
 [Note: A deadline that is kept]
 Python runs a signal's handler between two of its own instructions. A rank that waits for a dead one is inside one for
@@ -34,6 +35,7 @@ from torch import nn
 
 from layerzero.checkpoint.staging import finish_pending
 from layerzero.comm.collectives import Exchange, Heard, tell_all
+from layerzero.comm.everyone import LateMaximum
 from layerzero.engine.hooks import runtime_of
 
 __all__ = ["LeaveRequest", "on_signal"]
@@ -79,7 +81,9 @@ class LeaveRequest:
         self._exit_code = exit_code
         self._signalled = False  # on this rank
         self._agreed = False  # all ranks know of a signal
-        self._heard: Heard | None = None  # what was told at the last question
+        lanes = self._runtime.everyone.control_lanes
+        self._late = LateMaximum(len(lanes), 1)
+        self._heard: list[Heard] = []  # messages of the last question, by axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
         self._handles = True  # its handler is set
@@ -97,18 +101,19 @@ class LeaveRequest:
     def asked(self) -> bool:
         """Some rank has got the signal: the same answer on all ranks, which must all ask.
 
-        See [Note: One step late]: a signal is heeded at the second question after it at the latest.
+        See [Note: One step late]: a signal is heeded at the third question after it at the latest; at the second one if
+        all ranks are in one ZeRO-3 group, or none shares weights.
         """
-        control = self._runtime.everyone.control
-        if control.size == 1:
+        lanes = self._runtime.everyone.control_lanes
+        if not lanes:
             self._agreed = self._agreed or self._signalled
         elif not self._agreed:
-            heard = self._heard
-            self._agreed = heard is not None and bool(heard.wait().any())
-            self._heard = None
+            heard, self._heard = self._heard, []
+            self._agreed = bool(heard) and bool(self._late.receive([each.wait() for each in heard]).any())
             if not self._agreed:
-                said = torch.tensor([self._signalled], dtype=torch.uint8)
-                self._heard = tell_all(control, Exchange.AGREE, said)
+                messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
+                pairs = zip(lanes, messages, strict=True)
+                self._heard = [tell_all(lane, Exchange.AGREE, message) for lane, message in pairs]
         if self._agreed:
             self._start_deadline()
         return self._agreed
@@ -161,9 +166,9 @@ class LeaveRequest:
         return self._wakeups if self._handles else None
 
     def _settle(self) -> None:
-        heard, self._heard = self._heard, None
-        if heard is not None:
-            heard.wait()
+        heard, self._heard = self._heard, []
+        for each in heard:
+            each.wait()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = True

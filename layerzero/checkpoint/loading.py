@@ -79,8 +79,7 @@ def prepare_load(
     path = Path(path)
 
     def opened(runtime: Runtime) -> Source:
-        control = runtime.everyone.control
-        return Files(Manifest.read(path), rank=control.rank, ranks=control.size)
+        return Files(Manifest.read(path), rank=runtime.everyone.rank, ranks=runtime.everyone.size)
 
     return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
 
@@ -115,7 +114,7 @@ def prepare_from(
 ) -> PreparedLoad:
     """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
     runtime = runtime_of(model)
-    control = runtime.everyone.control
+    everyone = runtime.everyone
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
@@ -128,11 +127,11 @@ def prepare_from(
         source = opened(runtime)
         fields["files"] = source.fingerprint
         ranks = ranks_that_saved(source.contents.topology)
-        rank = control.rank if ranks == control.size else None
-        if rank is None and control.rank == 0 and has_own_values(source.contents.document["extra"]):
+        rank = everyone.rank if ranks == everyone.size else None
+        if rank is None and everyone.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(
                 "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
-                *(path, ranks, control.size),
+                *(path, ranks, everyone.size),
             )
         restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:

@@ -22,7 +22,6 @@ from layerzero.checkpoint.files import CheckpointError
 from layerzero.checkpoint.folder import Survey, put_aside, survey
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import Manifest, Unknown
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -77,7 +76,7 @@ def load_latest(
     folder = Path(folder).absolute()
     seen: Survey | None = None
     failure: Exception | None = None
-    if runtime.everyone.control.rank == 0:
+    if runtime.everyone.rank == 0:
         try:
             seen = survey(folder)
         except (CheckpointError, OSError) as error:
@@ -107,7 +106,7 @@ def load_latest(
 
 def _heard(runtime: Runtime, texts: list[str] | None) -> list[str]:
     """What the first rank says."""
-    heard: list[str] = json.loads(share_texts(runtime.everyone.control, json.dumps(texts))[0])
+    heard: list[str] = json.loads(runtime.everyone.share_texts(json.dumps(texts))[0])
     return heard
 
 
@@ -124,7 +123,7 @@ def _tried(
     kinds = (Unknown, "unknown"), (CheckpointError, "damaged"), (FileNotFoundError, "gone"), (Exception, "failed")
     mine = next(kind for each, kind in kinds if isinstance(caught, each))
     # Ranks may have met different errors in the same attempt, but each has met one.
-    said = [json.loads(text) for text in share_texts(runtime.everyone.control, json.dumps([mine, str(caught)]))]
+    said = [json.loads(text) for text in runtime.everyone.share_texts(json.dumps([mine, str(caught)]))]
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
     if unknown := next((why for kind, why in said if kind == "unknown"), ""):

@@ -49,6 +49,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "connect",
     "lost",
     "reduce_scatter",
     "send_pieces",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lane:
     """One communicator along one axis of the mesh.
 
@@ -216,6 +217,8 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Issued]:
     """Count an exchange that is launched, show it to who watches, and name it where it fails."""
     lane.held.require_open()
+    if lane.held.reserved is not None:
+        lane.held.reserved.wait()
     lane.ledger.record(exchange, lane.axis, sent, name)
     observer, flight = lane.ledger.observer, None
     if observer.recorder is not None or profiler._is_profiler_enabled:
@@ -395,6 +398,20 @@ def tell_all(lane: Lane, exchange: Exchange, tensor: Tensor) -> Heard:
         said = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(said, sent, group=lane.group, async_op=True)
         return Heard(issued.carried_by(work), said.view(lane.size, -1), sent)
+
+
+def connect(lane: Lane, device: torch.device) -> None:
+    """Connect the lane's communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
+
+    ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
+    first backward, near the peak of memory. All ranks of the lane must call this.
+    """
+    if lane.size == 1 or lane.held.is_local:  # gloo connects when the group is made
+        return
+    each = torch.zeros(1, device=device)
+    all_of_them = torch.zeros(lane.size, device=device)
+    _all_gather_flat(all_of_them, each, group=lane.group)
+    _reduce_scatter_flat(each, all_of_them, group=lane.group)
 
 
 def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,10 +77,12 @@ class Ledger:
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
     failure: str = ""  # of the first exchange that did
     watching: Callable[[Any, Any], None] | None = None  # is told of each exchange and its works as they are launched
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # threads launch exchanges, too
 
     def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
-        self.calls[exchange.value] += 1
-        self.bytes[exchange.value, axis] += sent
+        with self._lock:
+            self.calls[exchange.value] += 1
+            self.bytes[exchange.value, axis] += sent
         if exchange in GATHERS:
             self.gathered.append(gather_name(exchange, name))
 

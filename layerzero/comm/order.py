@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Exchange, Lane, all_gather
@@ -37,17 +38,18 @@ class GatherOrder:
     """The gathers of one model on one rank, compared with its node's where they are not foreseen.
 
     Args:
+        lanes: that reach all `ranks` which gather together, one after the other, in this order.
         note: ends the message of an error.
     """
 
-    def __init__(self, names: Sequence[str], lane: Lane, *, note: str = "") -> None:
+    def __init__(self, names: Sequence[str], lanes: Sequence[Lane], ranks: Sequence[int], *, note: str = "") -> None:
         self._note = note
         self._names = tuple(names)
-        self._lane = lane
+        self._lanes = tuple(lanes)
         self._history: list[int] = []  # indices into names
         self._repeats = -1  # history[_repeats] is what came next in the last place that looked like this one; -1: none
         self._count = 0  # gathers so far
-        self._ranks = dist.get_process_group_ranks(lane.group)
+        self._ranks = tuple(ranks)
         self._compares = has_peers(self._ranks)
 
     def check(self, unit: int) -> None:
@@ -80,9 +82,22 @@ class GatherOrder:
         return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
-        sent = torch.tensor([self._count, unit])
-        everyone = torch.empty(self._lane.size * 2, dtype=torch.int64)
-        comparison = all_gather(self._lane, Exchange.ORDER, everyone, sent, name=self._names[unit])
+        own = everyone = torch.tensor([self._count, unit])
+        for lane in self._lanes:
+            everyone = self._gather(lane, everyone, self._names[unit])
+        if everyone.view(-1, 2).ne(own).any():
+            counts, units = everyone.view(-1, 2).unbind(1)
+            orders = {
+                rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
+                for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
+            }
+            raise RuntimeError(_difference(orders) + self._note)
+
+    def _gather(self, lane: Lane, sent: Tensor, name: str) -> Tensor:
+        if lane.size == 1:
+            return sent
+        everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
+        comparison = all_gather(lane, Exchange.ORDER, everyone, sent, name=name)
         word = comparison.issued.word if self._repeats >= 0 else None  # with no prediction all ranks come here
         if word is not None:
             leave_word(word)
@@ -92,13 +107,7 @@ class GatherOrder:
             raise self.explain(error) from error.__cause__
         if word is not None:
             leave_word(replace(word, passed=True))
-        if everyone.view(-1, 2).ne(sent).any():
-            counts, units = everyone.view(-1, 2).unbind(1)
-            orders = {
-                rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
-                for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
-            }
-            raise RuntimeError(_difference(orders) + self._note)
+        return everyone
 
     def _spell(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)

@@ -64,6 +64,7 @@ __all__ = [
     "CLOSED",
     "HeldGroup",
     "ModelGroups",
+    "Reservation",
     "groups_so_far",
     "kept_for_release",
     "known_to_torch",
@@ -88,10 +89,33 @@ class Ending(Protocol):
     def done(self) -> bool: ...
 
 
+class Reservation:
+    """Launches on some groups that a thread makes; launches of other threads on these groups come after."""
+
+    def __init__(self) -> None:
+        self._made = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Make the launches inside, in the thread that calls this."""
+        self._thread = threading.current_thread()
+        try:
+            yield
+        finally:
+            self._made.set()
+
+    def wait(self) -> None:
+        """Wait until the launches are made; in their own thread, return at once."""
+        if threading.current_thread() is not self._thread:
+            self._made.wait()
+
+
 class HeldGroup:
     """A process group until it is released.
 
     Attributes:
+        reserved: launches that come before others; None: there have been none.
         in_flight: work that must end before the group may be dropped, by id.
     """
 
@@ -101,6 +125,7 @@ class HeldGroup:
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.in_flight: dict[int, Ending] = {}
+        self.reserved: Reservation | None = None
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_local = {each.split(":")[1] for each in dist.get_backend_config(group).split(",")} <= _LOCAL

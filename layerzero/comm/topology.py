@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Lane, backend_of
+from layerzero.comm.collectives import Lane, backend_of, connect
 from layerzero.comm.exchange import Ledger
 from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
 from layerzero.layout.grid import Grid
@@ -57,9 +57,9 @@ class Topology:
     zero3_gather: Lane
     zero3_reduce: Lane
     replica: Lane
-    # gloo, for a few bytes that the CPU must read: over all ranks, and over the node's.
-    control: Lane
+    # gloo, for a few bytes that the CPU must read. See [Note: Control messages] in everyone.py.
     node_control: Lane
+    replica_control: Lane
     # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
     over_model: tuple[Lane, ...] = ()
     _among: dict[int, Lane] = field(default_factory=dict)  # by ranks: see gather_among
@@ -75,6 +75,11 @@ class Topology:
     @property
     def data_parallel(self) -> int:
         return self.grid.data_parallel
+
+    @property
+    def control_lanes(self) -> tuple[Lane, ...]:
+        """Lanes that reach all data-parallel ranks, one after the other: the results are in the order of `ranks`."""
+        return self.node_control, self.replica_control
 
     @property
     def on_gloo(self) -> bool:
@@ -93,6 +98,7 @@ class Topology:
             first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
             group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
             self._among[ranks] = Lane.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
+            connect(self._among[ranks], self.device)
         return self._among[ranks]
 
     @classmethod
@@ -108,13 +114,15 @@ class Topology:
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
-        node = dist.get_process_group_ranks(zero3)
+        node, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
         backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
         # See [Note: A group for each lane].
         gather, reduce = (groups.new(node, like=zero3, device_type=kind) for _ in range(2))
-        replicas = groups.new(dist.get_process_group_ranks(replica), like=replica, device_type=kind)
-        control, node_control = (groups.new(r, like=zero3, device_type=kind, backend=backend) for r in (ranks, node))
-        return cls(
+        replicas = groups.new(column, like=replica, device_type=kind)
+        node_control, replica_control = (
+            groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (node, column)
+        )
+        topology = cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
             ranks=tuple(ranks),
@@ -125,9 +133,12 @@ class Topology:
             zero3_gather=Lane.over("zero3 gather", "zero3", gather, ledger, kind),
             zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
             replica=Lane.over("replica", "replica", replicas, ledger, kind),
-            control=Lane.over("control", "control", control, ledger, "cpu"),
             node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
+            replica_control=Lane.over("replica control", "control", replica_control, ledger, "cpu"),
         )
+        for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica):
+            connect(lane, topology.device)
+        return topology
 
 
 def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:

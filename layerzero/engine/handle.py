@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerzero.comm.collectives import Exchange, Works, all_gather
-from layerzero.comm.everyone import Everyone
+from layerzero.comm.collectives import Exchange, Lane, Works, all_gather
+from layerzero.comm.everyone import Everyone, wide
 from layerzero.comm.gathers import Decoding, Travel, gathers_of
 from layerzero.comm.handover import SharedWeights
 from layerzero.comm.topology import Topology
@@ -187,8 +187,14 @@ class Handle:
 
     def sharers(self, everyone: Everyone) -> tuple[int, ...]:
         """The ranks of the model that have the same parameters here, or parts of them."""
-        apart = any(member.span.holders < everyone.size for member in self.members)
-        return self.topology.ranks if apart else everyone.ranks
+        return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
+
+    def lanes_to_sharers(self, everyone: Everyone) -> tuple[Lane, ...]:
+        """Return the control lanes that reach the sharers."""
+        return wide(self.topology.control_lanes) if self._is_apart(everyone) else everyone.control_lanes
+
+    def _is_apart(self, everyone: Everyone) -> bool:
+        return any(member.span.holders < everyone.size for member in self.members)
 
     @property
     def may_be_updated(self) -> bool:

@@ -1,10 +1,12 @@
 """Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
 
 [Note: A digest travels with the used parameters]
-Each reducing backward sends all ranks one byte for each parameter that was used. Eight more bytes hold a digest of the
-settings of the optimizers that have stepped. Ranks read them at the end of the next such backward. By then they have
-arrived, so no rank waits, and all ranks read the same digests at the same point of the program. The next optimizer step
-raises. Therefore one or two steps use unequal settings before the error.
+Each reducing backward sends one byte for each parameter that was used, along one axis of ranks after the other. Sixteen
+more bytes hold a digest of the settings of the optimizers that have stepped, and its complement. If the maxima over all
+ranks are no complements of each other, digests differ. Ranks read the bytes at the end of the next such backward, and
+send the maximum of the first axis along the second one. By then they have arrived, so no rank waits, and all ranks get
+the same result at the same point of the program. The next optimizer step raises. Therefore one to three steps use
+unequal settings before the error: one for each axis, and perhaps one more.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerzero.comm.everyone import Everyone
-from layerzero.comm.texts import share_texts
+from layerzero.comm.everyone import Everyone, LateMaximum
 
 __all__ = ["DIGEST_BYTES", "SettingsCheck"]
 
-DIGEST_BYTES = 8
+DIGEST_BYTES = 16  # half of them hold the complement
 Settings = list[list[tuple[str, Any]]]  # by group: names and values
 
 
@@ -36,6 +38,9 @@ class SettingsCheck:
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
+        axes = len(everyone.control_lanes)
+        self._late = LateMaximum(axes, DIGEST_BYTES)
+        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests under way
         self._differ = False
         self._compared: list[Settings] = []  # settings of the digests that differed
 
@@ -48,8 +53,22 @@ class SettingsCheck:
         if method not in self._stepped:
             self._stepped.append(method)
 
-    def digest(self) -> bytes:
-        """Return a digest of the settings; zeros if no optimizer has stepped, or one was collected on this rank."""
+    def digests(self) -> list[Tensor]:
+        """Return the bytes to send along each axis, uint8 [DIGEST_BYTES]."""
+        own = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
+        self._sent.append(self._last)
+        return self._late.outgoing(own)
+
+    def hear(self, messages: Sequence[Tensor]) -> None:
+        """Compare the digests of all ranks, from the bytes that came along each axis, uint8 [ranks, DIGEST_BYTES]."""
+        largest = self._late.receive(messages).tolist()
+        half = DIGEST_BYTES // 2
+        differ = any(byte + other > 255 for byte, other in zip(largest[:half], largest[half:], strict=True))
+        if not self._differ and differ:
+            self._differ, self._compared = True, self._sent[0]
+
+    def _digest_now(self) -> bytes:
+        """Digest of the settings; zeros if no optimizer has stepped, or one was collected on this rank."""
         self._is_told = True
         methods = [method() for method in self._stepped]
         if not methods or None in methods:
@@ -58,14 +77,9 @@ class SettingsCheck:
         last = [method() for method in methods if method is not None]
         if last != self._last:
             self._last = last
-            self._digest = hashlib.blake2b(json.dumps(last).encode(), digest_size=DIGEST_BYTES).digest()
+            digest = hashlib.blake2b(json.dumps(last).encode(), digest_size=DIGEST_BYTES // 2).digest()
+            self._digest = digest + bytes(255 - byte for byte in digest)
         return self._digest
-
-    def hear(self, digests: Tensor) -> None:
-        """Compare the digests of all ranks, uint8 [ranks, DIGEST_BYTES]; rows of zeros are ignored."""
-        told = {tuple(digest) for digest in digests.tolist() if any(digest)}
-        if not self._differ and len(told) > 1:
-            self._differ, self._compared = True, self._last
 
     def require_equal(self) -> None:
         """Raise RuntimeError on every rank if digests differed. All ranks call this, and send texts only then."""
@@ -73,7 +87,7 @@ class SettingsCheck:
             return
         self._differ = False
         found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        texts = share_texts(self._everyone.control, json.dumps(self._compared))
+        texts = self._everyone.share_texts(json.dumps(self._compared))
         for rank, text in zip(self._everyone.ranks, texts, strict=True):
             for index, groups in enumerate(json.loads(text)):
                 for number, group in enumerate(groups):

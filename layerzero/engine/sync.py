@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.census import Census
-from layerzero.comm.collectives import Heard
+from layerzero.comm.census import Census, PendingUse
 from layerzero.comm.everyone import Everyone
 from layerzero.engine.handle import Handle
 from layerzero.engine.member import Member
 from layerzero.engine.reduction import ReductionQueue
-from layerzero.engine.settings import DIGEST_BYTES, SettingsCheck
+from layerzero.engine.settings import SettingsCheck
 from layerzero.engine.shown_gradients import ShownGradients
 from layerzero.layout.usage import Usage
 from layerzero.storage.streams import streams_of
@@ -49,7 +48,7 @@ class GradientSync:
         self._debt = Debt.NONE
         self._handles = tuple(handles)
         self._everyone = everyone
-        self._census = Census(everyone, {m.name: h.sharers(everyone) for h in handles for m in h.members})
+        self._census = Census(everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members})
         self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
         self._order_agreed = False
         self._streams = streams_of(everyone.topology.device, on_gloo=everyone.topology.on_gloo)
@@ -57,8 +56,8 @@ class GradientSync:
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
         self.settings = SettingsCheck(everyone)
-        self._told: Heard | None = None  # the last agreement on used parameters
-        self._telling: Heard | None = None  # the same, until it has been waited for
+        self._told: PendingUse | None = None  # the last agreement on used parameters
+        self._telling: PendingUse | None = None  # the same, until it has been waited for
         self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = GradientsDue(self._show)
@@ -136,7 +135,7 @@ class GradientSync:
         self.queue.finish(across_replicas=reduces)
         self._debt = Debt.NONE if reduces else Debt.REDUCTION
         with plain_access():
-            late = isinstance(used, Heard) and self._order_agreed
+            late = isinstance(used, PendingUse) and self._order_agreed
             if late and not any(accumulate_hooks(member.parameter) for member in self._members):
                 for shown in self._shown:
                     shown.allow()
@@ -169,6 +168,7 @@ class GradientSync:
     def close(self) -> None:
         """End the threads that reduce, and drop the handles: a guard of steps, for example, may keep this object."""
         self._streams.close()
+        self._census.close()
         self.__dict__.clear()
 
     # Between backwards
@@ -237,23 +237,24 @@ class GradientSync:
 
     # Agreement
 
-    def _agree_on_use(self) -> bytes | Heard:
-        """Start finding out which parameters any rank has used, and when: what is known already, or what will tell.
+    def _agree_on_use(self) -> bytes | PendingUse:
+        """Start to find out which parameters any rank has used; return what is known already, or the exchange.
 
         A rank that has used every parameter knows that no other has used more. It tells the others, who may not know,
-        and waits for nobody.
+        and does not wait.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        if self._everyone.control.size == 1 or not local:
+        if self._everyone.size == 1 or not local:
             return bytes(local)
         if self._telling is not None:
             self._telling.wait()
         if self._told is not None:
-            self.settings.hear(self._told.said[:, -DIGEST_BYTES:])
-        self._telling = self._told = self._census.tell(local, self.settings.digest())
-        return bytes(local) if min(local) == Usage.NEW else self._telling
+            self.settings.hear(self._told.further)
+        is_known = min(local) == Usage.NEW
+        self._telling = self._told = self._census.tell(local, self.settings.digests(), is_known=is_known)
+        return bytes(local) if is_known else self._telling
 
-    def _publish(self, agreement: bytes | Heard | None) -> None:
+    def _publish(self, agreement: bytes | PendingUse | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
         agreed = agreement is not None or self._everyone.size == 1
@@ -263,8 +264,8 @@ class GradientSync:
         if agreement is self._telling:
             self._telling = None
 
-    def _take_agreed(self, agreement: bytes | Heard) -> None:
-        said = agreement if isinstance(agreement, bytes) else self._census.most(agreement)
+    def _take_agreed(self, agreement: bytes | PendingUse) -> None:
+        said = agreement if isinstance(agreement, bytes) else agreement.most()
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)

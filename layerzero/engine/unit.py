@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -175,9 +176,12 @@ def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[To
     With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
     """
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
+    topologies = {unit.topology for unit in units}
     if full_precision:
-        return {unit.topology: GatherOrder(labels, unit.topology.control, note=_FULL_PRECISION) for unit in units}
-    return {unit.topology: GatherOrder(labels, unit.topology.node_control) for unit in units}
+        return {t: GatherOrder(labels, t.control_lanes, t.ranks, note=_FULL_PRECISION) for t in topologies}
+    return {
+        t: GatherOrder(labels, [t.node_control], dist.get_process_group_ranks(t.node_control.group)) for t in topologies
+    }
 
 
 _FULL_PRECISION = (

@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import has_peers
-from layerzero.comm.collectives import Exchange, all_reduce, send_pieces
-from layerzero.comm.everyone import Everyone
-from layerzero.comm.texts import share_texts
+from layerzero.comm.collectives import Exchange, send_pieces
+from layerzero.comm.everyone import Everyone, reduce_over
 from layerzero.engine.member import Member
 from layerzero.layout.owners import Owner, work_of
 from layerzero.optimizers.cells import Cell
@@ -216,7 +215,7 @@ def _require_gradients_alike(cells: Mapping[Cell, Sequence[Owned]], everyone: Ev
         there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
         number += digest * (cell.lane.size - 1 if cell.lane.rank == 0 else -1)
-    all_reduce(everyone.control, Exchange.AGREE, number, dist.ReduceOp.SUM).wait()
+    reduce_over(everyone.control_lanes, number, dist.ReduceOp.SUM, Exchange.AGREE)
     if number.any():
         raise RuntimeError(_unlike(near, everyone))
 
@@ -229,7 +228,7 @@ def _unlike(near: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> str:
     """What to say of a parameter that has a gradient on some ranks of its cell only; all ranks say the same."""
     own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for told in share_texts(everyone.control, json.dumps(own)):
+    for told in everyone.share_texts(json.dumps(own)):
         for ranks, name, has in json.loads(told):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))

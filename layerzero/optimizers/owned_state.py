@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.everyone import Everyone
-from layerzero.comm.texts import share_texts
 from layerzero.optimizers.owned import Owned
 from layerzero.tensors.rows import Watch
 from layerzero.tensors.sharded import sharded
@@ -35,7 +34,7 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], every
     }
     text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
-    for said in share_texts(everyone.control, text):
+    for said in everyone.share_texts(text):
         told |= json.loads(said)
     if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
         raise TypeError(wrong[0])

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Exchange, Lane, all_gather, all_reduce
+from layerzero.comm.collectives import Exchange, Lane, all_gather
+from layerzero.comm.everyone import reduce_over
 from layerzero.comm.process_groups import ModelGroups
 from layerzero.comm.topology import Topology, init_mesh
 from layerzero.planning.cluster import Cluster
@@ -98,7 +99,7 @@ def _probed(topology: Topology, nbytes: int, dtype: torch.dtype) -> Probed:
         "accelerators": topology.zero3_size,
         "device": "cpu" if device.type == "cpu" else "cuda",
     }
-    meet = _meeting(topology.control)
+    meet = _meeting(topology.control_lanes)
     if inside.size > 1:
         latency, speed = _link(inside, nbytes, device, meet)
         found |= {"inside_latency": 1e6 * latency, "inside": speed / 1e9}
@@ -112,7 +113,7 @@ def _probed(topology: Topology, nbytes: int, dtype: torch.dtype) -> Probed:
         found["launch"] = 1e6 * _launch(lane, device, meet)
     found["tflops"] = _flops(device, dtype, meet) / 1e12
     found |= _memory(device, topology.zero3_size, nbytes, meet)
-    agreed = _slowest(found, topology.control)
+    agreed = _slowest(found, topology.control_lanes)
     return Probed(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
 
 
@@ -122,13 +123,12 @@ def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[flo
     return small / steps, sent / max(large - small, 1e-2 * large)
 
 
-def _meeting(lane: Lane) -> Callable[[], None]:
+def _meeting(lanes: Sequence[Lane]) -> Callable[[], None]:
     """Begin together."""
     word = torch.zeros(1)
 
     def meet() -> None:
-        if lane.size > 1:
-            all_reduce(lane, Exchange.AGREE, word, dist.ReduceOp.SUM).wait()
+        reduce_over(lanes, word, dist.ReduceOp.SUM, Exchange.AGREE)
 
     return meet
 
@@ -242,12 +242,11 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
 _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
-def _slowest(found: dict[str, float | int | str], control: Lane) -> dict[str, float | int | str]:
+def _slowest(found: dict[str, float | int | str], lanes: Sequence[Lane]) -> dict[str, float | int | str]:
     """Of each number the worst that a rank has seen."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
-    if control.size > 1:
-        all_reduce(control, Exchange.AGREE, worst, dist.ReduceOp.MAX).wait()
+    reduce_over(lanes, worst, dist.ReduceOp.MAX, Exchange.AGREE)
     return found | dict(zip(names, (signs * worst).tolist(), strict=True))

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, all_gather
 from layerzero.comm.everyone import reduce_over
-from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import Topology
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
@@ -133,7 +132,7 @@ def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, boo
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
                 mine += _locate(handle, handle.topology, sound)
-        told = share_texts(runtime.everyone.control, json.dumps([asdict(each) for each in mine]))
+        told = runtime.everyone.share_texts(json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.optimizers.sharded import ShardedOptimizer
@@ -186,4 +185,4 @@ class StepGuard:
             _LOG.warning("layerzero: a step is skipped, as gradients are not finite: %s", self.found)
 
     def _all_tell(self, texts: list[str]) -> list[str]:
-        return [text for told in share_texts(self._everyone.control, json.dumps(texts)) for text in json.loads(told)]
+        return [text for told in self._everyone.share_texts(json.dumps(texts)) for text in json.loads(told)]

@@ -6,7 +6,6 @@ from torch import nn
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.process_groups import kept_for_release, released_everywhere
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import detach, is_closed, runtime_of
 from layerzero.tensors.outside import inside_backward
 
@@ -60,5 +59,5 @@ def close(model: nn.Module) -> None:
     everyone = runtime.everyone
     detach(model)
     if not runtime.topology.zero3_reduce.held.is_local:
-        released_everywhere(share_texts(everyone.control, kept_for_release()), everyone.ranks)
+        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
     runtime.close()

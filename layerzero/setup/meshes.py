@@ -17,7 +17,6 @@ from layerzero.comm.agreement import agree
 from layerzero.comm.collectives import Lane
 from layerzero.comm.everyone import Beside, Everyone, broadcast_over
 from layerzero.comm.process_groups import ModelGroups
-from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import Topology, check_mesh, init_mesh, mesh_of_ranks
 from layerzero.setup.partition import UnitPlan, ranks_in
 from layerzero.tensors.faces import Face, part_held
@@ -201,7 +200,7 @@ def _compare(everyone: Everyone, mesh: DeviceMesh, further: DeviceMesh | None) -
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
     told = {
         rank: json.loads(text)
-        for rank, text in zip(everyone.ranks, share_texts(everyone.control, json.dumps(mine)), strict=True)
+        for rank, text in zip(everyone.ranks, everyone.share_texts(json.dumps(mine)), strict=True)
     }
     for rank, said in told.items():
         ranks, beside = said["ranks"], said["beside"]

@@ -22,7 +22,6 @@ from layerzero.comm.process_groups import (
     released_everywhere,
     settle_releases,
 )
-from layerzero.comm.texts import share_texts
 from layerzero.comm.topology import AXES, as_data_parallel
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
@@ -249,7 +248,7 @@ def _build(
     everyone, sites = sites_of(further, groups)
     topology = everyone.topology
     if not topology.zero3_reduce.held.is_local:
-        released_everywhere(share_texts(everyone.control, kept_for_release()), everyone.ranks)
+        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
     averaged = topology.data_parallel
     handles = [
         plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)

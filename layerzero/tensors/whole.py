@@ -85,8 +85,11 @@ def _rows_as_cut(value: DTensor, span: RowSpan) -> Tensor:
         ValueError: ranks have other rows than either way of cutting gives them; on all ranks.
     """
     local, topology = value.to_local().detach(), span.topology
-    counts = torch.empty(topology.data_parallel, dtype=torch.int64)
-    all_gather(topology.control, Exchange.AGREE, counts, torch.tensor([local.shape[0]])).wait()
+    counts = torch.tensor([local.shape[0]])
+    for lane in topology.control_lanes:
+        along = torch.empty(lane.size * counts.numel(), dtype=torch.int64)
+        all_gather(lane, Exchange.AGREE, along, counts).wait()
+        counts = along
     held = counts.view(topology.replicas, topology.zero3_size).T.flatten().tolist()  # by k = s * R + r
     if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
         return local

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, Lane, broadcast
+from layerzero.comm.everyone import Everyone
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.hooks import members_in, runtime_of, runtimes_of
 from layerzero.engine.member import Member
@@ -400,7 +400,7 @@ def load_full_state_dict(
     if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
     agree("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
-    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone.control))
+    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.parameter): member for member in runtime.members.values()}
@@ -442,15 +442,15 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     return problems
 
 
-def _of_first_rank(left_out: IncompatibleKeys, control: Lane) -> list[list[str]]:
+def _of_first_rank(left_out: IncompatibleKeys, everyone: Everyone) -> list[list[str]]:
     """What only the first rank knows."""
-    if control.size == 1:
+    if everyone.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
     length = torch.tensor([len(text)])
-    broadcast(control, Exchange.AGREE, length)
-    spelled = torch.tensor(list(text) if control.rank == 0 else [0] * int(length), dtype=torch.uint8)
-    broadcast(control, Exchange.AGREE, spelled)
+    everyone.broadcast_numbers(length)
+    spelled = torch.tensor(list(text) if everyone.is_first else [0] * int(length), dtype=torch.uint8)
+    everyone.broadcast_numbers(spelled)
     lists: list[list[str]] = json.loads(bytes(spelled.tolist()))
     return lists
 

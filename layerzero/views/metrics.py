@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.comm.exchange import GATHERS, Exchange, Ledger
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
 from layerzero.views.report import measure
@@ -92,7 +91,7 @@ def _compared(runtime: Runtime, ledger: Ledger) -> dict[str, float]:
         "zero3": dist.get_process_group_ranks(topology.zero3_gather.group),
         "replica": dist.get_process_group_ranks(topology.replica.group),
     }
-    told = [json.loads(text) for text in share_texts(everyone.control, json.dumps([by_axis, groups]))]
+    told = [json.loads(text) for text in everyone.share_texts(json.dumps([by_axis, groups]))]
     waited = {rank: waits for rank, (waits, _) in zip(everyone.ranks, told, strict=True)}
     found = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:

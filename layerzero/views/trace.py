@@ -201,7 +201,7 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
 
 
 def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
-    lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, topology.control, topology.node_control)
+    lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, *topology.control_lanes)
     bars = [*_span_bars(events), *_exchange_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(lane.name for lane in lanes), *(bar[0] for bar in bars)])
     rows = {name: number for number, name in enumerate(names)}

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.comm.texts import share_texts
 from layerzero.engine.hooks import runtime_of
 from layerzero.layout.grid import Extent
 from layerzero.tensors.sharded import plain
@@ -189,7 +188,7 @@ def _meet(plan: dict[str, Any], rank: int, model: Any) -> None:
     elif what == "late" and is_mine:
         time.sleep(LIMIT + 6)
     elif what == "skip" and not is_mine:
-        share_texts(runtime_of(model).everyone.control, "all but one say this")
+        runtime_of(model).everyone.share_texts("all but one say this")
 
 
 def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:

@@ -185,8 +185,12 @@ def _gathered(tensors: dict[str, Tensor], topology: Topology) -> dict[str, Tenso
     longest = max(sum(sizes(k)) for k in range(topology.data_parallel))
     mine = torch.cat([local.cpu().reshape(-1).view(torch.uint8) for local in rows.values()])
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
-    everyone = [torch.empty_like(padded) for _ in range(topology.data_parallel)]
-    dist.all_gather(everyone, padded, group=topology.control.group)
+    everyone = padded
+    for lane in topology.control_lanes:
+        pieces = [torch.empty_like(everyone) for _ in range(lane.size)]
+        dist.all_gather(pieces, everyone, group=lane.group)
+        everyone = torch.cat(pieces)
+    everyone = everyone.view(topology.data_parallel, longest)
     cut = []
     for k in range(topology.data_parallel):
         s, r = divmod(k, topology.replicas)
