@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import layerzero
+from layerzero.engine.settings import SettingsCheck
 from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -120,10 +121,72 @@ def test_equal_settings_of_other_types_are_equal() -> None:
     run_ranks(_same_in_other_forms, world_size=2)
 
 
+def _first_message(rank: int, change: Callable[[nn.Module, Optimizer], Callable[[], Any]]) -> str:
+    """Return the first message after `change` has been called once, and what it returns before each step."""
+    model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, foreach=rank == 0))
+    assert not any(_step(model, optimizer, rank, step) for step in range(3)), "foreach changes no result"
+    before_step = change(model, optimizer)
+    for step in range(3, 6):
+        before_step()
+        if message := _step(model, optimizer, rank, step):
+            return message
+    return ""
+
+
+def _on_one_rank(rank: int) -> list[str]:
+    def steps_alone(model: nn.Module, optimizer: Optimizer) -> Callable[[], Any]:
+        biases = layerzero.shard_optimizer(torch.optim.SGD([model.head.bias], lr=0.5), model)
+        return biases.step if rank else lambda: None
+
+    def has_other_settings(model: nn.Module, optimizer: Optimizer) -> Callable[[], Any]:
+        for group in optimizer.param_groups:
+            group.update(lr=0.5**rank, eps=0.25**rank, weight_decay=0.5 * rank)
+        return lambda: None
+
+    return [_first_message(rank, change) for change in (steps_alone, has_other_settings)]
+
+
+def test_an_optimizer_that_one_rank_alone_steps_is_named_and_long_lists_are_cut() -> None:
+    first, second = run_ranks(_on_one_rank, world_size=2)
+    assert first == second
+    alone, many = first
+    assert "'lr' of parameter group 0 of optimizer 1 is 0.5 on rank 1" in alone, alone
+    assert many.count(" of parameter group ") == 4 and "; and 2 more. Rows of" in many, many
+
+
 @pytest.mark.parametrize("digests", [[[0, 0], [1, 2]], [[1, 2], [1, 2]], [[0, 0], [0, 0]]])
 def test_a_rank_whose_optimizer_is_gone_says_nothing(digests: list[list[int]]) -> None:
-    from layerzero.engine.settings import SettingsCheck  # noqa: PLC0415
-
     check = SettingsCheck(None)  # type: ignore[arg-type]  # no texts are exchanged
     check.hear(torch.tensor(digests, dtype=torch.uint8))
     check.require_equal()
+
+
+class _Stepped:
+    """An optimizer with one learning rate."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def settings(self) -> list[list[tuple[str, Any]]]:
+        return [[("lr", self.lr)]]
+
+
+def test_a_digest_is_of_the_optimizers_that_have_stepped_since_the_last_one() -> None:
+    check = SettingsCheck(None)  # type: ignore[arg-type]  # no texts are exchanged
+    nothing, one, other = check.digest(), _Stepped(0.5), _Stepped(0.25)
+    assert not any(nothing)
+    for optimizer in (one, other, one):
+        check.note_step(optimizer.settings)
+    both = check.digest()
+    assert any(both) and check.digest() == both, "backwards without a step say the same"
+    check.note_step(one.settings)
+    alone = check.digest()
+    assert any(alone) and alone != both
+    one.lr = 0.125
+    assert check.digest() not in (alone, both, nothing)
+    check.note_step(one.settings)
+    check.note_step(other.settings)
+    del one, optimizer
+    assert check.digest() == nothing, "ranks collect an optimizer at different times"
+    check.note_step(other.settings)
+    assert any(check.digest()), "the next step is compared again"
