@@ -243,7 +243,9 @@ def _load_on_one_rank_first(rank: int, on: int) -> None:
     if rank == on:
         model.load_state_dict(state)
     for _ in range(2):  # nothing has changed, and it is said again
-        _refused(lambda: _train(model), rf"first forward.*changed is .*'first'.* on rank {on}[,.] .*load_full_state_dict")
+        _refused(
+            lambda: _train(model), rf"first forward.*changed is .*'first'.* on rank {on}[,.] .*load_full_state_dict"
+        )
     layerzero.load_full_state_dict(model, state if rank == 0 else None)
     _train(model)
     assert not different(full_parameters(model), dict(integer_net(1).named_parameters()))
