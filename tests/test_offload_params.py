@@ -187,6 +187,8 @@ def _shared(rank: int) -> None:
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
     report = layerzero.memory(model)
     assert "host_zero3_shard" not in report.measured and "host_zero3_shard" not in report.predicted
+    kinds = {kind: n for kind, n in report.measured.items() if not kind.endswith("optimizer")}
+    assert kinds == report.predicted and report.measured_peak == report.predicted_peak, report
 
 
 def test_ranks_that_share_memory_have_their_weights_there() -> None:
