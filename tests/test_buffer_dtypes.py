@@ -118,3 +118,23 @@ def _round_trips(rank: int, folder: str) -> None:
 
 def test_states_hold_buffers_in_their_original_dtype(tmp_path: Path) -> None:
     run_ranks(_round_trips, str(tmp_path), world_size=WORLD)
+
+
+def _in_contexts(rank: int) -> None:
+    model = _shard()
+    with layerzero.unsharded(model.inner, rank0_only=True):
+        assert model.inner.table.dtype == (torch.float32 if rank == 0 else torch.bfloat16), "with the parameters"
+    for value, context in enumerate((layerzero.unsharded, layerzero.full_precision), 1):
+        with torch.inference_mode(), context(model):
+            model.inner.table = torch.full((5,), float(value))
+        table = model.inner.table
+        assert table.dtype == torch.bfloat16 and (table == value).all() and not table.is_inference(), context
+        with context(model):
+            model.inner.table.add_(1)
+            model.inner.wide = None
+        assert torch.equal(model.inner.table, torch.full((5,), value + 1.0).bfloat16()), context
+        assert model.inner.wide is None
+
+
+def test_buffers_that_are_written_or_replaced_in_a_context_are_kept_in_the_cast_dtype() -> None:
+    run_ranks(_in_contexts, world_size=WORLD)

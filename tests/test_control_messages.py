@@ -150,7 +150,9 @@ def _reads_before_others_step(rank: int) -> None:
     torch.manual_seed(0)
     model = layerzero.shard_model(Halves(), mesh=mesh_of(2))
     for _ in range(3):
-        model(torch.ones(1, 3), "first second never" if rank == 0 else "first" if rank < 3 else "second").sum().backward()
+        model(
+            torch.ones(1, 3), "first second never" if rank == 0 else "first" if rank < 3 else "second"
+        ).sum().backward()
         if rank == 0:
             assert model.second.weight.grad is not None
         dist.barrier()

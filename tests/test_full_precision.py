@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -242,11 +243,11 @@ def _refuse(rank: int) -> None:
         module.weight.add_(1)
 
     handle = model[0].linear.register_forward_pre_hook(edit)
-    with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError, match="changed in place"):
-        model(x)
-    handle.remove()
     with torch.no_grad(), layerzero.full_precision(model):
-        model(x)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            model(x)
+        handle.remove()
+        model(x)  # with weights that are gathered again
     ema = layerzero.EMA(model)
     ema.update()
     with ema.swapped(), layerzero.full_precision(model), torch.no_grad():
@@ -255,6 +256,26 @@ def _refuse(rank: int) -> None:
 
 def test_what_it_cannot_do_is_refused_and_the_model_stays_usable() -> None:
     run_ranks(_refuse, world_size=WORLD)
+
+
+def _gathered_on_one_rank(rank: int) -> str:
+    model = _shard(nn.Sequential(_Failing(), _Failing()), zero3_size=1, units={_Failing}, buffer_dtype=None)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    with ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(layerzero.gathered(model[0]))
+        with pytest.raises(RuntimeError) as caught, layerzero.full_precision(model):
+            pass
+    with layerzero.full_precision(model), torch.no_grad():
+        model(torch.ones(1, 4))
+    return str(caught.value)
+
+
+def test_a_rank_inside_gathered_refuses_it_on_all_ranks() -> None:
+    for message in run_ranks(_gathered_on_one_rank, world_size=2, pg_timeout=10):
+        assert "layerzero.full_precision is not possible inside layerzero.gathered" in message, message
 
 
 def _disagree(rank: int) -> str:

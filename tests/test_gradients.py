@@ -152,6 +152,8 @@ def _penalise_sharded(rank: int) -> None:
                 with pytest.raises(RuntimeError, match=weight):
                     loss += number
             assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for a log
+            with torch.no_grad():
+                loss + number  # to print it
         with pytest.raises(RuntimeError, match=explained.format("scale")):
             loss + model.scale**2
         with pytest.raises(RuntimeError, match=r"'o\.weight'.*whole only while"):
@@ -166,8 +168,10 @@ def _penalise_sharded(rank: int) -> None:
         with torch.no_grad():
             loss + 0.1 * model.o.weight.square().sum()  # to print it
         model.zero_grad()
-        (0 * model(torch.ones(2, 3)).sum() + (2 * model.o.weight).to_local().sum()).backward()
+        local = (2 * model.o.weight).to_local().sum() + (3 * model.scale).to_local().sum()
+        (0 * model(torch.ones(2, 3)).sum() + local).backward()
         assert torch.equal(model.o.weight.grad.full_tensor(), torch.full((5, 3), 2.0))
+        assert model.scale.grad.full_tensor() == 3
 
 
 def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out() -> None:
@@ -180,6 +184,13 @@ def _penalise_in_one_process(rank: int) -> None:
     model = layerzero.shard_model(model, zero3_size=1)
     penalty = 0.5 * (model.o.weight**2).sum().full_tensor()
     assert torch.equal(penalty, 0.5 * (alone.o.weight**2).sum())
+    loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(RuntimeError, match=r"sharded parameter 'o\.weight'.*to_local\(\)"):
+        loss + (model.o.weight**2).sum()  # torch refuses to mix plain tensors and DTensors only in the backward
+    (loss + (model.o.weight**2).sum().full_tensor()).backward()
+    (model.o.weight**2).sum().backward()
+    (alone(torch.ones(2, 3)).sum() + 2 * (alone.o.weight**2).sum()).backward()
+    torch.testing.assert_close(model.o.weight.grad.full_tensor(), alone.o.weight.grad)
 
 
 def test_one_process_may_do_as_it_likes() -> None:

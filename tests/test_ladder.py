@@ -192,6 +192,17 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
 
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("zero3_size", [3, 5, 6, 12])
+def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: str) -> None:
+    grid = Grid.of_rank(0, data_parallel=2 * zero3_size, zero3_size=zero3_size)
+    precision = Precision(F32, F16, F16, F16)
+    how: Any = {"accumulation": mode, "divide_factor": 2.0 * zero3_size, "adds_hop1": True, "adds_hop2": True}
+    route = Route.plan(grid, precision, **how)
+    sent = zero3_size * route.landing_scale * route.legs[0].scale
+    assert 0.5 < sent <= 1, "65504 times this is a number of fp16"
+
+
 # Sums
 
 

@@ -187,6 +187,8 @@ def _shared(rank: int) -> None:
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
     report = layerzero.memory(model)
     assert "host_zero3_shard" not in report.measured and "host_zero3_shard" not in report.predicted
+    kinds = {kind: n for kind, n in report.measured.items() if not kind.endswith("optimizer")}
+    assert kinds == report.predicted and report.measured_peak == report.predicted_peak, report
 
 
 def test_ranks_that_share_memory_have_their_weights_there() -> None:
@@ -225,3 +227,42 @@ def test_what_lies_in_the_host_is_pinned_unless_the_user_says_otherwise(pin_memo
     with mock.patch("torch.empty", noting):
         HostShard(4, torch.float32, transfers, mock.Mock())
     assert asked == [pin_memory]
+
+
+class _RecordedTransfers(Transfers):
+    """Records which marks each copy comes after, and which marks the current stream waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.record: list[tuple[str, Any]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool, after: Any = ()) -> Any:
+        self.record.append(("store" if to_host else "fetch", [mark for mark in after if mark is not None]))
+        return len(self.record)
+
+    def wait(self, mark: Any) -> None:
+        self.record.append(("wait", mark))
+
+    def finish(self, mark: Any) -> None:
+        self.record.append(("finish", mark))
+
+
+def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_launched() -> None:
+    transfers, pool = _RecordedTransfers(), mock.Mock()
+    pool.give = lambda scratch: transfers.record.append(("give", scratch))
+    shard, full = HostShard(2, torch.float32, transfers, pool), torch.empty(2)
+    shard.start_fetch(full)
+    shard.store(full)
+    with shard.fetched(full, beside=True):
+        transfers.record.append(("gather", None))
+    shard.arrive()
+    assert transfers.record == [
+        ("fetch", []),
+        ("store", [1]),  # which must not overwrite what the fetch reads
+        ("wait", 2),
+        ("give", full),
+        ("fetch", [2]),
+        ("wait", 5),
+        ("gather", None),
+        ("finish", 2),
+    ]

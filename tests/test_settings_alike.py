@@ -148,3 +148,71 @@ def test_what_comes_along_the_first_axis_is_sent_along_the_second_one_in_the_nex
         assert bytes(own.tolist()) == _NONE and bytes(further.tolist()) == largest
         check.hear([torch.tensor([list(_ONE), list(_OTHER)], dtype=torch.uint8), further.expand(4, -1)])
         assert check._differ is (step > 0), step
+
+
+def _first_message(rank: int, change: Callable[[nn.Module, Optimizer], Callable[[], Any]]) -> str:
+    """Return the first message after `change` has been called once, and what it returns before each step."""
+    model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, foreach=rank == 0))
+    assert not any(_step(model, optimizer, rank, step) for step in range(3)), "foreach changes no result"
+    before_step = change(model, optimizer)
+    for step in range(3, 6):
+        before_step()
+        if message := _step(model, optimizer, rank, step):
+            return message
+    return ""
+
+
+def _on_one_rank(rank: int) -> list[str]:
+    def steps_alone(model: nn.Module, optimizer: Optimizer) -> Callable[[], Any]:
+        biases = layerzero.shard_optimizer(torch.optim.SGD([model.head.bias], lr=0.5), model)
+        return biases.step if rank else lambda: None
+
+    def has_other_settings(model: nn.Module, optimizer: Optimizer) -> Callable[[], Any]:
+        for group in optimizer.param_groups:
+            group.update(lr=0.5**rank, eps=0.25**rank, weight_decay=0.5 * rank)
+        return lambda: None
+
+    return [_first_message(rank, change) for change in (steps_alone, has_other_settings)]
+
+
+def test_an_optimizer_that_one_rank_alone_steps_is_named_and_long_lists_are_cut() -> None:
+    first, second = run_ranks(_on_one_rank, world_size=2)
+    assert first == second
+    alone, many = first
+    assert "'lr' of parameter group 0 of optimizer 1 is 0.5 on rank 1" in alone, alone
+    assert many.count(" of parameter group ") == 4 and "; and 2 more. Rows of" in many, many
+
+
+class _Stepped:
+    """An optimizer with one learning rate."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def settings(self) -> list[list[tuple[str, Any]]]:
+        return [[("lr", self.lr)]]
+
+
+def test_a_digest_is_of_the_optimizers_that_have_stepped_since_the_last_one() -> None:
+    check = _check_of_two_axes()
+
+    def digest() -> bytes:
+        return bytes(check.digests()[0].tolist())
+
+    nothing, one, other = digest(), _Stepped(0.5), _Stepped(0.25)
+    assert not any(nothing)
+    for optimizer in (one, other, one):
+        check.note_step(optimizer.settings)
+    both = digest()
+    assert any(both) and digest() == both, "backwards without a step say the same"
+    check.note_step(one.settings)
+    alone = digest()
+    assert any(alone) and alone != both
+    one.lr = 0.125
+    assert digest() not in (alone, both, nothing)
+    check.note_step(one.settings)
+    check.note_step(other.settings)
+    del one, optimizer
+    assert digest() == nothing, "ranks collect an optimizer at different times"
+    check.note_step(other.settings)
+    assert any(digest()), "the next step is compared again"

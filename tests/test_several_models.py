@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from tests.support.models import different, full_gradients, integer_batch, integer_loss, integer_net, union
@@ -94,3 +96,18 @@ def _refused(rank: int) -> None:
 
 def test_others_name_the_models_inside() -> None:
     run_ranks(_refused, world_size=WORLD)
+
+
+def _on_other_ranks(rank: int) -> None:
+    gan, mesh = Gan(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp"))
+    layerzero.shard_model(gan.parts["generator"], zero3_size=2)
+    layerzero.shard_model(gan.parts["critic"], mesh=mesh["dp"])
+    expected = "'parts.generator' on ranks [0, 1, 2, 3], 'parts.critic' on ranks {}. Call it for each of them"
+    with pytest.raises(ValueError, match=re.escape(expected.format([0, 1] if rank < 2 else [2, 3]))):
+        layerzero.full_state_dict(gan)
+    for part, alone in zip(gan.parts.values(), Gan().parts.values(), strict=True):
+        assert not different(layerzero.full_state_dict(part, rank0_only=False), alone.state_dict())
+
+
+def test_a_state_of_models_on_different_ranks_is_refused() -> None:
+    run_ranks(_on_other_ranks, world_size=WORLD)

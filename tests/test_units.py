@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp import wrap as policies
 
 import layerzero
+from layerzero.engine.hooks import runtime_of
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -56,6 +58,12 @@ class Tower(nn.Module):
         return self.head(self.norm(self.act(x)))
 
 
+def _stages() -> nn.Module:
+    """Layers in containers that have a forward, and so can be wrapped with what their layers leave."""
+    first, second = nn.Sequential(Layer(4), Layer(8)), nn.Sequential(Layer(16), nn.LayerNorm(4))
+    return nn.Sequential(nn.Linear(3, 4), first, second, nn.Linear(4, 2))
+
+
 def _names(model: nn.Module) -> list[str]:
     return [unit.name for unit in layerzero.units(model)]
 
@@ -86,17 +94,21 @@ POLICIES: dict[str, Any] = {
 
 
 def _policies(rank: int) -> None:
-    for name, policy in POLICIES.items():
-        theirs = FSDP(Tower(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    for (name, policy), make in itertools.product(POLICIES.items(), (Tower, _stages)):
+        theirs = FSDP(make(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
         wrapped = [
             each.replace("_fsdp_wrapped_module.", "") for each, m in theirs.named_modules() if isinstance(m, FSDP)
         ]
         expected = {each.replace("._fsdp_wrapped_module", "").removeprefix("_fsdp_wrapped_module") for each in wrapped}
-        model = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policy)
+        model = layerzero.shard_model(make(), mesh=mesh_of(1), units=policy)
         assert set(_names(model)) == expected, (name, _names(model), expected)
     everything = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policies.always_wrap_policy)
     assert _names(everything)[:3] == ["", "embed", "layers.0"]
     assert not {"layers", "act"} & set(_names(everything)), "which gather nothing, or hold nothing"
+    # A container without a forward is no unit, and leaves its layers to the module around it.
+    policy = _by_size(min_num_params=100, exclude_wrap_modules=set())
+    inside = layerzero.shard_model(nn.Sequential(Tower()), mesh=mesh_of(1), units=policy)
+    assert _names(inside) == ["", "0", "0.layers.2"]
     tower = Tower()
     ignoring = layerzero.shard_model(
         tower, mesh=mesh_of(1), units=_by_size(min_num_params=40), ignored_modules=[tower.layers[2].up]
@@ -126,6 +138,7 @@ def _lists(rank: int) -> None:
         (lambda m: [m, m.head], ["", "head"]),
         (lambda m: [["norm", "head"]], ["", "norm+head"]),
         (lambda m: ([m.head], {m.norm}), ["", "norm", "head"]),
+        (lambda m: [m.head, "head", m.head, ["norm", m.embed], [m.embed, m.norm]], ["", "embed+norm", "head"]),
         (lambda m: [tuple(m.layers)], ["", "layers.0+layers.1+layers.2"]),
     ):
         model = Tower()
@@ -154,7 +167,7 @@ def test_lists_of_modules_are_one_unit_each_beside_classes_and_names() -> None:
 def _list_units(rank: int) -> dict[str, list[range]]:
     net = integer_net()
     net.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    net.second.bias.requires_grad_(False)
+    net.first.bias.requires_grad_(False)
     model = layerzero.shard_model(
         net, mesh=mesh_of(2), units=[[net.first, net.second], net.head], ignored_params=[net.head.bias]
     )
@@ -165,8 +178,8 @@ def _list_units(rank: int) -> dict[str, list[range]]:
     assert [each.name for each in root.parameters] == ["shift", "scale"] and found.ignored == ("head.bias",)
     assert (root.numel, pair.numel, head.numel) == (7, 72, 18)
     assert (pair.zero3_size, pair.data_parallel, pair.reshard_after_forward) == (2, WORLD, True)
-    assert not pair.parameters[3].requires_grad and pair.parameters[0].dtype is torch.float32
-    assert pair.gathered_bytes >= 4 * pair.numel
+    assert [each.requires_grad for each in pair.parameters] == [True, False, True, True]
+    assert pair.parameters[0].dtype is torch.float32 and pair.gathered_bytes >= 4 * pair.numel
     held = dict(model.named_parameters())
     for unit in found:
         for each in unit.parameters:
@@ -176,12 +189,17 @@ def _list_units(rank: int) -> dict[str, list[range]]:
             if whole is not None:  # the rows are those that the numbers say
                 assert torch.equal(held[each.name].to_local().cpu(), whole[each.rows.start : each.rows.stop])
     shown = str(found)
-    assert "first+second (Linear)" in shown and "second.bias" in shown and "float32, frozen" in shown
+    assert "first+second (Linear)" in shown and "first.bias" in shown and "float32, frozen" in shown
     assert "ignored: head.bias" in shown and "the root (IntegerNet)" in shown and "[6, 5]" in shown
     printed = repr(model)
     assert "  layerzero root, zero3_size=2 of 4 ranks\n" in printed
     assert printed.count("bias=True, layerzero unit 'first+second')") == 2
     assert "out_features=3, bias=True, layerzero unit 'head')" in printed
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    low = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=["head"], mp_policy=policy)
+    for unit, its in zip(layerzero.units(low), runtime_of(low).units, strict=True):
+        assert unit.gathered_bytes == sum(handle.full.nbytes for handle in its.handles) < 4 * unit.numel + 64
+        assert {each.dtype for each in unit.parameters} == {torch.float32}
     with pytest.raises(ValueError, match="not sharded"):
         layerzero.units(integer_net())
     return {each.name: each.rows for unit in found for each in unit.parameters}

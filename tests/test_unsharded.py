@@ -9,17 +9,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero.views.full import _full_parameter, _Options
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
 from tests.support.ranks import BOTH, run_ranks
 from tests.test_tensor_parallel import Net as TensorParallelNet
@@ -126,6 +129,21 @@ def _show(rank: int) -> None:
 @BOTH
 def test_parts_are_full_inside_and_sharded_outside(node_memory: str | None) -> None:
     run_ranks(_show, world_size=WORLD, node_memory=node_memory)
+
+
+class _OnDevice(Tensor):
+    """A tensor that can be moved to the host."""
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_each_tensor_is_moved_to_the_host_once_it_is_gathered(offload_to_cpu: bool) -> None:
+    span = SimpleNamespace(face=None, gather=lambda rows: rows.as_subclass(_OnDevice))
+    options = _Options(False, False, offload_to_cpu, False)
+    made = _full_parameter(SimpleNamespace(span=span), torch.ones(2), options)  # type: ignore[arg-type]
+    assert isinstance(made, nn.Parameter) and isinstance(made, _OnDevice) is not offload_to_cpu
 
 
 def _storages() -> int:
@@ -321,6 +339,31 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     run_ranks(_refuse, world_size=WORLD, pg_timeout=30)
 
 
+def _refuse_gradients(rank: int) -> None:
+    model = _shard(nested())
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    if rank == 1:
+        model.first.bias.grad = None
+    assert "first.bias .grad" in (message := _message(partial(_enter, model, with_grads=True))), message
+    model.first.bias.grad = None
+    _enter(model, with_grads=True)
+
+    def interrupt(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: 1 / 0)
+
+    hook = model.first.register_forward_hook(interrupt)
+    with pytest.raises(ZeroDivisionError):
+        integer_loss(model, integer_batch(rank=rank)).backward()
+    hook.remove()
+    assert "left incomplete gradients" in (message := _message(partial(_enter, model, with_grads=True))), message
+    model.zero_grad()
+    _enter(model, with_grads=True)
+
+
+def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every_rank() -> None:
+    run_ranks(_refuse_gradients, world_size=WORLD, pg_timeout=30)
+
+
 def _several(rank: int) -> None:
     """A unit of several modules, and a module with two sharded models."""
     keyed = {"first": "ends", "head": "ends"}
@@ -352,6 +395,9 @@ def _tensor_parallel(rank: int) -> None:
         if not settings:
             integer_loss(model, integer_batch(rank=mesh["dp"].get_local_rank())).backward()
             integer_loss(alone, union([integer_batch(rank=r) for r in range(2)])).backward()
+        with mock.patch.object(DeviceMesh, "device_type", "cuda"):
+            message = _message(partial(_enter, model.blocks[0], offload_to_cpu=True))
+        assert "is a DTensor on a mesh of cuda devices" in message, message
         with layerzero.unsharded(model.blocks[0], with_grads=not settings, offload_to_cpu=True), torch.no_grad():
             weight = model.blocks[0].up.weight
             assert torch.equal(weight.full_tensor(), alone.blocks[0].up.weight)

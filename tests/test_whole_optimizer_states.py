@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero.tensors.sharded import RowShardedTensor
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -39,7 +42,7 @@ class Momentum(Optimizer):
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) / 2 + parameter.grad
-                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("count", torch.zeros(())).add_(1)
                     parameter.add_(state["momentum"] - state["momentum"].max(), alpha=-group["lr"])
 
 
@@ -93,6 +96,7 @@ def _there_and_back(rank: int, kind: str) -> None:
         its_optimizer = layerzero.shard_optimizer(_pair(again, kind), again, elementwise=elementwise)
         layerzero.load_full_state_dict(again, weights)
         its_optimizer.load_state_dict(everywhere)
+        kept = copy.deepcopy(everywhere)
         for net, each, of in (
             (model, optimizer, rank),
             (alone, plain, None),
@@ -100,6 +104,7 @@ def _there_and_back(rank: int, kind: str) -> None:
             (again, its_optimizer, rank),
         ):
             _train(net, each, of, range(2, 3))
+        assert not different(_flat(everywhere), _flat(kept)), "a state that was taken does not follow the optimizer"
         for other in (model, again):
             assert_same_bits(other, alone, f"{kind} {size}")
         assert not different(dict(fresh.named_parameters()), dict(alone.named_parameters()))
@@ -108,3 +113,23 @@ def _there_and_back(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "owned"])
 def test_a_whole_optimizer_state_goes_to_a_plain_optimizer_and_back(kind: str) -> None:
     run_ranks(_there_and_back, kind, world_size=WORLD)
+
+
+def _one_by_one(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    _train(model, optimizer, rank, range(1))
+    full_tensor, seen = RowShardedTensor.full_tensor, []
+
+    def noting(tensor: RowShardedTensor, **options: Any) -> Tensor:
+        assert not any(reference() is not None for reference in seen), "the one before is still there"
+        seen.append(weakref.ref(gathered := full_tensor(tensor, **options)))
+        return gathered
+
+    with mock.patch.object(RowShardedTensor, "full_tensor", noting):
+        optimizer.full_state_dict()
+    assert len(seen) == len(list(model.parameters()))
+
+
+def test_a_rank_that_gets_no_state_holds_one_gathered_tensor_at_a_time() -> None:
+    run_ranks(_one_by_one, world_size=WORLD)

@@ -5,7 +5,8 @@ DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and sha
 loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
 end in an error of torch's that names no parameter. Therefore results computed from a parameter under autograd are
 :class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
-reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient fits.
+reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient fits. On one rank, where all rows of `p`
+are, a gradient may reach a reduction.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Derived(DTensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         with torch._C.DisableTorchFunctionSubclass():
-            meets = func is Tensor.backward or any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
-            if meets and torch.is_grad_enabled():
+            meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
+            starts = func is Tensor.backward and not ours.origin.is_whole_here
+            if (meets or starts) and torch.is_grad_enabled():
                 raise RuntimeError(penalised(ours.origin))
             try:
                 made = func(*args, **kwargs)
@@ -56,10 +58,10 @@ def with_origin(made: Any, origin: RowSpan) -> Any:
 
 
 def _with_origin(origin: RowSpan, made: DTensor) -> DTensor:
-    if type(made) is DTensor and made.grad_fn is not None and not origin.is_whole_here:
+    if type(made) is DTensor and made.grad_fn is not None:
         made.__class__ = Derived
         made.origin = origin  # type: ignore[attr-defined]
-        if made.ndim == 0 and origin.shape:
+        if made.ndim == 0 and origin.shape and not origin.is_whole_here:
             made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
     return made
 

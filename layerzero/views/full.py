@@ -281,22 +281,11 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             loss = evaluate(model)
     """
     runtime = runtime_of(model)
-    runtime.refreshes.refuse_uses("layerzero.full_precision")
     failure: Exception | None = None
-    extended = [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]
-    if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
-        failure = RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
-    elif inside_backward():
-        failure = RuntimeError(
-            "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
-            "afterwards"
-        )
-    elif extended:
-        failure = ValueError(
-            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) is of a class with an "
-            "all-gather extension, which decides itself in which precision it is gathered. Evaluate inside "
-            "layerzero.unsharded(model), which shows the masters"
-        )
+    try:
+        _refuse_full_precision(runtime)
+    except (RuntimeError, ValueError) as error:
+        failure = error
     agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
     runtime.evaluate_in_full_precision(True)
     try:
@@ -304,6 +293,24 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         runtime.evaluate_in_full_precision(False)
+
+
+def _refuse_full_precision(runtime: Runtime) -> None:
+    """Raise where this rank cannot enter :func:`full_precision`."""
+    runtime.refreshes.refuse_uses("layerzero.full_precision")
+    if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
+        raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
+    if inside_backward():
+        raise RuntimeError(
+            "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
+            "afterwards"
+        )
+    if extended := [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]:
+        raise ValueError(
+            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) is of a class with an "
+            "all-gather extension, which decides itself in which precision it is gathered. Evaluate inside "
+            "layerzero.unsharded(model), which shows the masters"
+        )
 
 
 def full_state_dict(
