@@ -118,7 +118,7 @@ def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failu
 
 def _repeat_for_long(rank: int) -> int:
     lane = Lane.over("control", "control", dist.group.WORLD, Ledger(), "cpu")
-    order = GatherOrder(["a", "b", "c"], lane)
+    order = GatherOrder(["a", "b", "c"], [lane], range(lane.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
     return lane.ledger.calls["order"]

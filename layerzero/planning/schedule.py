@@ -89,7 +89,7 @@ class _Rank:
         self._gathers: dict[str, int] = {}
         self._refreshes: dict[str, int] = {}
         self._stores: list[int] = []  # of accumulators to the host, oldest first
-        self._agreement: int | None = None
+        self._agreement: list[int] = []  # about used parameters, along each axis
         self._owes = False
 
     def step(self) -> Iterator[Operation]:
@@ -99,10 +99,13 @@ class _Rank:
             yield from self._forward()
             yield from self._backward(first=index == 0, last=last)
         yield from self._settle()
-        if self._agreement is not None:
-            yield Wait(self._agreement)
-        self._agreement = self._take()
-        yield Launch(Exchange("agree", "", "control", "control", how.ranks, 0.0), self._agreement)
+        for number in self._agreement:
+            yield Wait(number)
+        self._agreement = []
+        for axis, ranks in (("node", how.zero3_size), ("replica", how.replicas)):
+            if ranks > 1:
+                self._agreement.append(self._take())
+                yield Launch(Exchange("agree", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1])
         yield from self._update()
         yield StepEnd()
 
