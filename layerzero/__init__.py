@@ -15,6 +15,7 @@ with warnings.catch_warnings():
 from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.codecs import Float8Rows, GatherCodec
 from layerzero.comm.topology import init_mesh, mesh_from_groups
+from layerzero.comm.watchdog import Watchdog
 from layerzero.config import LayerZeroConfig
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
@@ -23,7 +24,7 @@ from layerzero.planning import Plan, plan
 from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
-from layerzero.reliability.watchdog import Watchdog, watchdog
+from layerzero.reliability.watchdog import watchdog
 from layerzero.setup.closing import close
 from layerzero.setup.shard import shard_model
 from layerzero.verification import ParameterDifference, VerifyReport, verify

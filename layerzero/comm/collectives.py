@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.exchange import GATHERS, SPELLED, Exchange, Ledger
+from layerzero.comm.exchange import GATHERS, Exchange, Ledger, Watched, spelled
 from layerzero.comm.node_pool import Arrival, NodePool
-from layerzero.comm.process_groups import HeldGroup
+from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.recording import Flight
 from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
 from layerzero.storage.adding import add_up
@@ -118,13 +118,13 @@ class Issued:
         if self.lane.held.is_local:
             self.lane.held.track(works)
         if (watching := self.lane.ledger.watching) is not None:  # read once: it may end meanwhile
-            watching(self, works)
+            works.watched.append(watching.launched(works))
         return works
 
     @property
     def word(self) -> Word:
         """What this rank leaves word of where it waits for it in vain."""
-        doing = SPELLED.get(self.exchange, self.exchange.value) + (f" of {self.name!r}" if self.name else "")
+        doing = spelled(self.exchange, self.name)
         if self.exchange not in (*GATHERS, Exchange.ORDER):
             return Word(doing)
         return Word(doing, gathers=self.lane.ledger.gathers_up_to(self.exchange, self.name))
@@ -141,12 +141,10 @@ class Issued:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds; as long as torch waits by default if the backend does not say."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            seconds: float = options._timeout.total_seconds()
-            return seconds
+    """Return the timeout of collectives in seconds; torch's default if the backend does not report it."""
+    for entry in dist.get_backend_config(group).split(","):
+        if (timeout := timeout_on(group, entry.split(":")[0])) is not None:
+            return timeout.total_seconds()
     return dist.constants.default_pg_timeout.total_seconds()
 
 
@@ -156,6 +154,7 @@ class Works:
 
     each: tuple[Transfer, ...]
     issued: Issued
+    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # by a watchdog, if there is one
 
     @property
     def flight(self) -> Flight | None:
@@ -175,15 +174,20 @@ class Works:
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
-            self.issued.lane.held.in_flight.pop(id(self), None)
+            self._waited()
             if beside:
                 raise Unexplained(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
-        self.issued.lane.held.in_flight.pop(id(self), None)
+        self._waited()
         if self.flight is not None:
             self.flight.arrived()
         if not beside:
             self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
+
+    def _waited(self) -> None:
+        self.issued.lane.held.in_flight.pop(id(self), None)
+        for watched in self.watched:
+            watched.waited()
 
 
 @dataclass

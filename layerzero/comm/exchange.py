@@ -5,14 +5,15 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from layerzero.comm.recording import Observer
 
-__all__ = ["GATHERS", "SPELLED", "Exchange", "Ledger", "gather_name"]
+__all__ = ["GATHERS", "Exchange", "Ledger", "Watched", "Watching", "gather_name", "spelled"]
 
 
 class Exchange(enum.Enum):
@@ -37,7 +38,7 @@ class Exchange(enum.Enum):
 
 GATHERS = (Exchange.GATHER, Exchange.REGATHER)
 
-SPELLED = {  # for people
+_SPELLED = {  # for people
     Exchange.REGATHER: "gather among fewer ranks",
     Exchange.HOP1: "hop 1",
     Exchange.HOP2: "hop 2",
@@ -51,6 +52,29 @@ SPELLED = {  # for people
     Exchange.HAND_BACK: "return of updated rows by the owners",
     Exchange.HAND_OVER: "hand-over of weights for their refresh",
 }
+
+
+def spelled(exchange: Exchange, name: str) -> str:
+    """Return the name of an exchange in messages, with `name`, its unit for instance."""
+    return _SPELLED.get(exchange, exchange.value) + (f" of {name!r}" if name else "")
+
+
+class Watched(Protocol):
+    """A launch that a watchdog knows."""
+
+    def waited(self) -> None:
+        """Note that the wait for it has returned, or failed."""
+
+
+class Watching(Protocol):
+    """A watchdog, from the side of what it watches."""
+
+    def launched(self, works: Any) -> Watched:
+        """Note that works have been launched."""
+
+    def count_steps_of(self, optimizer: Optimizer) -> None:
+        """Count the steps of the model by this optimizer."""
+
 
 _SHOWN = 6  # gathers before a failure that its error names
 
@@ -76,7 +100,7 @@ class Ledger:
     observer: Observer = field(default_factory=Observer)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
     failure: str = ""  # of the first exchange that did
-    watching: Callable[[Any, Any], None] | None = None  # is told of each exchange and its works as they are launched
+    watching: Watching | None = None  # is told of each exchange as it is launched, and when its wait has returned
     _lock: threading.Lock = field(default_factory=threading.Lock)  # threads launch exchanges, too
 
     def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:

@@ -72,6 +72,7 @@ __all__ = [
     "new_group_like",
     "released_everywhere",
     "settle_releases",
+    "timeout_on",
 ]
 
 CLOSED = (
@@ -226,7 +227,7 @@ class ModelGroups:
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """Return the group of these ranks for meshes; the first call creates it. See [Note: Groups of meshes]."""
-    key = (tuple(sorted(ranks)), dist.get_backend_config(like), _timeout_of(like, device_type))
+    key = (tuple(sorted(ranks)), dist.get_backend_config(like), timeout_on(like, device_type))
     found = _MESH_GROUPS.get(key)
     if found is None or found not in dist.distributed_c10d._world.pg_map:
         found = _MESH_GROUPS[key] = new_group_like(ranks, like=like, device_type=device_type)
@@ -318,7 +319,7 @@ def _make(
             chosen,
             _get_default_store(),
             f"layerzero/{digest}/{names[tuple(members)]}",  # type: ignore[arg-type]
-            timeout=_timeout_of(like, device_type) or _get_default_timeout(chosen),
+            timeout=timeout_on(like, device_type) or _get_default_timeout(chosen),
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
@@ -354,7 +355,7 @@ def _nothing_to_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Return the timeout of the group's collectives; None for torch's default, if the backend does not report it."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.agreement import agree
 from layerzero.config import LayerZeroConfig
 from layerzero.config.file import has_names_of_mindspeed
+from layerzero.setup.launchers import connections_warning
+from layerzero.storage.device import default_device_type
 
 __all__ = ["Chosen", "add_arguments", "chosen_of"]
 
@@ -65,6 +67,8 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
     told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
     told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
     agree("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
+    if dist.get_rank() == 0 and (warning := _connections_warning(args)):
+        _log.warning("%s", warning)
     args.overlap_param_gather = False  # for which the loop would ask Megatron's own wrapper
     return chosen
 
@@ -103,6 +107,21 @@ def _translated(args: Namespace, data_parallel: list[int]) -> Chosen:
         (units,) if isinstance(units, str) else tuple(units),
         args.layerzero_ema_decay,
     )
+
+
+def _connections_warning(args: Namespace) -> str | None:
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams, and whether these flags need that."""
+    warning = connections_warning(default_device_type())
+    if warning is None:
+        return None
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    asking = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    if not asking:
+        return f"{warning}. These flags have neither: unset it"
+    return f"{warning}. These flags have {' and '.join(asking)}"
 
 
 def _of_a_node(data_parallel: list[int]) -> int:

@@ -150,6 +150,9 @@ class ShardedOptimizer(AroundAnother):
                     holder = None if member is None else self._holder_of(member.parameter)
                     if values := self._cut(old_state[parameter], holder, group):
                         inner.state[master] = values
+        watching = runtime.topology.ledger.watching
+        if watching is not None and not runtime.optimizers:  # with several, steps are counted once
+            watching.count_steps_of(self)
         runtime.optimizers.add(self)
 
     # One step

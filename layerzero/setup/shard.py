@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import agree, has_peers
 from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.collectives import timeout_of
 from layerzero.comm.process_groups import (
     ModelGroups,
     groups_so_far,
@@ -23,6 +24,7 @@ from layerzero.comm.process_groups import (
     settle_releases,
 )
 from layerzero.comm.topology import AXES, as_data_parallel
+from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.engine.hooks import attach
 from layerzero.engine.runtime import Runtime
@@ -49,7 +51,7 @@ from layerzero.setup.planned import Where, planned_again
 from layerzero.setup.scratch import Scratch, plan_scratch
 from layerzero.setup.unwritten import Unwritten, refusal_of
 from layerzero.storage.buffers import BufferPool, StoragePool
-from layerzero.storage.device import Transfers
+from layerzero.storage.device import StreamOrder, Transfers
 from layerzero.storage.slabs import Accumulators, Buffers
 from layerzero.tensors.quiet import quieten
 from layerzero.tensors.sharded import RowShardedTensor
@@ -314,6 +316,18 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
         for said in (restart_warning(), connections_warning(topology.device.type)):
             if said:
                 _log.warning("%s", said)
+    _watch(runtime)
+
+
+def _watch(runtime: Runtime) -> None:
+    """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
+    topology, ranks = runtime.topology, runtime.everyone.ranks
+    if StreamOrder.of(topology.device) is None or not has_peers(ranks):
+        return
+    groups = {each.zero3_gather.group for each in (topology, *(handle.topology for handle in runtime.handles))}
+    limit = default_limit(min(map(timeout_of, groups)))
+    watchdog = Watchdog(topology, new_scope(ranks), limit, owner=runtime, is_default=True)
+    runtime.on_close.append(watchdog.close)
 
 
 def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:

@@ -21,11 +21,11 @@ def register(group: type[WrappedGloo]) -> None:
         dist.Backend.register_backend(group.NAME, group, devices=["cpu"])
 
 
-def mesh_on(backend: str, zero3_size: int) -> Any:
+def mesh_on(backend: str, zero3_size: int, timeout: timedelta | None = None) -> Any:
     """All ranks, with groups of a backend."""
     ranks = list(range(dist.get_world_size()))
-    everyone = dist.new_group(ranks, backend=backend)
-    nodes = [dist.new_group(ranks[at : at + zero3_size], backend=backend) for at in range(0, len(ranks), zero3_size)]
+    blocks = [ranks[at : at + zero3_size] for at in range(0, len(ranks), zero3_size)]
+    everyone, *nodes = (dist.new_group(block, backend=backend, timeout=timeout) for block in (ranks, *blocks))
     return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
 
 

@@ -1,0 +1,408 @@
+"""Watchdog that names the ranks which have not come to a collective that is late.
+
+[Note: How absent ranks are found]
+All ranks of a group launch the same collectives in the same order, and each rank counts its launches. A rank that has
+counted less than the number of the late collective has not come to it. A rank that waits cannot answer, so a thread of
+each rank does. It reads a number in the store periodically, which a rank with a late collective increments. Then each
+rank publishes its state. A rank that does not answer is stopped, dead, or cut off. A rank that is cut off from the
+store gets no answer, and its request cannot be ended. A second thread therefore measures how long requests take.
+
+[Note: Watching a device]
+On NCCL the host's `wait` never raises. If a rank is absent, torch's own watchdog kills the process at the timeout of
+the group, without naming the rank. So a watchdog runs by default there.
+
+A collective ends in the device's order, some time after `wait` has returned to the host. The work of a collective
+holds its outputs, so the watchdog refers to works weakly. After `wait` it holds an event of the stream that waits
+instead, which holds no memory.
+
+Asking an event or a work whether it is done is cheap, but a query from another thread may invalidate a CUDA graph that
+is being captured. So the watchdog's thread asks about nothing before it is older than the limit, or another rank
+reports a late collective. Until then, the thread that launches collectives removes the oldest that are done, once there
+are more than `_MOST`. The answers only remove entries: no launch depends on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.optim import Optimizer
+
+from layerzero.comm.collectives import Works
+from layerzero.comm.exchange import spelled
+from layerzero.comm.topology import Topology
+from layerzero.storage.device import StreamOrder
+
+__all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger("layerzero")
+_SILENT = 3.5  # seconds after which the store does not answer
+_MOST = 1024  # launches that are kept before the oldest are asked about
+_SCOPE = "layerzero/late"
+
+
+def default_limit(timeout: float) -> float:
+    """Return the limit of the watchdog that runs by default, in seconds, for the timeout of a process group.
+
+    The line comes at most a tenth of the limit, or 5 s, after the limit: with half the timeout, well before torch ends
+    the process. A step rarely takes 5 minutes, so a longer limit would only report later.
+    """
+    return min(timeout / 2, 300.0)
+
+
+def _period(limit: float) -> float:
+    """Return the seconds between two requests to the store.
+
+    The store of one process serves all ranks, so they are rare where the limit is long.
+    """
+    return min(limit / 4, max(1.0, limit / 30), 10.0)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Keys of one watchdog in the store.
+
+    Attributes:
+        prefix: of the keys.
+        ranks: global ranks of the model.
+        number: count of watchdogs of these ranks so far; it separates models on the same ranks.
+    """
+
+    prefix: str
+    ranks: tuple[int, ...]
+    number: int
+
+
+def new_scope(ranks: tuple[int, ...]) -> Scope:
+    """Return keys for a new watchdog. All `ranks` must call this, in the same order."""
+    prefix = f"{_SCOPE}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    number = _get_default_store().add(f"{prefix}/turn/{dist.get_rank()}", 1)
+    return Scope(f"{prefix}/{number}", ranks, number)
+
+
+class Launch:
+    """A collective that this rank has launched, until it is done. See [Note: Watching a device]."""
+
+    __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
+
+    def __init__(self, works: Works, number: int, step: int, order: StreamOrder | None) -> None:
+        issued, held = works.issued, works.issued.lane.held
+        self.exchange, self.name = issued.exchange, issued.name
+        self.group, self.ranks = held.name, held.ranks
+        self.number = number  # of the launch on its group
+        self.step = step
+        self.since = time.monotonic()
+        self._works = weakref.ref(works)
+        self._order = None if issued.lane.is_gloo else order  # gloo's wait returns at the end
+        self._mark: Any = None
+        self._over = False
+
+    @property
+    def doing(self) -> str:
+        """Name of the collective in messages."""
+        return spelled(self.exchange, self.name)
+
+    @property
+    def is_waited(self) -> bool:
+        """Whether the host's wait for it has returned."""
+        return self._over or self._mark is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known to be over, without asking the device."""
+        works = self._works()  # first: `waited` sets the mark before the works end
+        return self._over or (works is None and self._mark is None)  # given up without a wait
+
+    def waited(self) -> None:
+        """Note that `wait` has returned, or failed."""
+        if self._order is None:
+            self._over = True
+        elif self._mark is None:
+            self._mark = self._order.mark()
+
+    def ask(self) -> bool:
+        """Return whether it is over; the device may be asked."""
+        works = self._works()
+        if not self._over:
+            self._over = bool(self._mark.query()) if self._mark is not None else works is None or works.done()
+        return self._over
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """State of a rank."""
+
+    counts: Mapping[str, int]  # launches by group
+    step: int
+    last: str  # what it launched last
+    ago: float  # seconds
+    late: tuple[str, str, int, tuple[int, ...], float] | None  # doing, group, number, ranks, seconds
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> _Answer:
+        late = entry["late"]
+        return cls(**entry | {"late": None if late is None else (*late[:3], tuple(late[3]), late[4])})
+
+
+class Watchdog:
+    """Reports late collectives of one model; made by :func:`layerzero.watchdog` and, on a device, by ``shard_model``.
+
+    Attributes:
+        limit: seconds from the launch of a collective.
+        is_default: whether ``shard_model`` has started it.
+        reports: lines that this rank has logged.
+    """
+
+    def __init__(
+        self, topology: Topology, scope: Scope, limit: float, *, owner: object, is_default: bool = False
+    ) -> None:
+        self.limit, self.is_default = limit, is_default
+        self.reports: list[str] = []
+        self._period = _period(limit)
+        self._ledger, self._order = topology.ledger, StreamOrder.of(topology.device)
+        self._rank, self._ranks = dist.get_rank(), scope.ranks
+        self._world = weakref.ref(dist.group.WORLD)
+        # A connection of its own: a request that waits in the default one keeps it from other threads.
+        self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._scope = scope.prefix
+        self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
+        self._who = ""  # was told last
+        self._told: set[tuple[str, int]] = set()  # groups and numbers of what has been reported
+        self._looking = threading.Lock()  # of those that remove from `_flying`
+        self._flying: deque[Launch] = deque()  # in the order of their launches
+        self._counts: Counter[str] = Counter()  # launches by group
+        self._last: Launch | None = None
+        self._steps = 0
+        self._hooks: list[Any] = []  # on optimizers
+        self._started = time.monotonic()
+        self._ended = threading.Event()
+        self._asking_since: float | None = None  # the store
+        self._silences: set[tuple[str, int]] = set()  # late collectives reported while the store did not answer
+        self._threads = [
+            threading.Thread(target=target, name="layerzero watchdog", daemon=True)
+            for target in (self._watch, self._mind)
+        ]
+        self._ledger.watching = self
+        for thread in self._threads:
+            thread.start()
+        # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
+        self._finalizer = weakref.finalize(owner, self._stop)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """End the watchdog. The end of the model does the same."""
+        self._finalizer()
+        for thread in self._threads:
+            thread.join(_SILENT)  # one may wait for a store that does not answer
+
+    def _stop(self) -> None:
+        self._ledger.watching = None
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._ended.set()
+        self._flying.clear()
+
+    def count_steps_of(self, optimizer: Optimizer) -> None:
+        """Count the steps of the model by this optimizer."""
+        self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+
+    def _count_step(self, *_: object) -> None:
+        self._steps += 1
+
+    def launched(self, works: Works) -> Launch:
+        """Note that works have been launched. Called for each collective: it takes no lock, and asks no device."""
+        group = works.issued.lane.held.name
+        self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
+        self._last = launch = Launch(works, number, self._steps, self._order)
+        self._flying.append(launch)
+        if len(self._flying) > _MOST and self._looking.acquire(blocking=False):
+            try:
+                while len(self._flying) > _MOST and self._flying[0].is_waited and self._flying[0].ask():
+                    self._flying.popleft()
+            finally:
+                self._looking.release()
+        return launch
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.wait(self._period) and self._has_world():
+                self._look()
+        except (dist.DistNetworkError, dist.DistStoreError):  # gone, with the process that served it: others say so
+            pass
+        except Exception:
+            _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
+        finally:
+            self._ended.set()  # for the other thread, too
+            self._forget()
+            del self._store  # a connection
+
+    def _has_world(self) -> bool:
+        """Return whether the process group has not been destroyed."""
+        world = self._world()
+        return world is not None and dist.group.WORLD is world
+
+    def _forget(self) -> None:
+        """Delete the keys of this rank from the store, and common keys if it is the last rank to end."""
+        try:
+            self._store.delete_key(f"{self._scope}/{self._rank}")
+            if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
+                for key in ("alarms", "ended"):
+                    self._store.delete_key(f"{self._scope}/{key}")
+        except RuntimeError:  # the store has ended, or cannot delete keys
+            pass
+
+    def _mind(self) -> None:
+        """Say, if it is so, that the store does not answer."""
+        while not self._ended.wait(self._period):
+            since = self._asking_since
+            silent = 0.0 if since is None else time.monotonic() - since
+            late = self._late(older_than=self.limit) if silent > _SILENT else None
+            if late is None or time.monotonic() - late.since <= self.limit:
+                continue
+            if (late.group, late.number) in self._silences:
+                continue
+            self._silences.add((late.group, late.number))
+            self._tell(
+                f"{late.doing}, step {late.step}, is waited for by rank {self._rank}: the store has not answered for "
+                f"{silent:.1f} s: the machine that serves it, rank 0's or the launcher's, is stopped, or this one is "
+                "cut off from it",
+                time.monotonic() - late.since,
+            )
+
+    def _look(self) -> None:
+        late = self._late(older_than=self.limit)
+        if (
+            late is not None
+            and time.monotonic() - late.since > self.limit
+            and (late.group, late.number) not in self._told
+        ):
+            self._told.add((late.group, late.number))
+            self._asked(lambda: self._store.add(f"{self._scope}/alarms", 1))
+        if self._answered_alarm():
+            deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
+            while time.monotonic() < deadline and not self._ended.wait(0.25):
+                self._answered_alarm()  # of others, meanwhile
+            self._report()
+            self._reported = self._alarms
+
+    def _asked(self, question: Callable[[], _T]) -> _T:
+        """What the store answers."""
+        self._asking_since = time.monotonic()
+        try:
+            return question()
+        finally:
+            self._asking_since = None
+
+    def _answered_alarm(self) -> bool:
+        alarms: int = self._asked(lambda: self._store.add(f"{self._scope}/alarms", 0))
+        is_new: bool = alarms > self._alarms
+        if is_new:
+            self._alarms = alarms
+            answer = {"alarm": alarms, **asdict(self._answer(self._late(older_than=0)))}
+            self._asked(lambda: self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer)))
+        return is_new
+
+    def _late(self, *, older_than: float) -> Launch | None:
+        """Return the oldest launch that is not over; ask the device about those of more than so many seconds ago."""
+        with self._looking:
+            while self._flying:
+                oldest = self._flying[0]
+                is_old = time.monotonic() - oldest.since > older_than
+                if not (oldest.ask() if is_old else oldest.is_over):
+                    return oldest
+                self._flying.popleft()
+        return None
+
+    def _answer(self, late: Launch | None) -> _Answer:
+        now, last = time.monotonic(), self._last
+        entry = None if late is None else (late.doing, late.group, late.number, late.ranks, now - late.since)
+        if last is None:
+            return _Answer({}, self._steps, "nothing", now - self._started, entry)
+        return _Answer(dict(self._counts), self._steps, last.doing, now - last.since, entry)
+
+    def _report(self) -> None:
+        answers: dict[int, _Answer] = {}
+
+        def check(keys: Sequence[str]) -> bool:
+            return self._asked(lambda: self._store.check(list(keys)))
+
+        keys = existing(check, [f"{self._scope}/{rank}" for rank in self._ranks])
+        texts = self._asked(lambda: self._store.multi_get(keys)) if keys else ()
+        for key, text in zip(keys, texts, strict=True):
+            entry: dict[str, Any] = json.loads(text)
+            if entry.pop("alarm") > self._reported:  # else it is of an earlier incident
+                answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
+        who, longest = _told(answers, self.limit)
+        if who and who != self._who:
+            self._tell(who, longest)
+
+    def _tell(self, who: str, longest: float) -> None:
+        self._who = who
+        self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
+        _LOG.error("%s", self.reports[-1])
+
+
+def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
+    """Return the keys that a store has, with few requests where few are missing.
+
+    Args:
+        check: whether the store has all of some keys.
+    """
+    if not keys or check(keys):
+        return list(keys)
+    if len(keys) == 1:
+        return []
+    half = len(keys) // 2
+    return existing(check, keys[:half]) + existing(check, keys[half:])
+
+
+def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
+    """Who waits for whom, and for how long."""
+    waits: dict[tuple[str, int], list[int]] = {}  # by exchange and step: who waits
+    missing: dict[tuple[str, int], dict[int, None]] = {}
+    longest = 0.0
+    for rank, answer in answers.items():
+        if answer.late is None or answer.late[4] <= limit / 2:
+            continue
+        doing, group, number, members, seconds = answer.late
+        longest = max(longest, seconds)
+        waits.setdefault((doing, answer.step), []).append(rank)
+        absent = missing.setdefault((doing, answer.step), {})
+        for other in members:
+            if other not in answers or answers[other].counts.get(group, 0) < number:
+                absent[other] = None
+    told = []
+    for (doing, step), waiting in waits.items():
+        absent = missing[doing, step]
+        who = (
+            "; ".join(_where(rank, answers.get(rank)) for rank in absent)
+            or "all of its ranks have come to it: the link is slow, or a device of theirs"
+        )
+        told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_spell(waiting)}: {who}")
+    return " | ".join(told), longest
+
+
+def _where(rank: int, answer: _Answer | None) -> str:
+    if answer is None:
+        return f"rank {rank} has not come and does not answer: it is stopped, dead, or cut off"
+    if answer.late is not None:
+        return f"rank {rank} has not come: it waits in {answer.late[0]}, step {answer.step}"
+    return (
+        f"rank {rank} has not come: it waits for nothing; at step {answer.step}, {round(answer.ago)} s ago, it "
+        f"launched {answer.last}"
+    )
+
+
+def _spell(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
