@@ -103,7 +103,7 @@ def _run(
         try:
             ranks = run_job(work, nodes, timeout=_START_SECONDS + 4 * args.limit)
             run = summarise(ranks, nodes=len(nodes))
-            run["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            run["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             record["runs"].append(run)
         except RanksFailed as error:
             record["problem"] = str(error)

@@ -35,7 +35,7 @@ from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
 from layerzero.views.trace import Trace, TraceEvent, trace
 from layerzero.views.unit_list import UnitInfo, UnitList, UnitParameter, units
 
-__version__ = "0.1.0"  # setup.py reads it from here
+__version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source
 
 __all__ = [
     "EMA",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,20 +17,10 @@ STRANGER = re.compile(r"(?<![\w-])layerzero\[[\w, -]*\]")  # the distribution's 
 OPTION_WITH_A_FILE = "-r"
 
 
-def _setup() -> dict[str, Any]:
-    """The arguments of setup() that are literals."""
-    call = next(
-        node
-        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
-    )
-    wanted = {"name", "install_requires", "extras_require"}
-    return {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg in wanted}
-
-
-SETUP = _setup()
-NEEDED = {*SETUP["install_requires"], *(name for extra in SETUP["extras_require"].values() for name in extra)}
-NAMES = {SETUP["name"], *(re.split(r"[<>=!\[]", requirement)[0] for requirement in NEEDED)}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDED = {*PROJECT["dependencies"], *(name for extra in EXTRAS.values() for name in extra)}
+NAMES = {PROJECT["name"], *(re.split(r"[<>=!\[]", requirement)[0] for requirement in NEEDED)}
 
 
 def _texts() -> Iterator[tuple[Path, str]]:
@@ -61,7 +50,7 @@ def wrong_with(requirement: str) -> str | None:
     name, extras = re.fullmatch(r"([^\[<>=!]+)(?:\[([^\]]*)\])?.*", requirement).groups()
     if name.rstrip(",;:") not in {".", *NAMES}:
         return "not this distribution, nor a requirement of it"
-    unknown = set(filter(None, re.split(", ?", extras or ""))) - SETUP["extras_require"].keys()
+    unknown = set(filter(None, re.split(", ?", extras or ""))) - EXTRAS.keys()
     return f"no such extras: {', '.join(sorted(unknown))}" if unknown else None
 
 
@@ -86,7 +75,7 @@ def test_every_install_line_brings_what_it_promises() -> None:
 
 def test_nothing_names_the_package_of_somebody_else() -> None:
     assert [path.name for path, text in _texts() if STRANGER.search(text)] == []
-    assert SETUP["name"] != "layerzero"
+    assert PROJECT["name"] != "layerzero"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,15 @@ def test_there_is_one_version() -> None:
     assert f"## {layerzero.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_files_of_requirements_agree_on_versions() -> None:
+    pins: dict[str, set[str]] = {}
+    for path in [ROOT / "constraints.txt", *ROOT.glob("requirements*.txt")]:
+        for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            pins.setdefault(re.sub(r"[-_.]+", "-", name).lower(), set()).add(version)
+    assert len(pins.pop("megatron-core")) == 2  # the two supported minor versions
+    assert {name: versions for name, versions in pins.items() if len(versions) > 1} == {}
+
+
 def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -4,6 +4,7 @@
 - Examples that a page links to are pages with their source.
 - The API reference names what ``layerzero.__all__`` does, and mkdocstrings takes the text from docstrings.
 - Comments for the tests of snippets (tests/support/pages.py) are left out.
+- The footer of each page shows the version of the package.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"index.md": "README.md", **{name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}}
+ROOT_PAGES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = {"index.md": "README.md", **{name: name for name in ROOT_PAGES}}
 AS_SOURCE = {"LICENSE": "text", "CITATION.cff": "yaml"}
 
 # Everything public, in the order in which a reader meets it.
@@ -72,7 +74,8 @@ _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 
 
 def on_config(config: Any) -> Any:
-    """A page that the menu does not name is under More, until it does."""
+    """Show the version in the footer, and list pages that the menu does not name under More."""
+    config.copyright = f"layerzero {_assigned('layerzero', '__version__')}"
     named = (ROOT / "mkdocs.yml").read_text("utf-8")
     pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
     if further := [page for page in pages if f": {page}\n" not in named]:
@@ -152,11 +155,14 @@ def _options(name: str) -> list[str]:
 
 
 def _public(package: str) -> set[str]:
+    return set(_assigned(package, "__all__"))
+
+
+def _assigned(package: str, name: str) -> Any:
+    """The literal that a package assigns to a name."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text("utf-8"))
-    (names,) = [
-        n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
-    ]
-    return set(ast.literal_eval(names))
+    (value,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == name]
+    return ast.literal_eval(value)
 
 
 def _where(name: str) -> str:
