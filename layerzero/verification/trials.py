@@ -285,7 +285,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
     state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=None if device.type == "cpu" else device.type):
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
         random.setstate(state)
