@@ -1,79 +1,140 @@
-"""docs/troubleshooting.md lists every message of the package, and explains none that the package does not have."""
+"""docs/troubleshooting.md quotes messages that the package has, and its links and names exist."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.messages import BEGIN, PAGE, collect, tidy, written
+import layerzero
+from tests.support.pages import ROOT
 
+PAGE = ROOT / "docs" / "troubleshooting.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-TORCHS = {"mixed dtypes", "expected m1 and m2 to have the same dtype"}  # and not ours
+UNKNOWN = "…"
+MAX_ENTRIES, MAX_LINES, MIN_WORDS = 45, 250, 2
+# Messages of torch that the page explains beside those of layerzero.
+FROM_TORCH = {
+    "CUDA out of memory",
+    "mat1 and mat2 must have the same dtype",
+    "one of the variables needed for gradient computation has been modified by an inplace operation",
+}
 
 
-def test_every_message_is_on_the_page() -> None:
-    missing = [text for texts in collect().values() for text in texts if text not in TEXT]
-    assert not missing, "write the page's list anew: make messages"
-    assert written(TEXT) == TEXT, "the page lists what is gone: make messages"
+def entries(page: str) -> list[list[str]]:
+    """Return the cells of each table row of a page, without headers."""
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    return [row for row in cells if not row[0].startswith(("message", "---"))]
 
 
-def test_what_is_explained_is_said() -> None:
-    explained = re.findall(r"^\| (`.*?`) \|", TEXT.partition(BEGIN)[0], re.MULTILINE)
-    keys = [key for cell in explained for key in re.findall(r"`([^`]+)`", cell) if key not in TORCHS]
-    said = [text for texts in collect().values() for text in texts]
-    assert len(keys) > 25
-    assert [key for key in keys if not any(tidy(key) in text for text in said)] == []
+def quotes(page: str) -> list[str]:
+    """Return the code spans in the first cell of each entry."""
+    return [quote for row in entries(page) for quote in re.findall(r"`([^`]+)`", row[0])]
 
 
-MODULE = """
-_AGAIN = "this is a constant: say {it} again"
+def templates(source: str) -> set[str]:
+    """Return the strings of a module; a value that an f-string or a % format inserts reads as an ellipsis."""
+    tree = ast.parse(source)
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    skipped |= {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.add("".join(str(p.value) if isinstance(p, ast.Constant) else UNKNOWN for p in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            found.add(node.value)
+    return {normalized(text) for text in found}
 
-class Lost(RuntimeError):
-    def __init__(self, text, more): ...
 
-def _why(name):
-    if name:
-        return f"{name} is missing: give it a name"
-    return "nothing has a name here: leave it out"
+def normalized(text: str) -> str:
+    text = re.sub(r"%[-+.\d]*[sdfr]|\{[\w.!:]*\}", UNKNOWN, " ".join(text.split()))
+    return re.sub(rf"(['\"]?){UNKNOWN}+\1", UNKNOWN, text)
 
-def f(x, wrong):
-    text = f"a local text for {x}: take another one"
+
+@functools.cache
+def messages() -> frozenset[str]:
+    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "layerzero").rglob("*.py"))]
+    return frozenset(text for source in sources for text in templates(source))
+
+
+def unknown_quotes(page: str) -> list[str]:
+    """Return quotes that no message begins with."""
+    return [
+        quote
+        for quote in quotes(page)
+        if quote not in FROM_TORCH and not any(text.startswith(normalized(quote)) for text in messages())
+    ]
+
+
+def test_every_quoted_message_is_in_the_source() -> None:
+    assert unknown_quotes(TEXT) == []
+    assert len(quotes(TEXT)) >= 30
+    assert [quote for quote in quotes(TEXT) if len(re.findall(r"[A-Za-z_]{2,}", quote)) < MIN_WORDS] == []
+
+
+def test_every_entry_has_a_symptom_a_cause_and_an_action() -> None:
+    assert [row for row in entries(TEXT) if len(row) != 3 or not all(row)] == []
+
+
+def test_the_page_is_short() -> None:
+    assert len(entries(TEXT)) <= MAX_ENTRIES
+    assert len(TEXT.splitlines()) <= MAX_LINES
+
+
+def _headings(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_resolve() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        name, _, heading = target.partition("#")
+        path = PAGE.parent / name if name else PAGE
+        assert path.is_file(), target
+        assert not heading or heading in _headings(path), target
+
+
+def test_names_of_layerzero_exist() -> None:
+    for name in set(re.findall(r"\blayerzero((?:\.[A-Za-z_]\w*)+)\(", TEXT)):
+        functools.reduce(getattr, name[1:].split("."), layerzero)
+
+
+MODULE = '''
+"""A docstring."""
+
+_AGAIN = "a constant says {it} again"
+
+def f(x):
     if x == 1:
-        raise ValueError("too short: " + str(x))
+        raise ValueError(f"a message of {x!r} is "
+                         f"in two parts: {x}{x}")
     if x == 2:
-        raise TypeError(_why(x))
-    if x == 3:
-        failure = Lost(text, 1)
-    if x == 4:
-        warnings.warn(_AGAIN.format(it=x))
-    if x == 5:
-        _log.warning("%s of %d ranks are late: look at them", x, x)
-    _log.info("this is not a message of trouble: it is on the page of nobody")
-    problems.append(f"{x} has come to its end by another way: look there")
-    raise KeyError(f"{x!r} was {'not' if wrong else 'long'} there: use another one")
-"""
+        raise TypeError("value '%s' of %d  is wrong" % (x, x))
+    raise KeyError(_AGAIN.format(it=x))
+'''
 
 
-def test_texts_are_found_wherever_they_come_from(tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "module.py").write_text(MODULE, encoding="utf-8")
-    assert collect(tmp_path) == {
-        "Forwards and backwards": {
-            "… is missing: give it a name",
-            "nothing has a name here: leave it out",
-            "a local text for …: take another one",
-            "this is a constant: say … again",
-            "… of … ranks are late: look at them",
-            "… was … there: use another one",
-            "… has come to its end by another way: look there",
-        }
+def test_values_in_strings_read_as_ellipses() -> None:
+    assert templates(MODULE) >= {
+        "a constant says … again",
+        "a message of … is in two parts: …",
+        "value … of … is wrong",
     }
+    assert not templates(MODULE) & {"is in two parts:", "A docstring."}
 
 
 @pytest.mark.parametrize(
-    ("text", "tidied"), [("%s has  %d", "… has …"), ("'{name}' and {n:d}", "… and …"), ("……", "…")]
+    ("row", "wrong"),
+    [
+        ("| `zero3_size=… does not divide the … data-parallel ranks` | a | b |", 0),
+        ("| `does not divide the … data-parallel ranks` | a | b |", 1),  # not the beginning
+        ("| `zero3_size=… is a nice number of ranks` | a | b |", 1),
+        ("| `CUDA out of memory` | a | b |", 0),
+    ],
 )
-def test_what_is_not_known_yet_is_an_ellipsis(text: str, tidied: str) -> None:
-    assert tidy(text) == tidied
+def test_a_wrong_quote_is_found(row: str, wrong: int) -> None:
+    assert len(unknown_quotes(row)) == wrong
