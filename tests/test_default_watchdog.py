@@ -17,7 +17,7 @@ from torch import nn
 import layerzero
 from layerzero.comm import watchdog as module
 from layerzero.comm.collectives import Works, timeout_of
-from layerzero.comm.exchange import Exchange
+from layerzero.comm.traffic_counters import Exchange
 from layerzero.comm.watchdog import Watchdog, default_limit, existing
 from layerzero.engine.hooks import runtime_of
 from tests.support.late_device import NAME, Device, Event, register

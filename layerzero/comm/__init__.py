@@ -1,1 +1,1 @@
-"""All that talks: ranks and their lanes, exchanges, agreement, the record of what was sent."""
+"""Process groups, communicators, collectives, and agreement between ranks."""

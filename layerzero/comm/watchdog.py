@@ -39,9 +39,9 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
 from layerzero.comm.collectives import Works
-from layerzero.comm.exchange import spelled
-from layerzero.comm.topology import Topology
-from layerzero.storage.device import StreamOrder
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.traffic_counters import spelled
+from layerzero.device.accelerator import StreamOrder
 
 __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 

@@ -1,1 +1,1 @@
-"""The weights and gradients of a sharded model while it trains: handles, units, passes, hooks."""
+"""Training of a sharded model: units, handles, passes, and the hooks that drive them."""

@@ -1,1 +1,1 @@
-"""Where each parameter lies in the flat order: arithmetic, without torch and without processes."""
+"""Flat layout of parameters over ranks. Integers only, without torch and without processes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from layerzero.planning.machine import Machine
+from layerzero.planning.simulator import Machine
 
 __all__ = ["Cluster"]
 

@@ -9,11 +9,11 @@ import torch
 
 from layerzero.config import OFFLOADS
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.rows import Choice, Row
-from layerzero.views.tables import rate, seconds, size, table
+from layerzero.planning.estimator import Choice, Row
+from layerzero.utils.text_tables import rate, seconds, size, table
 
 if TYPE_CHECKING:
-    from layerzero.planning.api import Plan
+    from layerzero.planning.planner import Plan
 
 __all__ = ["HEADER", "call_text", "cells", "plan_text", "why", "yaml_text"]
 

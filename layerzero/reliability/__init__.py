@@ -1,1 +1,1 @@
-"""What a run that lasts needs: numbers that are finite, copies that are equal, and to know who is missing."""
+"""Checks for long runs: non-finite numbers, silent data corruption, missing ranks."""

@@ -1,0 +1,1 @@
+"""Device memory, streams, buffer pools and storage of gradients."""

@@ -1,0 +1,1 @@
+"""DTensor subclass of sharded parameters, its operators, and gathered parameters."""

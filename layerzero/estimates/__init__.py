@@ -1,0 +1,1 @@
+"""Memory and traffic by formula, from specs without tensors."""

@@ -1,1 +1,0 @@
-"""From a model to a sharded model: settings, units, initial values, guards."""

@@ -1,0 +1,1 @@
+"""Everything that `shard_model` does: settings, units, meshes, initial values, module methods."""

@@ -1,1 +1,0 @@
-"""Bytes without meaning: devices, memory that is reused, places where sums wait."""
