@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,6 @@ from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
-VERSION_1 = Path(__file__).parent / "data" / "checkpoint-version-1"
 SMALL = Scheme("xxh3-128", 64)
 
 
@@ -70,41 +68,6 @@ def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> Non
         read_pieces(path, 1000, sums, SMALL, [Piece(0, 1000, None)])
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
         read_pieces(tmp_path / "none", 1000, sums, SMALL, [Piece(0, 1000, None)])
-
-
-def _version_1(rank: int, folder: Path) -> None:
-    model, optimizer = sharded_net(1)
-    train(model, optimizer, range(2))
-    expected = everything(model, optimizer)
-    for stepped in (False, True):
-        other, its_optimizer = sharded_net(dist.get_world_size(), seed=1)
-        if stepped:
-            train(other, its_optimizer, range(1))
-        extra = checkpoint.load(folder, other, its_optimizer)
-        assert extra["step"] == 2 and extra["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert not (wrong := different(everything(other, its_optimizer), expected)), wrong
-    for file in sorted(folder.iterdir()):
-        content = file.read_bytes()
-        for offset in (9, len(content) // 2, len(content) - 2):
-            dist.barrier()
-            if rank == 0:
-                file.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
-            dist.barrier()
-            with pytest.raises(CheckpointError, match=f"{file.name} (is damaged|is not the safetensors file)"):
-                checkpoint.load(folder, other, its_optimizer)
-            assert not different(everything(other, its_optimizer), expected)
-        dist.barrier()
-        if rank == 0:
-            file.write_bytes(content)
-        dist.barrier()
-    assert checkpoint.load(folder, other, its_optimizer)["step"] == 2
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_checkpoint_of_version_1_is_read_and_its_damage_noticed(tmp_path: Path, world_size: int) -> None:
-    """Written by layerzero before chunks had sums."""
-    shutil.copytree(VERSION_1, tmp_path / "one")
-    run_ranks(_version_1, tmp_path / "one", world_size=world_size)
 
 
 @contextmanager

@@ -300,7 +300,7 @@ class Buddies:
         saved = self._saved(newer_than)
 
         def opened(runtime: Runtime) -> Snapshot:
-            return Snapshot(self._lane, view, rank=runtime.everyone.rank, ranks=runtime.everyone.size)
+            return Snapshot(self._lane, view)
 
         for token in whole_snapshots(self._lane, self.folder):
             if int(token[:10]) <= saved:

@@ -28,7 +28,6 @@ __all__ = ["Piece", "Scheme", "Sums", "read_pieces", "sums_of"]
 
 CHUNK = 8 << 20  # bytes: a reader of one row reads so much, and a terabyte of files has 4 MB of sums
 _SMALLEST = 1 << 20  # that is read: each chunk costs memory
-WHOLE = 2**63  # a chunk that every file fits into
 _STEP = 512 << 10  # bytes that are summed while they are in the cache
 _THREADS = 4  # that read and sum at once
 _XXH3, _SHA256 = "xxh3-128", "sha256"
@@ -60,16 +59,6 @@ class Scheme:
             _xxh3()
             return Scheme(_XXH3, CHUNK)
         return Scheme(_SHA256, CHUNK)
-
-    @classmethod
-    def version_1(cls) -> Scheme:
-        """Of checkpoints that have one SHA-256 for each file."""
-        return cls(_SHA256, WHOLE)
-
-    @property
-    def is_chunked(self) -> bool:
-        """A part of a file can be compared without the rest of it."""
-        return self.chunk < WHOLE
 
     def check(self) -> None:
         """Raise ValueError unless layerzero knows it."""
@@ -151,11 +140,11 @@ class Piece:
     into: Tensor | None
 
 
-def read_pieces(path: Path, size: int, sums: str | None, scheme: Scheme, pieces: Sequence[Piece]) -> None:
+def read_pieces(path: Path, size: int, sums: str, scheme: Scheme, pieces: Sequence[Piece]) -> None:
     """Read pieces of a file, and compare the sums of all chunks in which they lie, as they come.
 
     Args:
-        sums: of the whole file; None: nothing is compared.
+        sums: of the whole file.
         pieces: in the order of the file, none within another.
 
     Raises:
@@ -193,17 +182,17 @@ class _Stretch:
 
     Attributes:
         pieces: inside it, in order. What lies between them is read for the sum alone.
-        sum: of them all; None: not known.
+        sum: of them all.
     """
 
     start: int
     stop: int
     pieces: Sequence[Piece]
-    sum: str | None
+    sum: str
 
 
-def _stretches(size: int, sums: str | None, scheme: Scheme, pieces: Sequence[Piece]) -> Iterator[_Stretch]:
-    chunk = scheme.chunk if sums is not None else CHUNK
+def _stretches(size: int, sums: str, scheme: Scheme, pieces: Sequence[Piece]) -> Iterator[_Stretch]:
+    chunk = scheme.chunk
     cut: dict[int, list[Piece]] = {}  # by chunk
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
@@ -211,15 +200,12 @@ def _stretches(size: int, sums: str | None, scheme: Scheme, pieces: Sequence[Pie
             into = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
             cut.setdefault(index, []).append(Piece(start, stop, into))
     for index, inside in cut.items():
-        if sums is None:
-            yield from (_Stretch(piece.start, piece.stop, [piece], None) for piece in inside if piece.into is not None)
-        else:
-            stop = min(size, (index + 1) * chunk)
-            yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
+        stop = min(size, (index + 1) * chunk)
+        yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
 
 
 def _read_stretch(descriptor: int, scheme: Scheme, stretch: _Stretch) -> None:
-    hasher = None if stretch.sum is None else scheme.hasher()
+    hasher = scheme.hasher()
     scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
     at = stretch.start
     for piece in stretch.pieces:
@@ -227,12 +213,12 @@ def _read_stretch(descriptor: int, scheme: Scheme, stretch: _Stretch) -> None:
         _stream(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         at = piece.stop
     _stream(descriptor, at, stretch.stop, None, scratch, hasher)
-    if hasher is not None and hasher.hexdigest() != stretch.sum:
+    if hasher.hexdigest() != stretch.sum:
         raise _Damage(f"bytes {stretch.start:,} to {stretch.stop:,} have another {scheme.algorithm} than was written")
 
 
 def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
-    """Bytes `start` to `stop` of a file, summed if there is a `hasher`, and put where they belong."""
+    """Sum bytes `start` to `stop` of a file, and put them where they belong."""
     direct = into is not None and into.device.type == "cpu"
     for at in range(start, stop, _STEP):
         length = min(_STEP, stop - at)
@@ -242,8 +228,7 @@ def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch
         else:
             part = memoryview(scratch)[:length]
         _fill(descriptor, part, at)
-        if hasher is not None:
-            hasher.update(part)
+        hasher.update(part)
         if into is not None and not direct:
             into[at - start : at - start + length].copy_(torch.frombuffer(scratch, dtype=torch.uint8, count=length))
 

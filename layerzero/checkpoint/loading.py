@@ -79,7 +79,7 @@ def prepare_load(
     path = Path(path)
 
     def opened(runtime: Runtime) -> Source:
-        return Files(Manifest.read(path), rank=runtime.everyone.rank, ranks=runtime.everyone.size)
+        return Files(Manifest.read(path))
 
     return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
 

@@ -18,7 +18,7 @@ __all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "Unknown",
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
-VERSION = 2  # in version 1, a file has one SHA-256
+VERSION = 2
 
 
 class Unknown(CheckpointError):
@@ -73,14 +73,14 @@ class Manifest:
         try:
             content = parse(path, text)
             version = content["version"]
-            if content["format"] == FORMAT and version not in (1, VERSION):
-                raise Unknown(f"{path} has format version {version}; this layerzero reads versions 1 to {VERSION}")
-            needed = ("format", "version", "sequence", "files", *(("checksums",) if version != 1 else ()))
+            if content["format"] == FORMAT and version != VERSION:
+                raise Unknown(f"{path} has format version {version}; this layerzero reads version {VERSION} only")
+            needed = ("format", "version", "sequence", "files", "checksums")
             known = {key: content[key] for key in (*needed, *_optional(content))}
             intact = text == manifest_text(known)
             sequence = known["sequence"]
             records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
-            scheme = Scheme.version_1() if version == 1 else Scheme(**known["checksums"])
+            scheme = Scheme(**known["checksums"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact or known["format"] != FORMAT:
@@ -137,14 +137,14 @@ class Manifest:
         known |= {} if self.finite is None else {"finite": self.finite}
         return manifest_text({**known, "checksums": asdict(self.scheme)})
 
-    def read_pieces(self, name: str, pieces: Sequence[Piece], *, compare: bool = True) -> None:
-        """Bytes of the file `name`; `compare` them with the sums of the chunks in which they lie.
+    def read_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
+        """Read bytes of the file `name`, and compare them with the sums of the chunks in which they lie.
 
         Raises:
             CheckpointError: the file is not what was written; names it.
         """
         path, record = self.path_of(name), self.files[name]
-        read_pieces(path, record.size, record.sums if compare else None, self.scheme, pieces)
+        read_pieces(path, record.size, record.sums, self.scheme, pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""

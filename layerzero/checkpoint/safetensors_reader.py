@@ -28,20 +28,16 @@ _HEADER_BYTES = 100 << 20  # of a safetensors file
 class Files:
     """The files of one checkpoint, as a source of tensors; see [Note: Nothing changes before all is known].
 
-    Args:
-        rank, ranks: who reads, of how many. Where one sum stands for a whole file, each file is compared by one rank.
-
     Attributes:
         fingerprint: the same on all ranks if all have opened the same checkpoint.
         twice: what has been read can be read again.
     """
 
-    def __init__(self, manifest: Manifest, *, rank: int, ranks: int) -> None:
+    def __init__(self, manifest: Manifest) -> None:
         self.contents = Contents.read(manifest)
         self.fingerprint: object = manifest.fingerprint
         self.twice = True
         self._manifest = manifest
-        self._share = sorted(manifest.files)[rank::ranks]
         self._again: dict[str, list[Piece]] = {}  # by file: what is to be read in place
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -55,8 +51,6 @@ class Files:
         Raises:
             CheckpointError: a file is not what was written; names it.
         """
-        if not self._manifest.scheme.is_chunked:
-            self._manifest.verify(self._share)
         wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
             for part in _parts(key, tensor, self.contents.tensors[key]):
@@ -83,7 +77,7 @@ class Files:
             self._read(file, pieces)
 
     def _read(self, file: str, pieces: list[Piece]) -> None:
-        self._manifest.read_pieces(file, pieces, compare=self._manifest.scheme.is_chunked)
+        self._manifest.read_pieces(file, pieces)
 
     def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
         """Where the tensors of some parts begin in a safetensors file, which must hold them as the table says."""

@@ -241,9 +241,9 @@ class Snapshot(Files):
         view: from :func:`gather_view`.
     """
 
-    def __init__(self, lane: Lane, view: Path, *, rank: int, ranks: int) -> None:
+    def __init__(self, lane: Lane, view: Path) -> None:
         manifest = Manifest.read(view, parts=True)
-        super().__init__(manifest, rank=rank, ranks=ranks)
+        super().__init__(manifest)
         self._lane, self._view, self._records = lane, view, manifest.files
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
