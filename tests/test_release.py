@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,27 @@ def without_collector() -> Iterator[None]:
 
 
 # Models in turn
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def _at_shutdown(rank: int) -> None:
+    """Since Python 3.12 the release thread, which runs until the exit, can start no thread of its own then."""
+    sharded(rank)
+    before = counts()
+    model, optimizer = sharded(rank)
+    with mock.patch.object(threading.Thread, "start", _no_thread):
+        del model, optimizer
+        gc.collect()
+        settle_releases()
+    more = grown(before)
+    assert not more, more
+
+
+def test_groups_are_released_where_no_thread_can_be_started() -> None:
+    run_ranks(_at_shutdown, world_size=WORLD)
 
 
 def _in_turn(rank: int, models: int) -> None:

@@ -163,8 +163,10 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     wait = Works.wait
 
     def launch(*args: Any) -> Heard:
-        made.append(tell_all(*args))
-        return made[-1]
+        heard = tell_all(*args)
+        heard.said.copy_(heard.sent.view_as(heard.said))  # torch 2.11 leaves it unwritten on fake ranks
+        made.append(heard)
+        return heard
 
     def seen(works: Works, **how: bool) -> None:
         if works.issued.lane in control and not how.get("beside"):

@@ -444,15 +444,17 @@ class _Releases:
 def _drop_idle(groups: list[HeldGroup]) -> bool:
     """Drop the groups without work in flight; return whether others are left in the list."""
     here = [held for held in groups if held.is_local and held.is_idle]
-    if len(here) > 1:  # gloo closes connections one by one, with a short wait for each
-        threads = [threading.Thread(target=held.drop, daemon=True) for held in here]
-        for thread in threads:
+    threads: list[threading.Thread] = []
+    for held in here:
+        thread = threading.Thread(target=held.drop, daemon=True)
+        try:  # gloo closes connections one by one, with a short wait for each
             thread.start()
-        for thread in threads:
-            thread.join()
-    else:
-        for held in here:
+        except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter shuts down
             held.drop()
+        else:
+            threads.append(thread)
+    for thread in threads:
+        thread.join()
     for held in groups:
         if not held.is_local and held._group is not None:
             _KEPT[held.name] = held
