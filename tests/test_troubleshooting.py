@@ -51,12 +51,14 @@ def templates(source: str) -> set[str]:
 
 
 def normalized(text: str) -> str:
+    """Return a text with single spaces, and an ellipsis for each placeholder with its quotation marks."""
     text = re.sub(r"%[-+.\d]*[sdfr]|\{[\w.!:]*\}", UNKNOWN, " ".join(text.split()))
     return re.sub(rf"(['\"]?){UNKNOWN}+\1", UNKNOWN, text)
 
 
 @functools.cache
 def messages() -> frozenset[str]:
+    """Return the strings of all modules of the package."""
     sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "layerzero").rglob("*.py"))]
     return frozenset(text for source in sources for text in templates(source))
 
