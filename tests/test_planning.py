@@ -23,9 +23,9 @@ from layerzero.planning import Cluster, Sizes, plan, read_config
 from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.models import TransformerBlock
 from layerzero.planning.paper import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning.plan_report import yaml_text
 from layerzero.planning.program import Compute, Launch, Operation, Reduce, Wait, from_events
 from layerzero.planning.schedule import Sharding, Work, layerzero_program
-from layerzero.planning.text import yaml_text
 from layerzero.storage.buffers import StoragePool
 from layerzero.views.tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks

@@ -21,9 +21,9 @@ from layerzero.planning.api import plan
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.machine import Machine, simulate
 from layerzero.planning.models import Sizes
+from layerzero.planning.plan_report import plan_text
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.program import read_recording
-from layerzero.planning.text import plan_text
 from layerzero.storage.device import default_device_type
 from layerzero.views.tables import seconds, size, table
 

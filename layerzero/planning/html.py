@@ -9,10 +9,9 @@ from html import escape
 from pathlib import Path
 
 from layerzero.planning import svg
-from layerzero.planning.api import Plan
 from layerzero.planning.machine import simulate
+from layerzero.planning.plan_report import HEADER, Plan, call_text, cells, yaml_text
 from layerzero.planning.rows import Row
-from layerzero.planning.text import HEADER, call_text, cells, yaml_text
 from layerzero.views.tables import rate, seconds, size
 
 __all__ = ["report_html", "write_report"]
