@@ -114,7 +114,7 @@ def _plan(
         )
         typer.echo(plan_text(found, every_row=every_row))
         if html is not None:
-            from layerzero.planning.html import write_report  # noqa: PLC0415 - charts are not always asked for
+            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - charts are not always asked for
 
             write_report(found, html)
             typer.echo(f"\nwritten: {html}")

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- messages: written by `make messages` -->", "<!-- end of messa
 UNKNOWN = "…"
 LOGGED = {"warning", "error", "exception", "critical"}
 SHORTEST, SHORTEST_ANYWHERE = 4, 6  # words
-PAGES = {"html"}  # modules that write pages
+PAGES = {"plan_plots"}  # modules that write pages
 NO_TROUBLE = {"info", "debug", "Option", "Argument", "add_argument", "field", "echo"}
 
 # The folders of the package, and what a reader was doing who sees a message of theirs; what is not here comes last.
