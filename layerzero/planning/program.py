@@ -35,7 +35,6 @@ __all__ = [
     "exchanges_in",
     "from_events",
     "read_recording",
-    "read_trace",
     "resized",
     "retimed",
     "seconds_of",
@@ -122,11 +121,6 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file of layerzero.trace: {type(error).__name__}: {error}") from None
-
-
-def read_trace(path: str | PathLike[str]) -> list[Operation]:
-    """The program in a file that :func:`layerzero.trace` wrote."""
-    return read_recording(path).program()
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
