@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.elementwise import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_whole
 
 PACKAGES = {
     "torch.optim": "torch",

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import UNITS
-from layerzero.layout.flat import FlatLayout, plan_layouts
+from layerzero.layout.flat_layout import FlatLayout, plan_layouts
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

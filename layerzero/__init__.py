@@ -14,25 +14,25 @@ with warnings.catch_warnings():
 
 from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.codecs import Float8Rows, GatherCodec
-from layerzero.comm.topology import init_mesh, mesh_from_groups
+from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
+from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
-from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.planning import Plan, plan
-from layerzero.reliability.at_rest import BitGuard, SilentCorruption, guard_bits
+from layerzero.reliability.corruption_guard import BitGuard, SilentCorruption, guard_bits
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
-from layerzero.reliability.guard import NonFiniteGradients, StepGuard, guard_steps
+from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
 from layerzero.reliability.watchdog import Watchdog, watchdog
-from layerzero.setup.closing import close
-from layerzero.setup.shard import shard_model
+from layerzero.reports.memory_and_traffic import MemoryReport, TrafficReport, memory, traffic
+from layerzero.reports.metrics_log import metrics
+from layerzero.reports.trace_file import Trace, TraceEvent, trace
+from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
+from layerzero.sharding.closing import close
+from layerzero.sharding.shard_model import shard_model
+from layerzero.sharding.training_loop import gathered, no_sync, refresh, register_forward_method
 from layerzero.verification import ParameterDifference, VerifyReport, verify
-from layerzero.views.full import full_precision, full_state_dict, load_full_state_dict, unsharded
-from layerzero.views.loop import gathered, no_sync, refresh, register_forward_method
-from layerzero.views.metrics import metrics
-from layerzero.views.report import MemoryReport, TrafficReport, memory, traffic
-from layerzero.views.trace import Trace, TraceEvent, trace
-from layerzero.views.unit_list import UnitInfo, UnitList, UnitParameter, units
 
 __version__ = "0.1.0"  # setup.py reads it from here
 

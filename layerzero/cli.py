@@ -15,13 +15,14 @@ import typer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.checkpoint import CheckpointError, convert
-from layerzero.checkpoint.checks import ranks_that_saved
-from layerzero.checkpoint.untrusted import printable
-from layerzero.config.named import load_named
-from layerzero.megatron.export import export_model as export_parts
-from layerzero.megatron.export import holds_parts
-from layerzero.planning.commands import add_commands
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint.contents_checks import ranks_that_saved
+from layerzero.checkpoint.safe_json import printable
+from layerzero.cli_planning import add_commands
+from layerzero.megatron.export_parts import export_model as export_parts
+from layerzero.megatron.export_parts import holds_parts
+from layerzero.utils.import_path import load_named
 from layerzero.verification import verify
 
 __all__ = ["app"]

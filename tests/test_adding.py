@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.storage import adding
-from layerzero.storage.adding import add_up
+from layerzero.device import accumulate as adding
+from layerzero.device.accumulate import add_up
 
 PIECE = 64
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import prepared
-from layerzero.optimizers.elementwise import kinds_that_need_whole
-from layerzero.optimizers.trial import difference, kind_of, steps_stacks_apart
+from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility_trial import difference, kind_of, steps_stacks_apart
 from tests.support import apex_emulation as apex
 from tests.support.models import (
     IntegerNet,

@@ -16,7 +16,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
-from layerzero.layout.grid import Extent
+from layerzero.layout.shard_grid import Extent
 from layerzero.reliability.bits import place_sum, sum64
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
@@ -132,7 +132,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.parameter.grad.to_local()
         if what == "gradients":
-            from layerzero.tensors.sharded import plain  # noqa: PLC0415
+            from layerzero.dtensor.sharded_tensor import plain  # noqa: PLC0415
 
             tensor = plain(member.parameter.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)

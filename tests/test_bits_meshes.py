@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
+from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtime_of
-from layerzero.layout.grid import Extent
-from layerzero.tensors.sharded import plain
+from layerzero.layout.shard_grid import Extent
 from tests import test_expert_parallel, test_tensor_parallel
 from tests.support.bits import flip, places
 from tests.support.models import full_parameters, integer_batch, integer_loss

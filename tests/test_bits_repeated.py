@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtime_of
-from layerzero.layout.grid import Extent
-from layerzero.tensors.sharded import plain
+from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip, places
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net

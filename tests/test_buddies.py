@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import buddies as module
-from layerzero.checkpoint import node_pieces
-from layerzero.checkpoint.buddies import _partners
+from layerzero.checkpoint import buddy_snapshots as module
+from layerzero.checkpoint import snapshot_files as node_pieces
+from layerzero.checkpoint.buddy_snapshots import _partners
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import forks
 from tests.support.models import different

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import layerzero
+from layerzero.device.buffer_pools import BufferPool, StoragePool
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.buffers import BufferPool, StoragePool
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 

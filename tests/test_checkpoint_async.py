@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import files, writing
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import safetensors_writer as writing
 from layerzero.engine.hooks import runtime_of
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different

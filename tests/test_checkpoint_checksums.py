@@ -19,7 +19,8 @@ from xxhash import xxh3_128
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, files
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint import atomic_files as files
 from layerzero.checkpoint.checksums import CHUNK, Piece, Scheme, Sums, read_pieces, sums_of
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different

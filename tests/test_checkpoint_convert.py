@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import convert
+from layerzero.checkpoint import whole_model_files as convert
 from layerzero.cli import app
-from layerzero.tensors.sharded import plain
+from layerzero.dtensor.sharded_tensor import plain
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
@@ -139,9 +139,9 @@ MEASURE = """
 import sys, resource, torch
 from pathlib import Path
 from safetensors import safe_open
-from layerzero.checkpoint import convert
+from layerzero.checkpoint import whole_model_files as convert
 from layerzero.cli import app
-from layerzero.tensors.sharded import plain
+from layerzero.dtensor.sharded_tensor import plain
 folder = Path(sys.argv[1])
 convert.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
 convert.export_model(folder / "small", folder / "small-out.safetensors")

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import convert, files
-from layerzero.checkpoint import folder as checkpoint_folder
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import run_folder as checkpoint_folder
+from layerzero.checkpoint import whole_model_files as convert
 from layerzero.checkpoint.staging import Staging
 from layerzero.engine.hooks import runtime_of
 from tests.support.checkpointing import everything, sharded_net, train

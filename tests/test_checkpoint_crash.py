@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import checkpoint
-from layerzero.checkpoint import storage
-from layerzero.checkpoint.files import Manifest
+from layerzero.checkpoint import dcp_storage as storage
+from layerzero.checkpoint.atomic_files import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
 from tests.support.models import different

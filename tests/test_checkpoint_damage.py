@@ -16,10 +16,11 @@ from torch import nn
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, files
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint import atomic_files as files
 from layerzero.checkpoint.checksums import Scheme
+from layerzero.checkpoint.dcp_storage import Contents
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
-from layerzero.checkpoint.storage import Contents
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
 from tests.support.models import different

@@ -18,7 +18,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, convert
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint import whole_model_files as convert
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
 from tests.support.models import different

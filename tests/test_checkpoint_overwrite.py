@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import files, writing
-from layerzero.checkpoint.folder import clear_leftovers, survey
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import safetensors_writer as writing
 from layerzero.checkpoint.manifest import Manifest
+from layerzero.checkpoint.run_folder import clear_leftovers, survey
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint.pretrained import find_safetensors
+from layerzero.checkpoint.pretrained_weights import find_safetensors
 from tests.support.models import TiedTransformer, different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 from tests.test_checkpoint_convert import AllocationPeak, command

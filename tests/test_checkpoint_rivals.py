@@ -16,8 +16,8 @@ from torch import Tensor
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import files
-from layerzero.checkpoint import folder as checkpoint_folder
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import run_folder as checkpoint_folder
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.crashing import slow_disk
 from tests.support.damaging import sign

@@ -20,10 +20,13 @@ from typer.testing import CliRunner
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError, convert, files, untrusted
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import safe_json as untrusted
+from layerzero.checkpoint import whole_model_files as convert
 from layerzero.checkpoint.checksums import Scheme
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
-from layerzero.checkpoint.untrusted import CONTENTS_BYTES, printable
+from layerzero.checkpoint.safe_json import CONTENTS_BYTES, printable
 from layerzero.cli import app
 from tests.support.checkpointing import everything, train
 from tests.support.damaging import save_intact, sign

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.census import PendingUse
-from layerzero.comm.everyone import LateMaximum
+from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.used_params import PendingUse
 from tests.support import wrapped_gloo
 from tests.support.models import (
     different,
@@ -37,7 +37,7 @@ _MANY = """
 import json, os, sys
 import torch, torch.distributed as dist
 import layerzero
-from layerzero.comm import census
+from layerzero.engine import used_params as census
 
 world, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 

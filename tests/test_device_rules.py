@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.everyone import Everyone
+from layerzero.comm.model_ranks import Everyone
+from layerzero.device.buffer_pools import StoragePool
 from layerzero.engine.hooks import runtime_of
-from layerzero.setup.launchers import connections_warning
-from layerzero.storage.buffers import StoragePool
+from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -116,7 +116,7 @@ class _Log:
 def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) -> None:
     device = _Log()
     with (
-        mock.patch("layerzero.storage.device.streams_module", lambda _: device),
+        mock.patch("layerzero.device.accelerator.streams_module", lambda _: device),
         mock.patch.object(StoragePool, "can_park", can_park),
     ):
         pool = StoragePool(torch.device("cpu"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.verification.differences import Comparison, ParameterDifference, Snapshot, VerifyReport
+from layerzero.verification.comparison import Comparison, ParameterDifference, Snapshot, VerifyReport
 
 ONE = torch.tensor([1.0, -2.0])
 START = {"a": torch.zeros(2), "b": torch.zeros(2)}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.elementwise import kinds_that_need_whole
-from layerzero.optimizers.trial import CouldNotTry, difference, difference_of_owners, kind_of
+from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility_trial import CouldNotTry, difference, difference_of_owners, kind_of
 from tests.support.models import GlobalScaling, LayerwiseScaling
 
 CPU = torch.device("cpu")

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import files, loading, writing
-from layerzero.checkpoint.folder import Survey, survey
+from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import loading
+from layerzero.checkpoint import safetensors_writer as writing
 from layerzero.checkpoint.manifest import Manifest, Unknown
+from layerzero.checkpoint.run_folder import Survey, survey
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged
 from tests.support.models import different
@@ -117,15 +119,15 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 def _halfway(rank: int, folder: str) -> None:
     """A disk that gives the right bytes the first time and not the second, on one rank."""
     model, optimizer, states = _states_saved(folder, 2)
-    again = layerzero.checkpoint.reading.Files.read_again
+    again = layerzero.checkpoint.safetensors_reader.Files.read_again
 
     def fails_once(self) -> None:
-        layerzero.checkpoint.reading.Files.read_again = again
+        layerzero.checkpoint.safetensors_reader.Files.read_again = again
         if rank == 1:
             raise checkpoint.CheckpointError("the disk has changed its mind")
         again(self)
 
-    layerzero.checkpoint.reading.Files.read_again = fails_once
+    layerzero.checkpoint.safetensors_reader.Files.read_again = fails_once
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]

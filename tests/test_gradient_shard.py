@@ -1,4 +1,4 @@
-"""The final gradient rests in the accumulator, and never meets what comes after it; see storage/places.py."""
+"""The final gradient rests in the accumulator, and never meets what comes after it; see device/gradient_storage.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.storage.places import InsidePlace
+from layerzero.device.gradient_storage import InsidePlace
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
 from tests.support.models import (
     Step,

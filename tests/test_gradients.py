@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import layerzero
+from layerzero.dtensor.lazy_grad import plain_access
+from layerzero.engine.grad_attribute import ShownGradients
+from layerzero.engine.gradient_reducer import GradientSync
 from layerzero.engine.hooks import runtime_of
-from layerzero.engine.shown_gradients import ShownGradients
-from layerzero.engine.sync import GradientSync
-from layerzero.tensors.access import plain_access
 from tests.support.graphs import (
     MODES,
     WORLD,

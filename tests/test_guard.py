@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.reliability.numbers import not_finite
+from layerzero.utils.nonfinite import not_finite
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.logs import logged
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Exchange, Issued, Lane, PendingSum, Works
-from layerzero.comm.exchange import Ledger
+from layerzero.comm.traffic_counters import Ledger
 from layerzero.config import Precision
-from layerzero.engine.gradients import Round
-from layerzero.engine.route import Leg, Route
-from layerzero.engine.sums import Holding, Sum
-from layerzero.layout.flat import FlatLayout, plan_layouts
-from layerzero.layout.grid import Extent, Grid, overlap
-from layerzero.storage.buffers import BufferPool
-from layerzero.storage.places import InsidePlace, KeptPlace, Place, ScratchPlace, Stay
+from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.gradient_storage import InsidePlace, KeptPlace, Place, ScratchPlace, Stay
+from layerzero.engine.gradient_buffer import Holding, Sum
+from layerzero.engine.handle_gradients import Round
+from layerzero.engine.reduction_spec import Leg, Route
+from layerzero.layout.flat_layout import FlatLayout, plan_layouts
+from layerzero.layout.shard_grid import Extent, Grid, overlap
 
 RANK, NODE, WHOLE = Extent.RANK, Extent.NODE, Extent.WHOLE
 CPU = torch.device("cpu")

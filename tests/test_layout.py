@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.layout import flat as layout_module
-from layerzero.layout.flat import FlatLayout, Slot, plan_layouts
+from layerzero.layout import flat_layout as layout_module
+from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 
 Params = list[tuple[str, tuple[int, ...]]]
 
@@ -49,7 +49,7 @@ PARAMS = st.one_of(
 
 
 def longest_shard(layout: Any) -> int:
-    """The bar of [Note: How long a shard may be] in layerzero/layout/flat.py, computed from shapes alone."""
+    """The bar of [Note: How long a shard may be] in layerzero/layout/flat_layout.py, computed from shapes alone."""
     shapes = [slot.shape for slot in layout.slots if prod(slot.shape)]
     n = 0
     num_shards: int = layout.num_shards
@@ -272,7 +272,7 @@ def test_a_zero3_size_that_does_not_divide_the_ranks_is_refused() -> None:
 
 def test_another_process_with_other_string_hashes_and_no_torch_plans_the_same() -> None:
     params = [(f"p{i}", (i % 7 + 1, 3 ** (i % 5) * 2 ** (i % 3))) for i in range(40)]
-    # By its path, not as layerzero.layout.flat: importing the package brings in torch.
+    # By its path, not as layerzero.layout.flat_layout: importing the package brings in torch.
     program = f"""
 import runpy, sys
 plan_layouts = runpy.run_path({layout_module.__file__!r})["plan_layouts"]

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from benchmarks.model_shapes import UNITS, UnitShapes
-from layerzero.layout.flat import plan_layouts
+from layerzero.layout.flat_layout import plan_layouts
 
 ALIGN = 8  # 16 bytes of bf16
 SHARDS = [*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 60, 64, 72, 80, 96, 100, 112, 128, 144, 160, 192, 200]

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm.topology import mesh_of_ranks
+from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import runtime_of
-from layerzero.optimizers import ownership
-from layerzero.optimizers.trial import steps_stacks_apart
+from layerzero.optimizers import param_owners as ownership
+from layerzero.optimizers.compatibility_trial import steps_stacks_apart
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
 from tests.support.ranks import run_ranks
 from tests.test_matrix_checkpoints import state_alone, whole_state

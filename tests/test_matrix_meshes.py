@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.comm.topology import mesh_of_ranks
+from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import runtime_of
-from layerzero.optimizers.trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_stacks_apart
 from tests.support.models import (
     LayerwiseScaling,
     different,

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 import layerzero
+from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import runtime_of
-from layerzero.layout.grid import Extent
-from layerzero.storage.buffers import BufferPool
+from layerzero.layout.shard_grid import Extent
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
 from tests.support.ranks import mesh_of, run_ranks

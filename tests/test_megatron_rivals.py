@@ -18,7 +18,7 @@ import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
 from layerzero.megatron import ProcessGroups, ShardedChunk
-from layerzero.megatron import checkpoint as parts
+from layerzero.megatron import chunk_checkpoint as parts
 from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import run_ranks

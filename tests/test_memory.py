@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero.comm.collectives import PendingSum
-from layerzero.engine import reduction
+from layerzero.device.buffer_pools import BufferPool, Size, StoragePool
+from layerzero.engine import reduction_queue as reduction
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.buffers import BufferPool, Size, StoragePool
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer

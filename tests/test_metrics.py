@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.views.metrics import waited_for
+from layerzero.reports.metrics_log import waited_for
 from tests.support.models import IntegerNet, integer_net
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import _sum_in_node
-from layerzero.comm.node_pool import RING_BYTES, NodePlace, NodePool, room_for
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, NodePool, room_for
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (

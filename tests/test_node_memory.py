@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm import node
-from layerzero.comm.meeting import share_memory
-from layerzero.comm.node import NodeMemory, Region, left_of_container
+from layerzero.comm.transport import shm_segment as node
+from layerzero.comm.transport.shm_rendezvous import share_memory
+from layerzero.comm.transport.shm_segment import NodeMemory, Region, left_of_container
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import PendingSum, _sum_in_node
-from layerzero.comm.node_pool import RING_BYTES, NodePool, room_for
-from layerzero.comm.signals import LINE, Signals
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePool, room_for
+from layerzero.comm.transport.shm_counters import LINE, Signals
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.handover import HandOver, SharedWeights
+from layerzero.comm.transport.shared_memory import HandOver, SharedWeights
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import WIDTH, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
+from layerzero.device.gradient_offload import Accumulators, _Slabs
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.slabs import Accumulators, _Slabs
 from tests.support.graphs import (
     IN_FLIGHT,
     WORLD,
@@ -144,7 +144,7 @@ def _policy(reduce: torch.dtype) -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
 
 
-# Each route of engine/route.py.
+# Each route of engine/reduction_spec.py.
 @pytest.mark.parametrize(
     ("world_size", "size", "mode"),
     [(2, 1, "sharded"), *itertools.product((2,), (2,), MODES), *itertools.product((WORLD,), (2,), MODES)],

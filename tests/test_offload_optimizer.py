@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.device.host_storage import HostPlace
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.host import HostPlace
 from tests import test_scaler
 from tests.support.graphs import (
     WORLD,
@@ -85,7 +85,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
                 assert not different(ours, theirs), (mode, bool(policy), pattern, grads, index)
 
 
-# Each route of engine/route.py.
+# Each route of engine/reduction_spec.py.
 @pytest.mark.parametrize(
     ("world_size", "zero3_size", "mode"),
     [

@@ -16,9 +16,9 @@ from torch import nn
 
 import layerzero
 from layerzero import checkpoint
+from layerzero.device.accelerator import Transfers
+from layerzero.device.host_storage import HostShard
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.device import Transfers
-from layerzero.storage.host import HostShard
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net

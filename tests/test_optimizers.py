@@ -17,7 +17,7 @@ import layerzero
 from layerzero import optimizers
 from layerzero.engine.hooks import runtime_of
 from layerzero.optimizers import kernels
-from layerzero.optimizers.elementwise import kinds_that_need_whole, state_after_a_step
+from layerzero.optimizers.compatibility import kinds_that_need_whole, state_after_a_step
 from tests.support.models import (
     IntegerNet,
     assert_close,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.layout.flat import FlatLayout, Slot, plan_layouts
-from layerzero.layout.grid import Extent, Grid
-from layerzero.layout.owners import Across, Owner, Plan, plan_owners, work_of
+from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
+from layerzero.layout.owner_layout import Across, Owner, Plan, plan_owners, work_of
+from layerzero.layout.shard_grid import Extent, Grid
 
 GRIDS = [(replicas, size) for replicas in (1, 2, 3, 4, 8) for size in (1, 2, 4, 8)]
 Params = list[tuple[str, tuple[int, ...]]]

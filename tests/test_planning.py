@@ -19,15 +19,15 @@ import layerzero
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
+from layerzero.device.buffer_pools import StoragePool
 from layerzero.planning import Cluster, Sizes, plan, read_config
-from layerzero.planning.machine import Machine, simulate
-from layerzero.planning.models import TransformerBlock
-from layerzero.planning.paper import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
 from layerzero.planning.plan_report import yaml_text
-from layerzero.planning.program import Compute, Launch, Operation, Reduce, Wait, from_events
-from layerzero.planning.schedule import Sharding, Work, layerzero_program
-from layerzero.storage.buffers import StoragePool
-from layerzero.views.tables import rate, seconds, size, table
+from layerzero.planning.sim_program import Compute, Launch, Operation, Reduce, Wait, from_events
+from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
+from layerzero.planning.simulator import Machine, simulate
+from layerzero.planning.transformer_shapes import TransformerBlock
+from layerzero.utils.text_tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks
 
 # --- memory and bytes, beside real ranks ---

@@ -19,7 +19,7 @@ import layerzero
 from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, Sizes, plan
 from layerzero.planning.plan_plots import report_html
-from layerzero.views.tables import size
+from layerzero.utils.text_tables import size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 

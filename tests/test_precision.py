@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.engine.route import Route
+from layerzero.engine.reduction_spec import Route
 from tests.support import late_backend
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.models import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import layerzero
-from layerzero.checkpoint.convert import export_model
+from layerzero.checkpoint.whole_model_files import export_model
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.engine.settings import SettingsCheck
+from layerzero.engine.hyperparameter_check import SettingsCheck
 from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.comm import whereabouts
-from layerzero.comm.whereabouts import LostExchange
+from layerzero.comm import failure_report as whereabouts
+from layerzero.comm.failure_report import LostExchange
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
 from tests.support.logs import logged

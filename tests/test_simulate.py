@@ -14,8 +14,7 @@ from benchmarks.simulation.calibrate import Prediction
 from benchmarks.simulation.measure import Case
 from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
 from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.machine import Machine, simulate
-from layerzero.planning.program import (
+from layerzero.planning.sim_program import (
     Compute,
     Exchange,
     Launch,
@@ -30,6 +29,7 @@ from layerzero.planning.program import (
     retimed,
     seconds_of,
 )
+from layerzero.planning.simulator import Machine, simulate
 from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from layerzero.comm.collectives import Lane
-from layerzero.comm.exchange import Ledger
-from layerzero.comm.order import GatherOrder
+from layerzero.comm.traffic_counters import Ledger
+from layerzero.engine.gather_order import GatherOrder
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import (
     MODES,

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero.comm.collectives import Heard, Works, tell_all
+from layerzero.device.streams import DeviceStreams, _DeviceMark
 from layerzero.engine.hooks import runtime_of
-from layerzero.storage.streams import DeviceStreams, _DeviceMark
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
@@ -173,7 +173,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
 
     with (
         mock.patch.object(Works, "wait", seen),
-        mock.patch("layerzero.comm.census.tell_all", launch),
+        mock.patch("layerzero.engine.used_params.tell_all", launch),
         mock.patch.object(Event, "synchronize") as synchronize,
     ):
         for step in range(5):

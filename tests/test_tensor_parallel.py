@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from typer.testing import CliRunner
 
 import layerzero
-from layerzero.checkpoint.convert import export_model
+from layerzero.checkpoint.whole_model_files import export_model
 from layerzero.cli import app
 from tests.support.models import (
     different,

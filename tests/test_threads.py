@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.comm.collectives import PendingSum, reduce_scatter
-from layerzero.storage.buffers import BufferPool
-from layerzero.storage.streams import StreamThread
+from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
@@ -60,7 +60,7 @@ def _late(rank: int) -> Iterator[None]:
         return take(pool, *args).fill_(math.nan)
 
     with (
-        mock.patch("layerzero.engine.gradients.reduce_scatter", launch),
+        mock.patch("layerzero.engine.handle_gradients.reduce_scatter", launch),
         mock.patch.object(PendingSum, "wait", late_wait),
         mock.patch.object(PendingSum, "add_to", late_add),
         mock.patch.object(BufferPool, "take", poisoned),

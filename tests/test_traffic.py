@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.engine.settings import DIGEST_BYTES
+from layerzero.engine.hyperparameter_check import DIGEST_BYTES
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.setup.partition import block_classes
+from layerzero.sharding.unit_selection import block_classes
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
 from tests.support.models import TiedTransformer, full_gradients, full_parameters
 from tests.support.ranks import mesh_of, run_ranks, run_sharing

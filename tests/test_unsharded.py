@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.views.full import _full_parameter, _Options
+from layerzero.full_state import _full_parameter, _Options
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
 from tests.support.ranks import BOTH, run_ranks
 from tests.test_tensor_parallel import Net as TensorParallelNet

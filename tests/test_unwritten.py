@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.setup.unwritten import bears_mark, mark
+from layerzero.sharding.meta_init import bears_mark, mark
 from tests.support.ranks import mesh_of, run_ranks
 
 INV_FREQ = r"nothing has written 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="

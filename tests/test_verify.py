@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from examples import verify_gpt
-from layerzero.engine.refreshing import Round
-from layerzero.engine.route import Leg
+from layerzero.engine.reduction_spec import Leg
 from layerzero.engine.runtime import Runtime
+from layerzero.engine.weight_refresh import Round
 from tests.support.models import Block, TiedTransformer
 from tests.support.ranks import run_ranks
 

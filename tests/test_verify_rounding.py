@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.engine.route import Leg
+from layerzero.engine.reduction_spec import Leg
 from tests.support.ranks import run_ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.tensors.sharded import RowShardedTensor
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,

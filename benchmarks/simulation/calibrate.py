@@ -25,10 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
-from layerzero.planning.machine import Machine, simulate
-from layerzero.planning.paper import Paper, where_of
-from layerzero.planning.program import Operation, Reduce, What, read_recording, seconds_of
-from layerzero.planning.schedule import Sharding, Work, layerzero_program
+from layerzero.planning.meta_sharding import Paper, where_of
+from layerzero.planning.sim_program import Operation, Reduce, What, read_recording, seconds_of
+from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
+from layerzero.planning.simulator import Machine, simulate
 
 __all__ = ["Prediction", "calibrate"]
 

@@ -1,7 +1,7 @@
 """Steps of large models on many nodes, of layerzero and of models of its peers.
 
 layerzero's schedule is the engine's own, recorded for a stand-in of as many blocks, with the bytes and the times of the
-real model put in its place. The schedules of the peers are those of ``layerzero/planning/schedule.py``.
+real model put in its place. The schedules of the peers are those of ``layerzero/planning/sim_schedules.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.machine import Machine, Outcome, simulate
-from layerzero.planning.program import Exchange, Operation, What, from_events, resized, retimed
-from layerzero.planning.schedule import Peer, Work, peer_program
+from layerzero.planning.sim_program import Exchange, Operation, What, from_events, resized, retimed
+from layerzero.planning.sim_schedules import Peer, Work, peer_program
+from layerzero.planning.simulator import Machine, Outcome, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from scheme_costs import scheme_costs

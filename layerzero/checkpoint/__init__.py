@@ -4,17 +4,17 @@ A checkpoint is a folder: one safetensors file a rank, ``contents.json``, and ``
 checksums of the others. See docs/checkpoints.md.
 """
 
-from layerzero.checkpoint.api import PendingSave, per_rank, save, save_async
-from layerzero.checkpoint.buddies import Buddies
-from layerzero.checkpoint.chain import Chain
-from layerzero.checkpoint.files import CheckpointError
-from layerzero.checkpoint.folder import latest
-from layerzero.checkpoint.interchange import load_dcp, reader
-from layerzero.checkpoint.leaving import LeaveRequest, on_signal
+from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.buddy_snapshots import Buddies
+from layerzero.checkpoint.dcp_interop import load_dcp, reader
 from layerzero.checkpoint.loading import load
-from layerzero.checkpoint.pretrained import load_safetensors
-from layerzero.checkpoint.randomness import random_states, seed_random_states, set_random_states
+from layerzero.checkpoint.preemption import LeaveRequest, on_signal
+from layerzero.checkpoint.pretrained_weights import load_safetensors
 from layerzero.checkpoint.resuming import Resumed, load_latest
+from layerzero.checkpoint.rng_state import random_states, seed_random_states, set_random_states
+from layerzero.checkpoint.run_digest import Chain
+from layerzero.checkpoint.run_folder import latest
+from layerzero.checkpoint.saving import PendingSave, per_rank, save, save_async
 
 __all__ = [
     "Buddies",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.untrusted import CheckpointError
+from layerzero.checkpoint.safe_json import CheckpointError
 
 __all__ = ["Piece", "Scheme", "Sums", "read_pieces", "sums_of"]
 

@@ -12,20 +12,20 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from layerzero.checkpoint.checks import ranks_that_saved
-from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise, check_usable
-from layerzero.checkpoint.files import CheckpointError, Manifest
-from layerzero.checkpoint.names import Apart
-from layerzero.checkpoint.reading import Files
+from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
+from layerzero.checkpoint.contents_checks import ranks_that_saved
+from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.json_codec import has_own_values
+from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, agree_or_raise, check_usable
+from layerzero.checkpoint.restore import Restore
+from layerzero.checkpoint.safe_json import printable
+from layerzero.checkpoint.safetensors_reader import Files
 from layerzero.checkpoint.staging import finish_pending
-from layerzero.checkpoint.state import Restore
-from layerzero.checkpoint.storage import Contents
-from layerzero.checkpoint.untrusted import printable
-from layerzero.checkpoint.values import has_own_values
+from layerzero.checkpoint.state_names import Apart
 from layerzero.engine.hooks import runtime_of
+from layerzero.engine.param_view import View
 from layerzero.engine.runtime import Runtime
-from layerzero.engine.view import View
-from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
@@ -112,7 +112,7 @@ def prepare_from(
     strict: bool,
     apart: Apart | None = None,
 ) -> PreparedLoad:
-    """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in state.py."""
+    """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in restore.py."""
     runtime = runtime_of(model)
     everyone = runtime.everyone
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}

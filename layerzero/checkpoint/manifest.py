@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.checksums import Piece, Scheme, read_pieces, sums_of
-from layerzero.checkpoint.untrusted import MANIFEST_BYTES, CheckpointError, parse, read_capped
+from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "Unknown", "manifest_text"]
 
@@ -41,7 +41,7 @@ class Manifest:
     Attributes:
         scheme: of the sums of all files.
         sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
-        token: of the save that wrote it, see [Note: Two jobs at one name] in files.py.
+        token: of the save that wrote it, see [Note: Two jobs at one name] in atomic_files.py.
         finite: all that is trained was finite; None: that was not looked at.
     """
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.checkpoint.common import LostEachOther, PathLike, agree_or_raise
-from layerzero.checkpoint.files import CheckpointError
-from layerzero.checkpoint.folder import Survey, put_aside, survey
+from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import Manifest, Unknown
+from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, agree_or_raise
+from layerzero.checkpoint.run_folder import Survey, put_aside, survey
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
-from layerzero.optimizers.sharded import ShardedOptimizer
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Resumed", "load_latest"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from layerzero.comm.mesh_info import Topology
 from layerzero.comm.process_groups import HeldGroup
-from layerzero.comm.topology import Topology
+from layerzero.device.accelerator import finish_copies, host_memory
+from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
 from layerzero.engine.runtime import Runtime
-from layerzero.storage.device import finish_copies, host_memory
-from layerzero.tensors.rows import Watch
-from layerzero.tensors.sharded import LocalRows, plain, sharded
 
 __all__ = ["Staging", "finish_pending", "staging_of"]
 

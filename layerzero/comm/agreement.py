@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from layerzero.comm.whereabouts import Word, leave_word, words_of
+from layerzero.comm.failure_report import Word, leave_word, words_of
 
 __all__ = ["agree", "has_peers"]
 

@@ -31,14 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.exchange import GATHERS, SPELLED, Exchange, Ledger
-from layerzero.comm.node_pool import Arrival, NodePool
+from layerzero.comm.failure_report import LostExchange, Word, explain_loss
 from layerzero.comm.process_groups import HeldGroup
-from layerzero.comm.recording import Flight
-from layerzero.comm.whereabouts import LostExchange, Word, explain_loss
-from layerzero.storage.adding import add_up
-from layerzero.storage.buffers import BufferPool
-from layerzero.storage.streams import Unexplained
+from layerzero.comm.trace_recorder import Flight
+from layerzero.comm.traffic_counters import GATHERS, SPELLED, Exchange, Ledger
+from layerzero.comm.transport.shm_buffers import Arrival, NodePool
+from layerzero.device.accumulate import add_up
+from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.streams import Unexplained
 
 __all__ = [
     "Exchange",
@@ -312,7 +312,7 @@ def reduce_scatter(
 
 
 def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, name: str) -> PendingSum:
-    """See [Note: When a buffer is written again] in node_pool.py."""
+    """See [Note: When a buffer is written again] in shm_buffers.py."""
     numel = flat.numel() // lane.size
     with _issued(lane, Exchange.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
         shown = flat if pool.holds(flat) else pool.take(flat.numel(), flat.dtype).copy_(flat)

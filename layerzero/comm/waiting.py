@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from layerzero.comm.collectives import Issued
-from layerzero.comm.exchange import Exchange, Ledger
+from layerzero.comm.traffic_counters import Exchange, Ledger
 
 __all__ = ["awaited_by_host"]
 

@@ -92,7 +92,7 @@ class LayerZeroConfig:
             units: [TransformerLayer]
             mp_policy: {param_dtype: bf16, reduce_dtype: fp32}
         """
-        from layerzero.config.file import read_settings  # noqa: PLC0415 - files alone need it
+        from layerzero.config.yaml_file import read_settings  # noqa: PLC0415 - files alone need it
 
         settings = read_settings(path, tuple(field.name for field in fields(cls)))
         try:

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import Exchange, Works, all_gather
-from layerzero.layout.grid import Extent
-from layerzero.tensors.faces import part_held
-from layerzero.tensors.leaves import Leaves
+from layerzero.dtensor.leaves import Leaves
+from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.layout.shard_grid import Extent
 
 if TYPE_CHECKING:
+    from layerzero.device.buffer_pools import StoragePool
     from layerzero.engine.handle import Handle
-    from layerzero.engine.member import Member
-    from layerzero.storage.buffers import StoragePool
+    from layerzero.engine.managed_param import Member
 
 __all__ = ["FullPrecision"]
 

@@ -4,7 +4,7 @@
 The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3 shard
 and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed. The same
 holds where the ranks of a node share memory: the ZeRO-3 shards of all of them lie in it side by side, and are the full
-buffer of each. When it may be written and read then: [Note: Rounds of writing] in comm/handover.py.
+buffer of each. When it may be written and read then: [Note: Rounds of writing] in comm/transport/shared_memory.py.
 
 [Note: Version counters]
 `full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
@@ -25,27 +25,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Lane, Works, all_gather
-from layerzero.comm.everyone import Everyone, wide
-from layerzero.comm.gathers import Decoding, Travel, gathers_of
-from layerzero.comm.handover import SharedWeights
-from layerzero.comm.topology import Topology
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.model_ranks import Everyone, wide
+from layerzero.comm.transport.process_group import Decoding, Travel, gathers_of
+from layerzero.comm.transport.shared_memory import SharedWeights
 from layerzero.config import Precision
+from layerzero.device.gradient_offload import Buffers
+from layerzero.device.host_storage import Fetch, HostShard
+from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
+from layerzero.dtensor.leaves import Leaves
+from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
+from layerzero.dtensor.ops_data import carry_over
+from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
-from layerzero.engine.gradients import Gradients, Inspect
-from layerzero.engine.member import Member
-from layerzero.engine.route import Route
-from layerzero.engine.shown_gradients import ShownGradients
-from layerzero.layout.flat import FlatLayout, Slot
-from layerzero.layout.grid import Extent, overlap
-from layerzero.storage.host import Fetch, HostShard
-from layerzero.storage.slabs import Buffers
-from layerzero.tensors.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
-from layerzero.tensors.faces import Face
-from layerzero.tensors.leaves import Leaves
-from layerzero.tensors.moves import carry_over
-from layerzero.tensors.refusals import MOVED, TOO_COARSE
-from layerzero.tensors.rows import RowSpan, Watch
-from layerzero.tensors.sharded import RowShardedTensor, sharded
+from layerzero.engine.grad_attribute import ShownGradients
+from layerzero.engine.handle_gradients import Gradients, Inspect
+from layerzero.engine.managed_param import Member
+from layerzero.engine.reduction_spec import Route
+from layerzero.layout.flat_layout import FlatLayout, Slot
+from layerzero.layout.shard_grid import Extent, overlap
 
 __all__ = ["Handle", "ShardState"]
 
@@ -70,14 +70,14 @@ class Handle:
 
     Args:
         name: for messages: the unit's name and the kind.
-        label: for traces: the unit's name. Handles of one unit share a slab; see storage/slabs.py.
+        label: for traces: the unit's name. Handles of one unit share a slab; see device/gradient_offload.py.
         layout: flat places of the parameters.
         originals: by slot of `layout`: the part of a parameter that is sharded here, its owners, and its face; its
             values are taken, its storage is not kept.
         shared: memory of the node for the full buffer, if there is any.
         travel: what travels in gathers, and what is kept from a forward to its backward.
         extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
-            [Note: All-gather extensions] in tensors/extensions.py.
+            [Note: All-gather extensions] in dtensor/extensions.py.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Handle:
         self.state = ShardState.SHARDED
         self.watch = Watch()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
-        self.to_host = buffers.to_host if by_host else None  # where the host updates; see storage/host.py
+        self.to_host = buffers.to_host if by_host else None  # where the host updates; see device/host_storage.py
         self._gathering: Works | Decoding | Fetch | PendingExtension | None = None
         self._refreshing: Works | None = None
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
@@ -114,7 +114,7 @@ class Handle:
 
         grid, device = topology.grid, topology.device
         numel, place = grid.numel(layout, Extent.NODE), grid.place(layout, Extent.NODE, Extent.WHOLE)
-        self.in_host: HostShard | None = None  # compute weights in host memory; see storage/host.py
+        self.in_host: HostShard | None = None  # compute weights in host memory; see device/host_storage.py
         if shared is None and buffers.weights_to_host is not None:
             self.in_host = HostShard(numel, precision.compute, buffers.weights_to_host, buffers.scratch)
         self.zero3 = self._new_zero3(numel, place)  # [G / S]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
+from layerzero.dtensor.lazy_grad import accumulate_hooks
+from layerzero.dtensor.main_grad import GatheredParameter
+from layerzero.dtensor.outside import explain_dtypes
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.handle import Handle
-from layerzero.engine.member import Member
+from layerzero.engine.managed_param import Member
 from layerzero.engine.runtime import Runtime
 from layerzero.engine.unit import Unit
-from layerzero.tensors.access import accumulate_hooks
-from layerzero.tensors.main_grad import GatheredParameter
-from layerzero.tensors.outside import explain_dtypes
-from layerzero.tensors.sharded import RowShardedTensor
 
 __all__ = [
     "attach",

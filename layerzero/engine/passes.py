@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from layerzero.comm.recording import Observer
+from layerzero.comm.trace_recorder import Observer
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 

@@ -32,26 +32,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from layerzero.comm.everyone import Everyone
+from layerzero.comm.failure_report import LostExchange
+from layerzero.comm.model_ranks import Everyone
 from layerzero.comm.process_groups import CLOSED
-from layerzero.comm.whereabouts import LostExchange
 from layerzero.config import LayerZeroConfig
+from layerzero.device.accelerator import refuse_capture, streams_module
+from layerzero.device.buffer_pools import most_gathered
+from layerzero.device.gradient_offload import Buffers
+from layerzero.dtensor.main_grad import FLAG, take_flag
+from layerzero.dtensor.outside import inside_backward, is_calling_itself, refuse_transforms
+from layerzero.engine.gradient_reducer import GradientSync
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.member import Member, Parameters
+from layerzero.engine.managed_param import Member, Parameters
 from layerzero.engine.micro_batches import MicroBatches
+from layerzero.engine.module_checks import Structure
+from layerzero.engine.param_view import View, refuse_gradients, refuse_sharded
 from layerzero.engine.passes import BackwardPass, Call, ForwardPass, Use
-from layerzero.engine.refreshing import Refreshes
-from layerzero.engine.structure import Structure
-from layerzero.engine.sync import GradientSync
 from layerzero.engine.unit import Unit, orders_of
-from layerzero.engine.view import View, refuse_gradients, refuse_sharded
-from layerzero.layout.owners import Owner
-from layerzero.storage.buffers import most_gathered
-from layerzero.storage.device import refuse_capture, streams_module
-from layerzero.storage.slabs import Buffers
-from layerzero.tensors.main_grad import FLAG, take_flag
-from layerzero.tensors.outside import inside_backward, is_calling_itself, refuse_transforms
-from layerzero.tensors.structures import tensors_in
+from layerzero.engine.weight_refresh import Refreshes
+from layerzero.layout.owner_layout import Owner
+from layerzero.utils.pytree import tensors_in
 
 __all__ = ["Runtime"]
 

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.exchange import GATHERS, gather_name
-from layerzero.comm.order import GatherOrder
-from layerzero.comm.topology import Topology
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.traffic_counters import GATHERS, gather_name
+from layerzero.device.buffer_pools import Gathered
 from layerzero.engine.buffers import CastBuffer
+from layerzero.engine.gather_order import GatherOrder
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.member import Member
-from layerzero.engine.structure import replaced
-from layerzero.storage.buffers import Gathered
-from layerzero.tensors.structures import cast_floating
+from layerzero.engine.managed_param import Member
+from layerzero.engine.module_checks import replaced
+from layerzero.utils.pytree import cast_floating
 
 __all__ = ["Unit", "orders_of"]
 

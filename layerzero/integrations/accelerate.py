@@ -25,11 +25,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero import checkpoint
 from layerzero.config import Units
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import Settings, current_parameters, is_sharded
+from layerzero.full_state import full_state_dict
+from layerzero.integrations.loop_settings import Settings, current_parameters, is_sharded
 from layerzero.optimizers.clip import clip_grad_norm_
-from layerzero.optimizers.sharded import ShardedOptimizer, shard_optimizer
-from layerzero.views.full import full_state_dict
-from layerzero.views.loop import no_sync
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
+from layerzero.sharding.training_loop import no_sync
 
 __all__ = ["CONFIG_VARIABLE", "LayerZeroAccelerator", "LayerZeroPlugin"]
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero import checkpoint
 from layerzero.checkpoint import save as save_sharded
 from layerzero.config import Units
-from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
-from layerzero.optimizers.sharded import shard_optimizer
-from layerzero.views.full import full_state_dict
-from layerzero.views.loop import no_sync
+from layerzero.full_state import full_state_dict
+from layerzero.integrations.loop_settings import Settings, is_sharded, lightning_dtype
+from layerzero.optimizers.sharded_optimizer import shard_optimizer
+from layerzero.sharding.training_loop import no_sync
 
 __all__ = ["LayerZeroStrategy"]
 

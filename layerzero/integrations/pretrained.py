@@ -15,9 +15,9 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from layerzero import checkpoint
-from layerzero.integrations.common import let_generate
-from layerzero.setup.partition import block_classes
-from layerzero.setup.shard import shard_model
+from layerzero.integrations.loop_settings import let_generate
+from layerzero.sharding.shard_model import shard_model
+from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["from_pretrained"]
 

@@ -22,9 +22,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import Settings, is_sharded
-from layerzero.optimizers.sharded import shard_optimizer
-from layerzero.views.loop import no_sync
+from layerzero.integrations.loop_settings import Settings, is_sharded
+from layerzero.optimizers.sharded_optimizer import shard_optimizer
+from layerzero.sharding.training_loop import no_sync
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 

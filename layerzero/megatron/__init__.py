@@ -7,12 +7,12 @@ Nothing else of layerzero imports this package, and it imports Megatron only whe
 >>> optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config)       # doctest: +SKIP
 """
 
-from layerzero.megatron.checkpoint import load, save
+from layerzero.megatron.arguments import add_arguments
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.flags import add_arguments
-from layerzero.megatron.groups import ProcessGroups, process_groups
+from layerzero.megatron.chunk_checkpoint import load, save
 from layerzero.megatron.install import install
-from layerzero.megatron.optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
 from layerzero.megatron.wrap import wrap
 
 __all__ = [

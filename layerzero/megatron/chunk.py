@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
 from layerzero.engine.hooks import runtime_of
-from layerzero.megatron.groups import NOT_FOUND, ProcessGroups
+from layerzero.full_state import load_full_state_dict
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability.own_gradients import OwnGradients
-from layerzero.tensors.sharded import RowShardedTensor, plain
-from layerzero.views.full import load_full_state_dict
 
 __all__ = ["ShardedChunk"]
 
@@ -138,7 +138,7 @@ class ShardedChunk(nn.Module):
         Raises:
             NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
         """
-        from layerzero.megatron.dist_states import describe, with_weights  # noqa: PLC0415
+        from layerzero.megatron.sharded_model_state import describe, with_weights  # noqa: PLC0415
 
         state, _ = describe(self.module, runtime_of(self).members.values(), metadata, prefix, sharded_offsets)
         return with_weights(state)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.groups import ProcessGroups
-from layerzero.megatron.units import language_model
-from layerzero.tensors.sharded import plain
+from layerzero.megatron.default_units import language_model
+from layerzero.megatron.parallel_groups import ProcessGroups
 
 __all__ = ["FinalizeGradients", "tied_weight"]
 

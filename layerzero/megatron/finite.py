@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.megatron.groups import ProcessGroups, tell_all
+from layerzero.dtensor.sharded_tensor import plain
+from layerzero.megatron.parallel_groups import ProcessGroups, tell_all
 from layerzero.reliability.own_gradients import whose
-from layerzero.tensors.sharded import plain
 
 __all__ = ["refuse"]
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.megatron.arguments import Chosen, chosen_of
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.flags import Chosen, chosen_of
-from layerzero.megatron.groups import tell_all
-from layerzero.megatron.optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.units import default_units, named, with_named
+from layerzero.megatron.default_units import default_units, named, with_named
+from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.parallel_groups import tell_all
 from layerzero.megatron.versions import SUPPORTED, require_supported
 from layerzero.megatron.weights import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.units import is_expert_parallel
+from layerzero.megatron.default_units import is_expert_parallel
 
 __all__ = ["Condition", "param_groups"]
 

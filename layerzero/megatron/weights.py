@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.groups import ProcessGroups
-from layerzero.tensors.sharded import plain
+from layerzero.megatron.parallel_groups import ProcessGroups
 
 __all__ = ["counts", "params_norm", "replicas_agree"]
 

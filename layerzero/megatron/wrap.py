@@ -10,21 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.topology import mesh_from_groups
+from layerzero.comm.mesh_info import mesh_from_groups
 from layerzero.config import Accumulation, Units
 from layerzero.engine.hooks import runtime_of
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.finalize import FinalizeGradients, tied_weight
-from layerzero.megatron.groups import ProcessGroups, process_groups
-from layerzero.megatron.units import (
+from layerzero.megatron.default_units import (
     default_units,
     is_expert_parallel,
     language_model,
     only_experts,
     warn_of_what_is_gathered_at_once,
 )
+from layerzero.megatron.finalize import FinalizeGradients, tied_weight
+from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
 from layerzero.reliability.own_gradients import OwnGradients
-from layerzero.setup.shard import shard_model
+from layerzero.sharding.shard_model import shard_model
 
 __all__ = ["wrap"]
 

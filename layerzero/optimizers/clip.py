@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtimes_of
 from layerzero.engine.runtime import Runtime
-from layerzero.optimizers.inner import note_edits
-from layerzero.tensors.sharded import plain
+from layerzero.optimizers.wrapped_optimizer import note_edits
 
 __all__ = ["clip_grad_norm_"]
 

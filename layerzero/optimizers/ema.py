@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
-from layerzero.engine.member import Member
-from layerzero.engine.view import View, viewing
-from layerzero.layout.flat import FlatLayout
-from layerzero.tensors.rows import Watch
-from layerzero.tensors.sharded import LocalRows, plain, sharded
-from layerzero.tensors.whole import rows_of
+from layerzero.engine.managed_param import Member
+from layerzero.engine.param_view import View, viewing
+from layerzero.layout.flat_layout import FlatLayout
 
 __all__ = ["EMA"]
 

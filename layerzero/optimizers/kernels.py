@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from layerzero.device.accelerator import default_device_type
 from layerzero.optimizers.apex import DTYPES, apex_class, momentum_before_first
-from layerzero.optimizers.sharded import ShardedOptimizer
-from layerzero.storage.device import default_device_type
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Params", "adamw", "implementation", "sgd"]
 

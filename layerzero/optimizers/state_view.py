@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.optimizers.interchange import asked_by_torch, first_state
+from layerzero.optimizers.torch_state_dict import asked_by_torch, first_state
 
 __all__ = ["StateView"]
 

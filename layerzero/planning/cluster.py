@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from layerzero.config.file import read_yaml
-from layerzero.planning.machine import Machine
+from layerzero.config.yaml_file import read_yaml
+from layerzero.planning.simulator import Machine
 
 __all__ = ["Cluster"]
 

@@ -9,10 +9,10 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
-from layerzero.planning.machine import simulate
+from layerzero.planning.estimator import LAYERZERO, Row
 from layerzero.planning.plan_report import HEADER, Plan, call_text, cells, yaml_text
-from layerzero.planning.rows import LAYERZERO, Row
-from layerzero.views.tables import rate, seconds, size
+from layerzero.planning.simulator import simulate
+from layerzero.utils.text_tables import rate, seconds, size
 
 try:
     import matplotlib

@@ -10,8 +10,8 @@ import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.rows import LAYERZERO, Choice, Row, Workshop
-from layerzero.views.tables import rate, seconds, size, table
+from layerzero.planning.estimator import LAYERZERO, Choice, Row, Workshop
+from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
 

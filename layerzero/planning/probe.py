@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, Lane, all_gather
-from layerzero.comm.everyone import reduce_over
+from layerzero.comm.mesh_info import Topology, init_mesh
+from layerzero.comm.model_ranks import reduce_over
 from layerzero.comm.process_groups import ModelGroups
-from layerzero.comm.topology import Topology, init_mesh
+from layerzero.device.accelerator import finish_copies, host_memory
 from layerzero.planning.cluster import Cluster
-from layerzero.storage.device import finish_copies, host_memory
 
 __all__ = ["Probed", "probe", "speeds_of"]
 

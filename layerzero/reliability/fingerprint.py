@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, all_gather
-from layerzero.comm.everyone import reduce_over
-from layerzero.comm.topology import Topology
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.model_ranks import reduce_over
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import runtime_of
 from layerzero.engine.runtime import Runtime
-from layerzero.layout.grid import Extent
+from layerzero.layout.shard_grid import Extent
 from layerzero.reliability.bits import as_integers, sum64
 
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]

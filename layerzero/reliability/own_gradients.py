@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.handle import Handle
-from layerzero.reliability.numbers import few_names, magnitudes
+from layerzero.utils.nonfinite import few_names, magnitudes
 
 __all__ = ["OwnGradients", "whose"]
 

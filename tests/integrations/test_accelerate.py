@@ -22,7 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import files
+from layerzero.checkpoint import atomic_files as files
 from layerzero.integrations.accelerate import CONFIG_VARIABLE, LayerZeroAccelerator, LayerZeroPlugin
 from tests.support.loops import Samples, assert_like, forget_accelerators, launched
 from tests.support.models import (

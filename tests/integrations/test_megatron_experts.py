@@ -17,10 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from typer.testing import CliRunner
 
 import layerzero.megatron
-from layerzero.checkpoint.convert import inspect
+from layerzero.checkpoint.whole_model_files import inspect
 from layerzero.cli import app
-from layerzero.megatron import checkpoint as megatron_checkpoint
-from layerzero.megatron.experts import experts_of
+from layerzero.megatron import chunk_checkpoint as megatron_checkpoint
+from layerzero.megatron.expert_names import experts_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import (

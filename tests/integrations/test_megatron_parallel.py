@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.engine.hooks import runtime_of
-from layerzero.megatron.groups import _failure
+from layerzero.megatron.parallel_groups import _failure
 from layerzero.megatron.weights import replicas_agree
 from tests.support.megatron_compare import assert_same
 from tests.support.megatron_parallel import SequenceParallelNorm

@@ -30,9 +30,9 @@ from transformers import (
 
 import layerzero
 from layerzero.engine.hooks import runtime_of
-from layerzero.integrations.common import is_sharded
+from layerzero.integrations.loop_settings import is_sharded
 from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer, from_pretrained
-from layerzero.setup.partition import block_classes
+from layerzero.sharding.unit_selection import block_classes
 from tests.support.loops import assert_like, forget_accelerators, launched
 from tests.support.models import assert_same_bits, full_parameters
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ import ctypes
 from torch import Tensor
 
 from layerzero.engine.handle import Handle
-from layerzero.layout.grid import Extent
+from layerzero.layout.shard_grid import Extent
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:

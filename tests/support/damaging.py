@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from layerzero import checkpoint
-from layerzero.checkpoint import files
+from layerzero.checkpoint import atomic_files as files
 from layerzero.checkpoint.checksums import Scheme, sums_of
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.storage.device import Transfers
+from layerzero.device.accelerator import Transfers
 from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
@@ -215,7 +215,7 @@ class Device:
         with ExitStack() as stack:
             for module in ("storage.device", "storage.streams", "engine.runtime"):
                 stack.enter_context(mock.patch(f"layerzero.{module}.streams_module", lambda device: self))
-            stack.enter_context(mock.patch("layerzero.setup.shard.Transfers", _LateTransfers))
+            stack.enter_context(mock.patch("layerzero.sharding.shard_model.Transfers", _LateTransfers))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
             stack.enter_context(_Computes())

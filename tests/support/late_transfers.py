@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from layerzero.storage.device import Transfers
+from layerzero.device.accelerator import Transfers
 
 
 class _Copy(NamedTuple):
@@ -104,4 +104,4 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def late() -> Any:
     LateTransfers.made.clear()
-    return mock.patch("layerzero.setup.shard.Transfers", LateTransfers)
+    return mock.patch("layerzero.sharding.shard_model.Transfers", LateTransfers)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.comm.topology import Topology
-from layerzero.tensors.sharded import plain
+from layerzero.comm.mesh_info import Topology
+from layerzero.dtensor.sharded_tensor import plain
 
 __all__ = [
     "GlobalScaling",

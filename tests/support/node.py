@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.comm.collectives import Lane
-from layerzero.comm.meeting import share_memory
-from layerzero.comm.node import Region
-from layerzero.comm.node_pool import RING_BYTES, NodePool
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePool
+from layerzero.comm.transport.shm_rendezvous import share_memory
+from layerzero.comm.transport.shm_segment import Region
 from layerzero.engine.hooks import runtime_of
 from tests.support.models import integer_net
 

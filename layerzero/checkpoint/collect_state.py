@@ -1,0 +1,83 @@
+"""What a save has to write: the state of model and optimizer and what the user adds, once all ranks mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.rank_agreement import agree_or_raise
+from layerzero.checkpoint.state_names import Apart, encode_all, trained_rows
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.utils.nonfinite import few_names, not_finite
+
+__all__ = ["Collected", "agree_on_state", "collect", "who_saves"]
+
+
+class Collected(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        document: the same on all ranks, but for what only the first one's is looked at for.
+        tensors: by key, what this rank offers: what is sharded, and from the first rank that has it everything else.
+        own: its :class:`PerRank` values, and its own entries of :class:`Joint` ones.
+        digests: by path, of every value that must be the same on all ranks.
+        bad: names of what is not finite.
+    """
+
+    document: dict[str, Any]
+    tensors: dict[str, Tensor]
+    own: list[Any]
+    digests: dict[str, str]
+    bad: list[str]
+
+
+def collect(
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    extra: object,
+    *,
+    require_finite: bool = True,
+    apart: Apart | None = None,
+) -> Collected:
+    """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
+    if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
+        raise RuntimeError(torn)
+    rank = runtime.everyone.rank
+    document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
+    tensors = {
+        key: tensor
+        for key, tensor in encoder.tensors.items()
+        if (encoder.tells if key in encoder.apart else rank == 0)
+        or isinstance(tensor, DTensor)
+        or key.startswith(f"rank{rank}.")
+    }
+    bad = not_finite(trained_rows(runtime, encoder.tensors))
+    if bad and require_finite:
+        raise CheckpointError(
+            f"{few_names(bad)} on rank {dist.get_rank()} hold numbers that are not finite: nothing is saved, and "
+            "what was saved before stays. Load the last checkpoint; require_finite=False saves all the same"
+        )
+    return Collected(document, tensors, encoder.own, encoder.digests, bad)
+
+
+def agree_on_state(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
+    """Raise on all ranks unless all of them save the same."""
+    try:
+        agree_or_raise(subject, runtime, fields, failure)
+    except ValueError as error:
+        if failure is not None or " extra" not in str(error):
+            raise
+        raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
+
+
+def who_saves(runtime: Runtime) -> dict[str, int]:
+    """As checkpoints have it."""
+    topology, everyone = runtime.topology, runtime.everyone
+    further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}
+    return {"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size, **further}

@@ -1,0 +1,208 @@
+"""What everything that reads ``contents.json`` relies on.
+
+[Note: Who wrote a checkpoint]
+A checksum that matches says that a file is as it was written, and not that layerzero wrote it. Rows that no file holds
+would be loaded as whatever was in memory, and sizes can ask for more memory than there is. So the table of tensors and
+every reference to it are compared with each other and with the sizes of the files, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.checkpoint.json_codec import DEPTH, Decoder, is_deeper, references
+
+__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", "ranks_that_saved"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One whole tensor of a checkpoint, and the boxes that it was cut into.
+
+    Attributes:
+        chunks: (file, offsets, sizes) of every box.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def check_topology(topology: Mapping[str, Any]) -> None:
+    """Positive numbers. Raises ValueError."""
+    for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in topology else [])):
+        if type(topology[name]) is not int or topology[name] < 1:
+            raise ValueError(f"{name} is {topology[name]!r}")
+
+
+def ranks_that_saved(topology: Mapping[str, int]) -> int | None:
+    """All of them, those of further axes included; None: that is not known."""
+    return topology.get("ranks", topology.get("data_parallel"))
+
+
+def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
+    """Each tensor is made of boxes without gaps, and each file is large enough for what it holds.
+
+    The boxes are rows that follow each other. A tensor may be cut along one more dim, of which each part is so cut.
+
+    Raises:
+        ValueError: names the tensor, or the file.
+    """
+    held: Counter[str] = Counter()  # bytes by file
+    for key, tensor in tensors.items():
+        shape = tensor.shape
+        if not _are_sizes(shape) or tensor.dtype.itemsize * math.prod(max(1, size) for size in shape) >= 2**63:
+            raise ValueError(f"{key} has shape {list(shape)}")
+        if not shape and len(tensor.chunks) != 1:
+            raise ValueError(f"{key} is one number, and in {len(tensor.chunks)} places")
+        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows, by offsets and sizes beyond
+        for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
+            if file not in file_sizes:
+                raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
+            if not _are_sizes(offsets) or not _are_sizes(sizes) or len(offsets) != len(shape):
+                raise ValueError(f"{key} is cut into {list(sizes)} at {list(offsets)}")
+            if len(sizes) != len(shape):
+                raise ValueError(_NOT_BY_ROWS.format(key))
+            column = offsets[1:], sizes[1:]
+            row = columns.get(column, 0)
+            if shape and (offsets[0] != row or sizes[0] > shape[0] - row):
+                raise ValueError(f"{key} has {sizes[0]} rows at {offsets[0]} where row {row} of {shape[0]} is next")
+            columns[column] = row + (sizes[0] if shape else 0)
+            held[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
+        if columns and not _fill(sorted(columns), shape[1:]):
+            raise ValueError(_NOT_BY_ROWS.format(key))
+        row = min(columns.values(), default=0)
+        if shape and row != shape[0] and all(shape):
+            raise ValueError(f"{key} has {shape[0]} rows, of which {row} are in files")
+    for file, nbytes in held.items():
+        if nbytes > file_sizes[file]:
+            raise ValueError(f"{file} has {file_sizes[file]} bytes, too few for its {nbytes} bytes of tensors")
+
+
+_NOT_BY_ROWS = "{} is cut in another way than by rows, and along one more dim"
+
+
+def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Boxes, ascending, that follow each other along one dim and have the others whole, fill `shape`."""
+    if len(columns) == 1:
+        return columns[0] == ((0,) * len(shape), shape)
+    starts, sizes = zip(*columns, strict=True)
+    cut = [dim for dim in range(len(shape)) if len({start[dim] for start in starts}) > 1]
+    if len(cut) != 1:
+        return False
+    (dim,), end = cut, 0
+    for start, size in columns:
+        others = [(start[each], size[each]) == (0, shape[each]) for each in range(len(shape)) if each != dim]
+        if start[dim] != end or not all(others):
+            return False
+        end += size[dim]
+    return end == shape[dim] and all(size[dim] for size in sizes)
+
+
+def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, ranks: int | None) -> None:
+    """It has the parts that it must have, and :class:`Decoder` can decode them.
+
+    Args:
+        ranks: that saved, and that each mark of :func:`layerzero.checkpoint.per_rank` has a value for.
+
+    Raises:
+        ValueError, TypeError, KeyError: it has not, or it cannot.
+    """
+    if is_deeper(document, DEPTH):
+        raise ValueError(f"values are nested deeper than {DEPTH} levels")
+    model, optimizer = document["model"], document["optimizer"]
+    _check_value(document["extra"], tensors, ranks)
+    _check_names(model, "model")
+    _check_value(model, tensors, ranks)
+    if optimizer is None:
+        return
+    _check_names(optimizer["state"], "optimizer.state")
+    for name, values in optimizer["state"].items():
+        _check_names(values, name)
+    for group in optimizer["param_groups"]:
+        _check_names(group, "a parameter group")
+        if not isinstance(group["params"], list) or not all(type(name) is str for name in group["params"]):
+            raise ValueError(f"a parameter group holds {group['params']!r}")
+    if type(optimizer.get("class", "")) is not str:
+        raise ValueError(f"the optimizer's class is {optimizer['class']!r}")
+    _check_value(optimizer, tensors, ranks)
+
+
+def _check_names(value: Any, what: str) -> None:
+    if not isinstance(value, dict) or any(name.startswith("$") for name in value):
+        raise ValueError(f"{what} is not a table of names")
+
+
+def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
+    """What :class:`Decoder` takes for granted."""
+    if isinstance(value, list):
+        for item in value:
+            _check_value(item, tensors, ranks)
+    elif isinstance(value, dict):
+        tags = [key for key in value if key.startswith("$")]
+        if tags:
+            if len(value) != 1 and list(value) != ["$sharded", "like"]:
+                raise ValueError(f"{list(value)[:4]} are not keys of one value")
+            _check_tagged(tags[0], value[tags[0]], value, tensors, ranks)
+        else:
+            for item in value.values():
+                _check_value(item, tensors, ranks)
+
+
+def _check_tagged(
+    tag: str, content: Any, value: Mapping[str, Any], tensors: Mapping[str, StoredTensor], ranks: int | None
+) -> None:
+    if tag in ("$tensor", "$sharded", "$ndarray"):
+        if type(content) is not str or content not in tensors or type(value.get("like", "")) is not str:
+            raise ValueError(f"it refers to a tensor {content!r}, which it does not list")
+        if tag == "$ndarray":
+            torch.empty(0, dtype=tensors[content].dtype).numpy()
+        parameter = tensors.get(f"model.{value.get('like')}", tensors[content])  # a row of a 0-dim one has no dims
+        if tag == "$sharded" and ("like" not in value or (parameter.shape and not tensors[content].shape)):
+            raise ValueError(f"it refers to {content!r}, but not to rows of it")
+        return
+    if tag in ("$bytes", "$float", "$dtype"):
+        if type(content) is not str:
+            raise ValueError(f"{tag} is {content!r}")
+        if tag == "$bytes":
+            base64.b64decode(content, validate=True)
+        else:
+            _PLAIN.decode(value)
+        return
+    if not isinstance(content, list):
+        raise ValueError(f"{tag} is {content!r}")
+    if tag == "$per_rank":
+        if len(content) != ranks:
+            raise ValueError(f"{len(content)} values for {ranks} ranks")
+    elif tag in ("$dict", "$ordered", "$counter"):
+        for key, _ in content:
+            if next(references(key, rank=0), None) is not None:
+                raise ValueError("a tensor is a key")
+            _check_value(key, tensors, ranks)
+            hash(_PLAIN.decode(key))
+    elif tag != "$tuple":
+        _PLAIN.decode(value)  # says that it does not know the tag
+    _check_value(content, tensors, ranks)
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _no_tensor(key: str) -> torch.Tensor:
+    raise ValueError(f"a tensor {key!r} where none can be")
+
+
+_PLAIN = Decoder(_no_tensor, rank=None)

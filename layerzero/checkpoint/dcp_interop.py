@@ -1,0 +1,188 @@
+"""Our checkpoints for torch.distributed.checkpoint, and its for us."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Container, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.storage import StorageReader
+
+from layerzero.checkpoint.atomic_files import Manifest
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import Contents, Reader
+from layerzero.checkpoint.json_codec import Decoder, Encoder
+from layerzero.checkpoint.loading import Source, prepare_from
+from layerzero.checkpoint.rank_agreement import LostEachOther, told
+from layerzero.comm.process_groups import known_to_torch
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["load_dcp", "reader"]
+
+
+def load_dcp(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    model_key: str = "model",
+    optimizer_key: str = "optimizer",
+    strict: bool = True,
+) -> None:
+    """Load what ``torch.distributed.checkpoint.save`` wrote of FSDP2, of DDP, or of a sharded model.
+
+    torch unpickles the metadata and whatever is not a tensor, and notices no damage: use it for files that you trust.
+
+    Args:
+        path: a folder with a file ``.metadata``.
+        model_key, optimizer_key: under which the model's and the optimizer's state dict were saved, the latter by
+            parameter name, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` has it, flattened or not.
+        strict: as in :func:`layerzero.checkpoint.load`.
+
+    Raises:
+        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+
+    Example::
+
+        model_state, optimizer_state = get_state_dict(fsdp_model, fsdp_optimizer)       # in the old job
+        torch.distributed.checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+        layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
+    """
+
+    def opened(runtime: Runtime) -> Source:
+        source = FileSystemReader(path)
+        metadata = source.read_metadata()
+        tree = _tree(source, metadata, (model_key, optimizer_key))
+        saved = tree.get(optimizer_key)
+        document = {
+            "model": tree.get(model_key, {}),
+            "optimizer": None if saved is None else _nested_optimizer(saved),
+            "extra": None,
+        }
+        tensors = {
+            key: StoredTensor(tuple(entry.size), entry.properties.dtype, ())
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
+        return _DcpFiles(Contents({}, document, tensors), names, source, os.fspath(path), runtime)
+
+    prepare_from(opened, os.fspath(path), model, optimizer, strict=strict).commit()
+
+
+class _DcpFiles:
+    """A source of tensors that torch reads; see :class:`layerzero.checkpoint.loading.Source`."""
+
+    def __init__(
+        self, contents: Contents, fingerprint: object, source: FileSystemReader, path: str, runtime: Runtime
+    ) -> None:
+        self.contents = contents
+        self.fingerprint = fingerprint
+        self.twice = False
+        self._source = source
+        self._path = path
+        self._everyone = runtime.everyone
+
+    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        group = self._everyone.control_group()
+        try:
+            with known_to_torch(group):
+                read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
+        except CheckpointException as error:
+            raise told("read", self._path, error) from None
+        except RuntimeError as error:
+            raise LostEachOther(f"{self._path} could not be read: ranks have lost each other: {error}") from error
+
+    def read_again(self) -> None:
+        """Nothing is read in place."""
+
+
+def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
+    """What was saved under the `wanted` keys, nested as it was, with references in place of tensors."""
+    paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
+    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
+    values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_tensors(values, storage_reader=source, planner=planner, no_dist=True)
+    encoder = Encoder(0, name_of=lambda rows: rows.span.name)
+    leaves: dict[str, Any] = {
+        key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
+    }
+    return unflatten_state_dict(leaves, paths)
+
+
+class _Placeholder(Tensor):
+    """Stands for a tensor of the checkpoint while torch flattens names."""
+
+    key: str
+
+    @staticmethod
+    def of(key: str) -> Tensor:
+        placeholder = Tensor().as_subclass(_Placeholder)
+        placeholder.key = key
+        return placeholder
+
+    def numpy(self, **_: Any) -> Any:
+        """An array is read as a tensor."""
+        return self
+
+
+def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
+    """A checkpoint as ``torch.distributed.checkpoint.load`` wants it, for FSDP2 and for plain models.
+
+    The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}`` flattened by
+    torch, with the optimizer's state by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it.
+
+    Args:
+        verify: compare the checksums of all files first; each process that makes a reader reads them all.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`load`.
+
+    Example::
+
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        model_state, optimizer_state = get_state_dict(fsdp_model, fsdp_optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        torch.distributed.checkpoint.load(state, storage_reader=layerzero.checkpoint.reader(path))
+        set_state_dict(fsdp_model, fsdp_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    """
+    manifest = Manifest.read(path)
+    if verify:
+        manifest.verify()
+    contents = Contents.read(manifest)
+    tree: dict[str, Any] = Decoder(_Placeholder.of, rank=None).decode(dict(contents.document))
+    flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
+    names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, _Placeholder)}
+    values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, _Placeholder)}
+    return Reader(manifest, contents, names=names, values=values)
+
+
+def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that torch may have flattened to ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
+    nested = {key: value for key, value in saved.items() if "." not in key}
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in saved.items():
+        kind, dot, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if not dot:
+            continue
+        if kind == "state":
+            nested.setdefault("state", {}).setdefault(name, {})[key] = value
+        else:
+            groups.setdefault(name, {"params": [name]})[key] = value
+    return {**nested, "param_groups": [*nested.get("param_groups", []), *groups.values()]}

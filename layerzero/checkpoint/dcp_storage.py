@@ -1,0 +1,355 @@
+"""Where torch.distributed.checkpoint puts tensors and finds them: safetensors files, and one JSON file for the rest.
+
+torch plans who writes and who reads which rows. These two classes do what the plan says. Each rank writes one file, in
+which a tensor's key is its name; ``contents.json`` says which rows of it are in which file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from layerzero.checkpoint.atomic_files import (
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    make_folder,
+    new_token,
+    partial_of,
+    publish,
+    read_back,
+    remove,
+    write_file,
+)
+from layerzero.checkpoint.contents_checks import (
+    StoredTensor,
+    check_document,
+    check_tensors,
+    check_topology,
+    ranks_that_saved,
+)
+from layerzero.checkpoint.json_codec import DTYPES, dtype_named, with_all_ranks
+from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
+from layerzero.checkpoint.safetensors_writer import write_items
+
+__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces"]
+
+CONTENTS = "contents.json"
+_PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What ``contents.json`` says.
+
+    Attributes:
+        topology: of the ranks that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` where there were more.
+        document: what :class:`layerzero.checkpoint.json_codec.Encoder` made of the model, the optimizer and ``extra``.
+        tensors: by key, what `document` refers to.
+    """
+
+    topology: Mapping[str, int]
+    document: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def read(cls, manifest: Manifest) -> Contents:
+        """Verified first. Raises CheckpointError."""
+        path = manifest.path_of(CONTENTS)
+        try:
+            text = read_capped(path, CONTENTS_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        manifest.verify_text(CONTENTS, text)
+        try:
+            content = parse(path, text)
+            tensors = {
+                key: StoredTensor(
+                    tuple(shape),
+                    dtype_named(dtype),
+                    tuple((file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks),
+                )
+                for key, (dtype, shape, chunks) in content["tensors"].items()
+            }
+            if odd := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
+                raise ValueError(f"{min(odd)} has a dtype that safetensors files do not have")
+            check_topology(content["topology"])
+            check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
+            check_document(content["document"], tensors, ranks=ranks_that_saved(content["topology"]))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
+        return cls(content["topology"], content["document"], tensors)
+
+    def write(self, folder: Path) -> FileRecord:
+        """Raises CheckpointError of what could not be read again, OSError of a full disk."""
+        path, text = folder / CONTENTS, self._to_json()
+        if len(text) > CONTENTS_BYTES:
+            raise CheckpointError(f"{path} would have {len(text):,} bytes, more than {CONTENTS_BYTES:,}")
+        check_json(path, text)
+        return write_file(path, [text])
+
+    def _to_json(self) -> bytes:
+        tensors = {
+            key: [str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.chunks]
+            for key, tensor in sorted(self.tensors.items())
+        }
+        return json.dumps({"topology": self.topology, "document": self.document, "tensors": tensors}).encode()
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint.
+
+    Args:
+        path: of the checkpoint, which is there at the end and not before.
+        document: from the first rank, all of it; other ranks' are not looked at.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`Joint` ones.
+        finite: all that is trained on this rank is.
+        sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
+        overwrite: a checkpoint that is at `path` may go.
+        reads_back: each file is compared with what was written, before the checkpoint exists.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        topology: Mapping[str, int],
+        document: dict[str, Any],
+        own: list[Any],
+        sequence: Callable[[], int],
+        finite: bool,
+        overwrite: bool,
+        reads_back: bool,
+    ) -> None:
+        self._path = path
+        self._token: str | None = None  # see [Note: Two jobs at one name]
+        self._rank = rank
+        self._topology = topology
+        self._document = document
+        self._own = own
+        self._sequence = sequence
+        self._finite = finite  # on the first rank, once it has heard the others: on all
+        self._overwrite = overwrite
+        self._reads_back = reads_back
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=json.dumps([self._own, self._finite]))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        told = [json.loads(plan.storage_data) for plan in plans]
+        self._document = with_all_ranks(self._document, [own for own, _ in told])
+        self._finite = all(finite for _, finite in told)
+        make_folder(self._path.parent)
+        self._token = new_token()
+        self._partial.mkdir()
+        return [replace(plan, storage_data=self._token) for plan in plans]
+
+    @property
+    def _partial(self) -> Path:
+        """The folder that is written into, and becomes the checkpoint."""
+        assert self._token is not None
+        return partial_of(self._path, self._token)
+
+    def discard(self) -> None:
+        """On the first rank, after a failure on which all ranks agree: remove what has been written."""
+        if self._token is not None:
+            remove(self._partial)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._token = plan.storage_data
+        future: Future[list[WriteResult]] = Future()
+        results: list[WriteResult] = []
+        if plan.items:
+            record = write_items(self._partial, self._rank, plan.items, planner)
+            if self._reads_back:
+                read_back(self._partial, record)
+            results = [WriteResult(item.index, item.tensor_storage_size() or 0, record) for item in plan.items]
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, FileRecord] = {}
+        chunks: dict[str, list[Any]] = defaultdict(list)
+        for result in (result for of_rank in results for result in of_rank):
+            record = result.storage_data
+            files[record.name] = record
+            stored = metadata.state_dict_metadata[result.index.fqn]
+            assert isinstance(stored, TensorStorageMetadata)
+            offsets = result.index.offset or torch.Size([0] * len(stored.size))
+            sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == offsets)
+            chunks[result.index.fqn].append((record.name, tuple(offsets), tuple(sizes)))
+        tensors = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
+        contents = Contents(self._topology, self._document, tensors)
+        written = contents.write(self._partial)
+        if self._reads_back:
+            read_back(self._partial, written)
+        assert self._token is not None
+        publish(
+            self._partial,
+            self._path,
+            [*files.values(), written],
+            sequence=self._sequence(),
+            token=self._token,
+            finite=self._finite,
+            overwrite=self._overwrite,
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads tensors of one verified checkpoint.
+
+    Args:
+        values: by flat name, what is not a tensor, for people who load through torch.distributed.checkpoint.
+        names: by flat name, the key of the tensor that it stands for.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        contents: Contents,
+        *,
+        names: Mapping[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._contents = contents
+        self._names = {key: key for key in contents.tensors} if names is None else names
+        self._values = values or {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
+        for name, key in self._names.items():
+            stored = self._contents.tensors[key]
+            entries[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=stored.dtype),
+                size=torch.Size(stored.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, at, sizes in stored.chunks],
+            )
+        return Metadata(state_dict_metadata=entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = defaultdict(list)
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(self._values[item.storage_index.fqn]))
+                continue
+            key = self._names[item.storage_index.fqn]
+            file, _, sizes = self._chunk_of(key, item.storage_index)
+            by_file[file].append((key, sizes, item))
+        for file, items in by_file.items():
+            path = self._manifest.path_of(file)
+            with opened(path) as tensors:
+                names = set(tensors.keys())
+                for key, sizes, item in items:
+                    check_entry(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_box(tensors, key, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chunk_of(self, key: str, index: MetadataIndex) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        chunks = self._contents.tensors[key].chunks
+        if index.offset is None:
+            return chunks[0]
+        return next(chunk for chunk in chunks if chunk[1] == tuple(index.offset))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def opened(path: Path) -> Any:
+    """The tensors of a safetensors file, as safetensors' own context manager."""
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - loading alone needs it
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("loading a checkpoint needs safetensors: pip install safetensors") from error
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_entry(
+    path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Raise CheckpointError unless the opened file at `path` has what ``contents.json`` says."""
+    entry = tensors.get_slice(key) if key in names else None
+    if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
+        found = "nothing" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
+        raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")
+
+
+def pieces(
+    tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
+) -> Iterator[Tensor]:
+    """One tensor of an opened file, or a box of it, by rows, no more than 64 MiB (or one row) at once."""
+    if not shape:
+        yield tensors.get_tensor(key)
+        return
+    step = max(1, _PIECE // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))  # rows
+    source, rows = tensors.get_slice(key), range(shape[0])[box[0] if box else slice(None)]
+    for start in rows[::step]:
+        here = (slice(start, min(start + step, rows.stop)), *box[1:])
+        yield source[here]
+
+
+def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    if not offsets:
+        return tensors.get_tensor(key)  # type: ignore[no-any-return]
+    return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What torch.distributed.checkpoint expects of something that is no tensor; it comes from JSON."""
+    torch.save(value, buffer := io.BytesIO())
+    buffer.seek(0)
+    return buffer

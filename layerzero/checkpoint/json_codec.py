@@ -1,0 +1,357 @@
+"""Nested values as JSON and tensors, and back: what a pickle would do, without what a pickle can do.
+
+JSON has no tuples, no integer keys, no infinities. Such values become an object with one key that starts with ``$``:
+
+    {"$tensor": KEY}                    a whole tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
+    {"$sharded": KEY, "like": NAME}     a sharded tensor, cut like the parameter NAME
+    {"$per_rank": [VALUE, ...]}         one value for each rank that saved
+    {"$joint": INDEX, "common": VALUE}  until all ranks have told what they have of it; see Joint
+    {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
+    {"$float": "inf"}, {"$dtype": "bfloat16"}
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
+from layerzero.dtensor.sharded_tensor import LocalRows
+
+__all__ = [
+    "DEPTH",
+    "DTYPES",
+    "Decoder",
+    "Encoder",
+    "Joint",
+    "PerRank",
+    "dtype_named",
+    "has_own_memory",
+    "has_own_values",
+    "is_deeper",
+    "references",
+    "with_all_ranks",
+]
+
+DEPTH = 200  # of the JSON: what Python can walk through without reaching the end of its stack
+
+DTYPES = {  # of the safetensors format
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64",
+}  # fmt: skip
+
+_TENSORS = ("$tensor", "$ndarray", "$sharded")
+_PAIRS: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda p: Counter(dict(p)),
+}
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value in ``extra`` that differs between ranks; made by :func:`layerzero.checkpoint.per_rank`."""
+
+    value: object
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A table or a list of which all ranks have a common part, and some entries of their own: one in the checkpoint."""
+
+    common: dict[str, Any] | list[Any]
+    own: dict[str, Any] | list[Any]
+
+
+@dataclass
+class Encoder:
+    """Turns values into JSON, and collects their tensors.
+
+    Attributes:
+        is_apart: whether a parameter is another one on other ranks, so that only own entries can have its rows.
+        tells: of the ranks that have the same own entries of a :class:`Joint`, this one tells them.
+        tensors: by key, what the JSON refers to.
+        own: this rank's :class:`PerRank` values, and what is its own of a :class:`Joint`, as JSON, in the order in
+            which they were met.
+        apart: the keys of tensors in such entries.
+        digests: by path, of every value that must be the same on all ranks.
+    """
+
+    rank: int
+    name_of: Callable[[LocalRows], str]  # of the parameter that a sharded tensor is cut like
+    is_apart: Callable[[str], bool] = lambda name: False
+    tells: bool = True
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    own: list[Any] = field(default_factory=list)
+    apart: set[str] = field(default_factory=set)
+    digests: dict[str, str] = field(default_factory=dict)
+    _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that is met twice is stored once
+    _key_at: dict[str, str] = field(default_factory=dict)  # by path, of whole tensors
+    _prefix: str = ""
+    _in_own: bool = False
+
+    def encode(self, value: Any, path: str) -> Any:
+        """The JSON of `value`; `path` names it in messages, and its tensors in the checkpoint.
+
+        Raises:
+            TypeError: of a value that is neither plain data nor a tensor; names its path.
+        """
+        if isinstance(value, PerRank):
+            return self._per_rank(value.value, path)
+        if isinstance(value, Joint):
+            return self._joint(value, path)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if type(value) in (dict, OrderedDict, Counter):
+            return self._mapping(value, path)
+        if type(value) in (list, tuple):
+            items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
+            self._note(f"{path} (items)", f"{type(value).__name__} of {len(value)}")
+            return items if type(value) is list else {"$tuple": items}
+        if type(value).__module__ == "numpy":
+            return self._numpy(value, path)
+        encoded = _leaf(value, path)
+        self._note(path, encoded)
+        return encoded
+
+    def encode_tree(self, value: Any, path: str) -> Any:
+        """:meth:`encode` of a value that anybody may have made. Raises TypeError also of what no load could walk."""
+        most = DEPTH // 2 - 2  # a rank's own value can be as deep again
+        try:
+            encoded = self.encode(value, path)
+            too_deep = any(is_deeper(tree, most) for tree in (encoded, *self.own))
+        except RecursionError:
+            too_deep = True
+        if too_deep:
+            raise TypeError(f"{path}: values are nested deeper than {most} levels, or inside themselves")
+        return encoded
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        encoded = [[key, self.encode(item, f"{path}.{key}")] for key, item in value.items()]
+        self._note(f"{path} (keys)", [repr(key) for key in value])
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(encoded)
+        tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[type(value)]
+        return {tag: [[_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
+
+    def _numpy(self, value: Any, path: str) -> Any:
+        if value.ndim == 0:
+            return self.encode(value.item(), path)
+        try:
+            tensor = torch.from_numpy(value.copy())  # of any strides
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from None
+        return {"$ndarray": self._tensor(tensor, path)["$tensor"]}
+
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+            kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+            raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
+        if not isinstance(tensor, (DTensor, LocalRows)) and not has_own_memory(tensor):
+            raise TypeError(
+                f"{path}: a {type(tensor).__name__}, a tensor of a class of its own, cannot be put into a safetensors "
+                "file; save what is trained, layerzero.full_state_dict(model, trainable_only=True), and make the rest "
+                "anew as it was made"
+            )
+        key = self._keys.get((self._prefix, id(tensor)))
+        if key is None:
+            key = (self._prefix + path).encode(errors="replace").decode()  # safetensors are strict about Unicode
+            while key in self.tensors:  # {1: a, "1": b}
+                key += "'"
+            self._keys[self._prefix, id(tensor)] = key
+            self.tensors[key] = tensor
+            if self._in_own:
+                self.apart.add(key)
+        if isinstance(tensor, DTensor):
+            rows = tensor._local_tensor
+            if not isinstance(rows, LocalRows):
+                raise TypeError(f"{path}: a DTensor that layerzero has not made; store its full_tensor()")
+            if self._prefix:
+                raise TypeError(f"{path}: a sharded tensor belongs to all ranks; take it out of per_rank")
+            try:
+                like = self.name_of(rows)
+            except LookupError:
+                raise TypeError(
+                    f"{path} is cut like {rows.span.name!r} of another sharded model; store its full_tensor()"
+                ) from None
+            if self.is_apart(like) and not self._in_own:
+                raise TypeError(
+                    f"{path} is cut like {like}, which is another parameter on other ranks: take it out of extra. "
+                    "Averages of such weights come into checkpoints with ShardedMegatronOptimizer(ema_decay=...)"
+                )
+            return {"$sharded": key, "like": like}
+        if not self._prefix and not self._in_own:
+            self.digests[path] = ""  # filled by `digest_tensors`, where somebody compares
+            self._key_at[path] = key
+        return {"$tensor": key}
+
+    def _per_rank(self, value: object, path: str) -> Any:
+        if self._prefix:
+            raise TypeError(f"{path}: per_rank inside per_rank")
+        self._note(path, "a value of each rank")
+        self._prefix = f"rank{self.rank}."
+        try:
+            self.own.append(self.encode(value, path))
+        finally:
+            self._prefix = ""
+        return {"$per_rank": len(self.own) - 1}
+
+    def _joint(self, joint: Joint, path: str) -> Any:
+        common = self.encode(joint.common, path)
+        self._in_own = True
+        try:
+            own = self.encode(joint.own, path)
+        finally:
+            self._in_own = False
+        self.own.append(own if self.tells else type(own)())
+        return {"$joint": len(self.own) - 1, "common": common}
+
+    def _note(self, path: str, encoded: Any) -> None:
+        if not self._prefix and not self._in_own:
+            self.digests[path] = repr(encoded)
+
+    def digest_tensors(self, path: str) -> None:
+        """Digest the whole tensors at and below `path`, so that ranks can compare them."""
+        for place in [place for place, digest in self.digests.items() if place.startswith(path) and not digest]:
+            tensor = host_values(self.tensors[self._key_at[place]])
+            said = f"{tensor.dtype} {list(tensor.shape)} "
+            digest = hashlib.sha256()
+            for piece in tensor_bytes(tensor):
+                digest.update(piece)
+            self.digests[place] = said + digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Turns JSON back into values.
+
+    Attributes:
+        tensor: the tensor that is stored under a key.
+        rank: whose :class:`PerRank` values are wanted; None: nobody's.
+    """
+
+    tensor: Callable[[str], Tensor]
+    rank: int | None
+
+    def decode(self, value: Any) -> Any:
+        """What was encoded as `value`."""
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next(iter(value), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(item) for key, item in value.items()}
+        return self._tagged(tag, value[tag])
+
+    def _tagged(self, tag: str, content: Any) -> Any:
+        if tag in ("$tensor", "$sharded"):
+            return self.tensor(content)
+        if tag == "$ndarray":
+            return self.tensor(content).numpy()
+        if tag == "$per_rank":
+            return None if self.rank is None else self.decode(content[self.rank])
+        if tag in _PAIRS:
+            return _PAIRS[tag]([(self.decode(key), self.decode(item)) for key, item in content])
+        if tag == "$tuple":
+            return tuple(self.decode(item) for item in content)
+        if tag == "$bytes":
+            return base64.b64decode(content)
+        if tag == "$float":
+            return float(content)
+        if tag == "$dtype":
+            return dtype_named(content)
+        raise ValueError(f"unknown tag {tag!r}; was the checkpoint written by a newer layerzero?")
+
+
+def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
+    """The tensor references inside some JSON that :class:`Decoder` would follow for `rank`."""
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item, rank=rank)
+    elif isinstance(value, dict):
+        tag = next(iter(value), "")
+        if tag in _TENSORS:
+            yield value
+        elif tag == "$per_rank":
+            if rank is not None:
+                yield from references(value[tag][rank], rank=rank)
+        else:
+            for item in value.values():
+                yield from references(item, rank=rank)
+
+
+def has_own_values(value: Any) -> bool:
+    """Some JSON has a value of each rank in it."""
+    if isinstance(value, list):
+        return any(map(has_own_values, value))
+    return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
+
+
+def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
+    """`value` with each ``{"$per_rank": index}`` and ``{"$joint": index}`` filled with what the ranks have there."""
+    if isinstance(value, list):
+        return [with_all_ranks(item, owns) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$per_rank" in value:
+        return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
+    if "$joint" in value:
+        common, parts = value["common"], [own[value["$joint"]] for own in owns]
+        if isinstance(common, list):
+            return [*common, *(item for part in parts for item in part)]
+        return common | {key: item for part in parts for key, item in part.items()}
+    return {key: with_all_ranks(item, owns) for key, item in value.items()}
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Some JSON has lists or objects inside each other, more than `depth` of them."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [item for v in level if isinstance(v, (list, dict)) for item in (v.values() if type(v) is dict else v)]
+        if not level:
+            return False
+    return True
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``torch.bfloat16`` of ``"bfloat16"``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """It is not of a class that answers for itself, and may keep its values elsewhere."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _leaf(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind in (tuple, torch.Size):
+        return {"$tuple": [_leaf(item, path) for item in value]}
+    raise TypeError(
+        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be put into a checkpoint, which holds no code; store "
+        "its numbers, strings, tensors, and lists, tuples and dicts of them"
+    )

@@ -1,0 +1,210 @@
+"""Whether an optimizer can go on from what a checkpoint has for it: settings of its groups, states of parameters.
+
+[Note: What an optimizer keeps]
+No class of optimizers says what it keeps for a parameter, nor which of it may be missing. So it is asked: a small
+parameter is stepped with the settings of the checkpoint, which decide what is kept (``amsgrad``, ``momentum``). What is
+a tensor of the parameter's shape there, or a number, must be so in the checkpoint. What is None or missing in the
+checkpoint is right if a step from such a state works. What the checkpoint has beyond that is not looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.json_codec import Decoder, references
+from layerzero.optimizers.compatibility import state_after_a_step
+
+__all__ = ["GroupCheck", "as_kept", "key_of"]
+
+_NUMBER, _TENSOR, _SEQUENCE, _TABLE = "a number", "a tensor", "a list of values", "a table"
+_ROWS = "a tensor of the parameter's shape"
+_TAGS = {"$tuple": _SEQUENCE, "$float": _NUMBER, "$dict": _TABLE, "$ordered": _TABLE, "$counter": _TABLE}
+
+
+def key_of(reference: Any) -> str | None:
+    """The key of a tensor reference in the JSON of a checkpoint; None for anything else."""
+    found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
+    return None if found is not reference or found is None else str(found[next(iter(found))])
+
+
+class GroupCheck:
+    """What a checkpoint has for one parameter group.
+
+    Args:
+        group: of `inner`, as it is.
+        saved: settings for it, as JSON.
+        tensors: of the checkpoint, by key.
+        what: names the group in messages.
+
+    Attributes:
+        problems: what is wrong with the settings, a line each.
+        settings: those of `saved` with which nothing is wrong.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        *,
+        device: torch.device,
+        what: str,
+    ) -> None:
+        self._inner, self._group, self._tensors, self._device = inner, group, tensors, device
+        wrong = {key: said for key, value in saved.items() if (said := self._misfit(key, value))}
+        self.problems = [f"{key} of {what}: {said}" for key, said in wrong.items()]
+        self.settings = {key: value for key, value in saved.items() if key not in wrong}
+        self._kept_by_ndim: dict[int, dict[str, Any] | None] = {}
+        self._stepped_with = {**group, **self._plain(self.settings)}
+        _, failure = self._trial(self._stepped_with)
+        if failure is not None and self._trial(group)[1] is None:
+            changed = [key for key, value in self._plain(self.settings).items() if _changes(group.get(key), value)]
+            self.problems.append(f"{what}: with the checkpoint's {', '.join(changed)}, a step fails with {failure}")
+            self.settings, self._stepped_with = {}, dict(group)
+
+    # Settings
+
+    def _misfit(self, name: str, saved: Any) -> str | None:
+        current = self._group.get(name)
+        if current is None or saved is None:
+            return None  # a step will tell
+        return _difference(_shown(current), self._sorted(saved), saved)
+
+    def _sorted(self, value: Any) -> Any:
+        """What sort of value some JSON stands for; a list of sorts for a list."""
+        if (key := key_of(value)) is not None:
+            return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
+        tag = next(iter(value), "") if isinstance(value, dict) else ""
+        if isinstance(value, list) or tag == "$tuple":
+            return [self._sorted(item) for item in (value if isinstance(value, list) else value[tag])]
+        return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
+
+    def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of settings without tensors, which have not been read yet."""
+        decoder = Decoder(_no_tensor, rank=None)
+        return {
+            key: decoder.decode(value)
+            for key, value in saved.items()
+            if next(references(value, rank=None), None) is None
+        }
+
+    def _trial(self, group: Mapping[str, Any], ndim: int = 2) -> tuple[dict[str, Any] | None, str | None]:
+        """What is kept after a step of a small parameter with so many dims, or why such a step fails."""
+        try:
+            return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        try:  # with the state that a parameter of the group has: some optimizers make it when they are built
+            return self._state_after_a_step(self._inner, {**group, "params": self._group["params"]}, ndim), None
+        except Exception:
+            return None, failure
+
+    # States
+
+    def state_problems(self, values: Mapping[str, Any], ndim: int) -> Iterator[tuple[str, str]]:
+        """What is wrong with the state of a parameter: the entry and why, pair by pair.
+
+        Args:
+            values: as JSON, by entry.
+            ndim: of the parameter.
+        """
+        kept = self.kept(ndim) if values else None  # it has never been stepped
+        missing = {}
+        for entry, example in (kept or {}).items():
+            expected, value = _kind(example), values.get(entry)
+            found = self._kind_of(value)
+            if value is None:
+                missing[entry] = "it is None" if entry in values else "the checkpoint does not have it"
+            elif expected in (_ROWS, _NUMBER) and found != expected:
+                yield entry, f"expected {expected}, the checkpoint has {found}"
+        if kept is not None and missing and not self._can_step(kept, values, missing, ndim):
+            self.settings = {}  # such as amsgrad: the state that the parameter has may lack the same
+            yield from missing.items()
+
+    def kept(self, ndim: int) -> dict[str, Any] | None:
+        """What is kept for a parameter with so many dims; None if that cannot be known."""
+        if ndim not in self._kept_by_ndim:
+            self._kept_by_ndim[ndim] = self._trial(self._stepped_with, ndim)[0]
+        return self._kept_by_ndim[ndim]
+
+    def _kind_of(self, value: Any) -> str:
+        if (key := key_of(value)) is not None:
+            return _ROWS if self._tensors[key].shape else _NUMBER
+        return found if isinstance(found := self._sorted(value), str) else _SEQUENCE
+
+    def _can_step(
+        self, kept: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
+    ) -> bool:
+        stand_in = torch.empty(0)
+        twin = copy.copy(self._inner)
+        state = {key: value for key, value in kept.items() if key not in missing}
+        twin.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
+        try:
+            self._state_after_a_step(twin, {**self._stepped_with, "params": [stand_in]}, ndim)
+        except Exception:
+            return False
+        return True
+
+    def _state_after_a_step(self, inner: Optimizer, group: dict[str, Any], ndim: int) -> dict[str, Any]:
+        shape = (2, *[3] * (ndim - 1)) if ndim else ()
+        on_device = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(on_device, device_type=self._device.type):  # some round at random
+            return state_after_a_step(inner, group, self._device, shape)[0]
+
+
+def as_kept(value: Any, example: Any) -> Any:
+    """A loaded entry of a state; a number becomes a tensor where the optimizer keeps `example`, which is one."""
+    if isinstance(example, Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(example, value)
+    return value
+
+
+def _kind(example: Any) -> str:
+    """Of what an optimizer keeps."""
+    if isinstance(example, Tensor) and example.ndim:
+        return _ROWS
+    return shown if isinstance(shown := _shown(example), str) else _SEQUENCE
+
+
+def _shown(value: Any) -> Any:
+    """What sort of value it is; a list of sorts for a list."""
+    if isinstance(value, Tensor):
+        return _NUMBER if value.numel() == 1 else _TENSOR
+    return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else _sort_of(value)
+
+
+def _sort_of(value: Any) -> str:
+    if isinstance(value, (bool, int, float)):
+        return _NUMBER
+    return _TABLE if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+def _difference(expected: Any, found: Any, value: Any) -> str | None:
+    """What is wrong with a value of the sort `found`; a list may be longer or shorter, of which a step will tell."""
+    if isinstance(expected, list) and isinstance(found, list):
+        pairs = zip(expected, found, strict=False)
+        return next((said for pair in pairs if "a NoneType" not in pair and (said := _difference(*pair, value))), None)
+    if expected == found:
+        return None
+    expected, found = (_SEQUENCE if isinstance(sort, list) else sort for sort in (expected, found))
+    shown = repr(value)
+    return f"expected {expected}, the checkpoint has {found}: {shown[:60]}{'...' * (len(shown) > 60)}"
+
+
+def _changes(current: Any, saved: Any) -> bool:
+    try:
+        return bool(current != saved)
+    except (RuntimeError, TypeError, ValueError):  # of tensors
+        return True
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise AssertionError(key)

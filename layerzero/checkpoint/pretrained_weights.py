@@ -1,0 +1,177 @@
+"""Whole models in safetensors files, as Hugging Face has them: found, and read into sharded models by rows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import Contents, opened, pieces
+from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.checkpoint.loading import prepare_from
+from layerzero.checkpoint.rank_agreement import PathLike
+from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
+from layerzero.dtensor.sharded_tensor import LocalRows, plain
+
+__all__ = ["find_safetensors", "load_safetensors"]
+
+_INDEX = ".safetensors.index.json"
+_SAMPLES, _SAMPLE = 16, 4096  # places of a file, and bytes at each
+_DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def load_safetensors(
+    source: PathLike | Sequence[PathLike],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Load a whole model's safetensors files into a sharded model, which may have been built on ``meta``.
+
+    Each rank reads its own rows from the files; nothing is sent, and no rank holds the whole model or a whole tensor.
+    All data-parallel ranks must call this, and see the same files. Of a tied parameter, one name is enough.
+    Buffers that are in no state (rotary tables) are in no file: `param_init_fn` of :func:`layerzero.shard_model` writes
+    them.
+
+    Args:
+        source: a folder with ``model.safetensors`` or an index of several files, such an index, or the files.
+        strict: False loads what fits and warns about the rest.
+        rename: from a name in the files to that in the model's ``state_dict()``.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        CheckpointError: a file is incomplete, or not what the index says; names it.
+        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+
+    Example::
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        layerzero.shard_model(model, units="auto", param_init_fn=model._init_weights)
+        layerzero.checkpoint.load_safetensors("Llama-3.1-8B", model)
+    """
+    said = ", ".join(os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source))
+    prepare_from(lambda _: _Whole(find_safetensors(source), rename), said, model, None, strict=strict).commit()
+
+
+def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
+    """The files of a whole model.
+
+    Raises:
+        FileNotFoundError, ValueError: none, or more than one model.
+        CheckpointError: an index that is not right.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return [path for each in source for path in find_safetensors(each)]
+    path = Path(source)
+    if not path.is_dir():
+        return _of_index(path) if path.name.endswith(".json") else [path]
+    for kind in (_INDEX, ".safetensors"):
+        found = sorted(path.glob(f"*{kind}"))
+        chosen = [each for each in found if each.name == f"model{kind}"] or found
+        if len(chosen) > 1:
+            raise ValueError(f"{path} has {', '.join(each.name for each in chosen)}: name the one, or all, to read")
+        if chosen:
+            return find_safetensors(chosen[0])
+    pickled = " (pickled weights, which it has, are not read)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
+    raise FileNotFoundError(f"{path} has no model.safetensors and no model{_INDEX}{pickled}")
+
+
+def _of_index(path: Path) -> list[Path]:
+    try:
+        named = parse(path, read_capped(path, CONTENTS_BYTES))["weight_map"]
+        by_file: dict[str, set[str]] = defaultdict(set)
+        for name, file in named.items():
+            by_file[file].add(name)
+        if odd := [file for file in by_file if Path(file).name != file or file in ("", "..")]:
+            raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
+    for file, names in by_file.items():
+        with opened(path.parent / file) as tensors:
+            if lost := sorted(names - set(tensors.keys())):
+                raise CheckpointError(f"{path.parent / file} lacks {lost[0]}, which {path.name} says it has")
+    return [path.parent / file for file in sorted(by_file)]
+
+
+class _Whole:
+    """Files that have each tensor whole, as a source; see :class:`layerzero.checkpoint.loading.Source`."""
+
+    twice = True
+
+    def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None) -> None:
+        self._place: dict[str, tuple[Path, str]] = {}  # by key: the file, and the name in it
+        stored: dict[str, StoredTensor] = {}
+        for path in files:
+            with opened(path) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    key = rename(name) if rename is not None else name
+                    if key in stored:
+                        raise ValueError(f"{path} has {name} for {key}, which {self._place[key][0]} has, too")
+                    entry = tensors.get_slice(name)
+                    dtype, shape = _DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())
+                    if dtype is None:
+                        raise CheckpointError(f"{path}: {name} has dtype {entry.get_dtype()}, which is unknown here")
+                    stored[key] = StoredTensor(shape, dtype, ((path.name, (0,) * len(shape), shape),))
+                    self._place[key] = (path, name)
+        document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
+        self.contents = Contents({}, document, stored)
+        held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
+        samples = [_sample(path) for path in files]
+        self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
+        self._again: dict[str, Tensor] = {}
+
+    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
+        self._again = {key: tensor for key, tensor in tensors.items() if key in in_place}
+        self._fill({key: tensor for key, tensor in tensors.items() if key not in in_place})
+
+    def read_again(self) -> None:
+        self._fill(self._again)
+
+    @torch.no_grad()
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for key, tensor in tensors.items():
+                path, name = self._place[key]
+                if path not in files:
+                    files[path] = stack.enter_context(opened(path))
+                for rows, values in _rows(files[path], name, tensor, self.contents.tensors[key]):
+                    rows.copy_(values)
+
+
+def _sample(path: Path) -> tuple[int, str]:
+    """The size of a file and a digest of a few places in it, which tells two trainings of one model apart."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for place in range(_SAMPLES):
+            file.seek(size * place // _SAMPLES)
+            digest.update(file.read(_SAMPLE))
+    return size, digest.hexdigest()
+
+
+def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of this rank's memory, and what belongs into them."""
+    memory = plain(tensor)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+    if not memory.numel():  # such as that of a sharded number, which is on one rank
+        return
+    if not stored.shape:
+        yield memory, file.get_tensor(name)
+        return
+    box = local.span.box if isinstance(local, LocalRows) else ()
+    start = 0
+    for values in pieces(file, name, stored.shape, stored.dtype, box=box):
+        yield memory[start : start + len(values)], values
+        start += len(values)

@@ -1,0 +1,62 @@
+"""What saves and loads have in common: who may ask, how ranks agree, and how they tell what went wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from layerzero.checkpoint.atomic_files import CheckpointError, NameTaken
+from layerzero.checkpoint.manifest import Unknown
+from layerzero.comm.agreement import agree
+from layerzero.comm.texts import need_numpy
+from layerzero.engine.param_view import View
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["LostEachOther", "PathLike", "agree_or_raise", "check_usable", "told"]
+
+PathLike = str | os.PathLike[str]
+
+
+_KINDS = {
+    "CheckpointError": CheckpointError,
+    "Unknown": Unknown,
+    "FileExistsError": FileExistsError,
+    "NameTaken": FileExistsError,
+    "FileNotFoundError": FileNotFoundError,
+}
+
+
+class LostEachOther(CheckpointError):
+    """The ranks' talk has failed: one of them is gone or late."""
+
+
+def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
+    try:
+        agree(subject, fields, ranks=runtime.everyone.ranks, failure=failure)
+    except RuntimeError as error:
+        for name, kind in _KINDS.items():  # all ranks can then turn to another checkpoint, or another name
+            if failure is None and f"failed with {name}:" in str(error):
+                raise kind(str(error)) from None
+        raise
+
+
+def check_usable(runtime: Runtime, optimizer: object) -> None:
+    need_numpy("a checkpoint")
+    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
+    if optimizer is not None and optimizer not in runtime.optimizers:
+        raise ValueError(
+            "the optimizer belongs to another model. Pass the one that shard_optimizer returned for this model"
+        )
+    if View.FULL in runtime.views:
+        raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
+
+
+def told(done: str, path: PathLike, error: CheckpointException) -> Exception:
+    if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, NameTaken)]:
+        return FileExistsError(*taken[0].args)
+    said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+    return CheckpointError(f"{os.fspath(path)} could not be {done}: {said}")

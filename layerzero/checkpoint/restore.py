@@ -1,0 +1,401 @@
+"""What a load changes: what fits is decided before anything is read, and put back when all of it is known.
+
+[Note: Nothing changes before all is known]
+A load compares every name, shape and dtype with what the checkpoint's table says. Then it reads every byte that this
+rank wants and compares its checksum: what needs new memory anyway is kept, the rest goes by in a small buffer. Only
+when that has worked on all ranks is anything changed: masters and optimizer state that have memory already are now read
+into it, most likely from the page cache, and compared once more. New memory for them would cost more than this second
+reading, and as many bytes again as the state has.
+
+What is left is a disk that could be read and a moment later cannot. Then nothing can be undone: the load is an error on
+all ranks, and the model and the optimizer refuse to be used until a load has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.json_codec import Decoder, references
+from layerzero.checkpoint.optimizer_compat import GroupCheck, as_kept, key_of
+from layerzero.checkpoint.safetensors_reader import same_columns
+from layerzero.checkpoint.state_names import Apart, Names
+from layerzero.checkpoint.subclass_tensors import is_made_of_others, is_table, parts_of
+from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.sharded_tensor import plain, sharded
+from layerzero.engine.managed_param import Member
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["Restore"]
+
+_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more, 3 of each kind
+_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for all others
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """What a stored tensor is for."""
+
+    key: str
+    target: Tensor | Member
+
+
+class Restore:
+    """What loading a checkpoint changes, decided before anything is read.
+
+    Args:
+        rank: of this rank among those that saved, if they were as many; else None.
+        twice: the source can be read a second time, into memory of the model and the optimizer.
+        apart: what of the model is something else on other ranks, of which the checkpoint has all.
+
+    Attributes:
+        problems: what does not fit, a line each; those entries are left out.
+        tensors: by key, what is to be read; sharded or whole. New memory on the CPU, but for those `in_place`.
+        in_place: keys of the tensors that the model or the optimizer holds, which may be written to after all is known.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: ShardedOptimizer | None,
+        contents: Contents,
+        *,
+        rank: int | None,
+        twice: bool = False,
+        apart: Apart | None = None,
+    ) -> None:
+        self.problems: list[str] = []
+        self._differ, self._count = 0, 0  # tensors of the model: those that differ, and all
+        self.tensors: dict[str, Tensor] = {}
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._document = contents.document
+        self._stored = contents.tensors
+        self._names = Names(runtime, apart)
+        self._decoder = Decoder(self._read, rank)
+        self._rank = rank
+        self._landings: list[_Landing] = []
+        self._uses: dict[str, list[RowSpan | None]] = {}  # by key: how it is cut; None: not
+        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
+        self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
+        self._parts: dict[int, tuple[str, str]] = {}  # by id, what tensors of classes are made of: name and key
+        self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
+        self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
+        self._kept: dict[str, Mapping[str, Any]] = {}  # the same: examples of what the optimizer keeps, where known
+        self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: none are stored
+        self._plan_model(contents.document["model"])
+        if optimizer is not None:
+            self._plan_optimizer(optimizer, contents.document["optimizer"])
+        for reference in references(contents.document["extra"], rank=rank):
+            self._plan_extra(reference)
+        self.in_place = self._can_hold() if twice else frozenset()
+        for key, spans in self._uses.items():
+            self.tensors[key] = self._memory(key, spans)
+
+    def summary(self) -> str:
+        """Return the problems as text: all of them if they are few, otherwise a count and examples of each kind."""
+        if len(self.problems) <= _LISTED:
+            return "; ".join(self.problems)
+        by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        for problem in self.problems:
+            kind, _, name = problem.partition(": ")
+            known = kind in _KINDS
+            by_kind[kind if known else ""].append(name if known else problem)
+        told = [f"{self._differ} of {self._count} tensors of the model differ"]
+        for kind, entries in by_kind.items():
+            if entries:
+                more = f" and {len(entries) - _EXAMPLES} more" if len(entries) > _EXAMPLES else ""
+                some = (", " if kind else "; ").join(entries[:_EXAMPLES])
+                told.append(f"{kind}: {some}{more}" if kind else f"{some}{more}")
+        return "; ".join(told)
+
+    # Before reading
+
+    def _plan_model(self, stored: Mapping[str, Any]) -> None:
+        self.problems += [f"{name} is made by a hook of state_dict(), and cannot be loaded" for name in self._names.odd]
+        by_target: dict[int, list[str]] = {}
+        for name, target in self._names.targets.items():
+            by_target.setdefault(id(target), []).append(name)
+        self._count = len(by_target)
+        for names in by_target.values():
+            found = [name for name in names if name in stored]
+            target, before = self._names.targets[names[0]], len(self.problems)
+            if not found:
+                self.problems.append(f"missing: {' = '.join(names)}")
+            elif isinstance(target, Tensor) and is_made_of_others(target):
+                self._plan_parts(found, target, stored)
+            elif isinstance(target, Tensor):
+                self._plan_tensor(found, target, stored)
+            else:
+                self._states.append((target, stored[found[0]]))
+                for reference in references(stored[found[0]], rank=self._rank):
+                    self._use(str(key_of(reference)), None)
+            self._differ += len(self.problems) > before
+        unexpected = sorted(stored.keys() - self._names.targets.keys())
+        self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
+
+    def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
+        """A tensor of a class of its own, which is whole on every rank: all of it, or nothing."""
+        name, entry = names[0], stored[names[0]]
+        if (told := parts_of(name, target)) is None:
+            self.problems.append(
+                f"{name}: a {type(target).__name__} does not say which plain tensors are to be filled: make it anew as "
+                "it was made, and load the rest with strict=False"
+            )
+            return
+        said, parts = told
+        if not is_table(entry) or entry["of"] != said or entry["tensors"].keys() != parts.keys():
+            found = entry["of"] if is_table(entry) else "something else"
+            self.problems.append(f"{name}: expected {said} of {sorted(parts)}, the checkpoint has {found}")
+            return
+        if odd := [other for other in names if stored[other] != entry]:
+            self.problems.append(f"{name} and {odd[0]} are one parameter here, and two in the checkpoint")
+            return
+        keys = {part: key_of(reference) for part, reference in entry["tensors"].items()}
+        problems = {
+            part: "expected a tensor"
+            if key is None
+            else _misfit(self._stored[key], parts[part].shape, parts[part].dtype)
+            for part, key in keys.items()
+        }
+        if wrong := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
+            self.problems += wrong
+            return
+        for part, key in keys.items():
+            self._use(str(key), None)
+            self._landings.append(_Landing(str(key), parts[part]))
+            first, its_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
+            if its_key != key:
+                self._twins.append((first, its_key, f"{part} of {name}", str(key)))
+
+    def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
+        member = self._names.members.get(names[0]) or self._runtime.parameters.member_of(target)
+        dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
+        keys: dict[str, str] = {}  # to the first name that has it
+        for name in names:
+            key = key_of(stored[name])
+            if key is None:
+                self.problems.append(f"{name}: expected a tensor")
+            elif problem := _misfit(self._stored[key], target.shape, dtype):
+                self.problems.append(f"{name}: {problem}")
+            else:
+                keys.setdefault(key, name)
+        for index, (key, name) in enumerate(keys.items()):
+            home = member.master if member is not None and len(keys) == 1 else None
+            self._use(key, None if member is None else member.span, home)
+            if index == 0:
+                self._landings.append(_Landing(key, target if member is None else member))
+                first = (name, key)
+            else:
+                self._twins.append((*first, name, key))
+
+    def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
+        if stored is None:
+            self.problems.append("missing: the optimizer, which the checkpoint does not have")
+            return
+        if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
+            self.problems.append(
+                f"the optimizer was {kind}, and is {own} here: build the one that was saved, or load the model alone, "
+                "without an optimizer"
+            )
+            return
+        groups = optimizer.param_groups
+        here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
+        saved_groups = [
+            {**group, "params": [here.get(name, name) for name in group["params"]]}
+            for group in stored.get("param_groups", ())
+        ]
+        for reference in references(stored.get("param_groups"), rank=self._rank):
+            self._use(str(key_of(reference)), None)
+        checks = [self._check_group(optimizer, number, saved_groups) for number in range(len(groups))]
+        check_of = {
+            name: check
+            for check, group in zip(checks, groups, strict=True)
+            for name in optimizer.parameter_names(group)
+        }
+        state: dict[str, Any] = {}
+        held = optimizer.state_by_name()
+        for name, values in stored.get("state", {}).items():
+            if self._names.apart.is_elsewhere(name):
+                continue
+            if name not in here:
+                self.problems.append(f"unexpected in the optimizer: {name}")
+                continue
+            member = self._names.members.get(name)
+            shape = self._names.entries[name].shape if member is None else torch.Size(member.span.true_shape)
+            keys = {entry: key for entry, value in values.items() if (key := key_of(value)) is not None}
+            wrong = [
+                f"{entry} of {name} in the optimizer: {problem}"
+                for entry, key in keys.items()
+                if self._stored[key].shape
+                and optimizer.owned(here[name]) is None  # then it has what shapes it likes
+                and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
+            ]
+            inside = {
+                entry: [str(key_of(reference)) for reference in references(values[entry], rank=self._rank)]
+                for entry in values.keys() - keys
+            }
+            if optimizer.owned(here[name]) is None:
+                odd_ones = [entry for entry, found in inside.items() if found]
+                wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in odd_ones]
+            odd = check_of[here[name]].state_problems(values, len(shape))
+            wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
+            self.problems += wrong
+            if not wrong:
+                for entry, key in keys.items():
+                    home = held.get(here[name], {}).get(entry)
+                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape), home)
+                for key in (key for found in inside.values() for key in found):
+                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape))
+                state[here[name]] = values
+                self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
+        self._group_settings = [check.settings for check in checks]
+        self._optimizer_state = state
+
+    def _check_group(self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]) -> GroupCheck:
+        group, saved = optimizer.param_groups[number], {}
+        try:
+            saved = optimizer.saved_group(group, saved_groups)
+        except ValueError as error:
+            self.problems.append(str(error))
+        check = GroupCheck(
+            optimizer.inner,
+            group,
+            saved,
+            self._stored,
+            device=self._runtime.topology.device,
+            what=f"parameter group {number} in the optimizer",
+        )
+        self.problems += check.problems
+        return check
+
+    def _plan_extra(self, reference: Mapping[str, str]) -> None:
+        key, like = str(key_of(reference)), reference.get("like")
+        if like is not None and self._names.apart.is_elsewhere(like):
+            return
+        stored = self._stored[key]
+        member = None if like is None else self._names.members.get(like)
+        if like is not None and (member is None or member.span.true_shape != stored.shape):
+            self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
+        else:
+            self._use(key, None if member is None else member.span)
+
+    def _use(self, key: str, span: RowSpan | None, home: Tensor | None = None) -> None:
+        """The stored tensor `key` is wanted: the rows of `span` that are on this rank, or all of them."""
+        self._uses.setdefault(key, []).append(span)
+        if span is not None and isinstance(home, Tensor):
+            self._homes[key] = home
+
+    def _can_hold(self) -> frozenset[str]:
+        """The keys whose rows are wanted once, and by memory that can take their bytes as they are."""
+        able: list[tuple[int, int, str]] = []  # where it begins and ends
+        for key, home in self._homes.items():
+            (span, *others), stored = self._uses[key], self._stored[key]
+            if span is not None and not others and _takes_bytes(home, span, stored):
+                able.append((home.data_ptr(), home.data_ptr() + home.nbytes, key))
+        able.sort()
+        apart = all(one[1] <= other[0] for one, other in pairwise(able))
+        return frozenset(key for _, _, key in able) if apart else frozenset()
+
+    def _memory(self, key: str, spans: list[RowSpan | None]) -> Tensor:
+        """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
+        stored, first = self._stored[key], spans[0]
+        if first is None or not all(span is not None and span.cut_like(first) for span in spans):
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        if key in self.in_place:
+            return sharded(self._homes[key].detach(), first, Watch())
+        rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
+        return sharded(rows, first, Watch())
+
+    def _read(self, key: str) -> Any:
+        """What was read for `key`; None where it does not fit, or belongs to other ranks."""
+        return self.tensors.get(key)
+
+    def _rows(self, key: str, target: Tensor | Member) -> Tensor:
+        """What has been read for `target`."""
+        tensor = self.tensors[key]
+        if isinstance(target, Member) and not isinstance(tensor, DTensor):
+            return rows_of(tensor, target.span)
+        return plain(tensor)
+
+    # After reading
+
+    def twin_problems(self) -> list[str]:
+        """Tied parameters that the checkpoint has twice, with different values."""
+        return [
+            f"{first} and {second} are one parameter here, but have different values in the checkpoint"
+            for first, key, second, other in self._twins
+            if not _equal(plain(self.tensors[key]), plain(self.tensors[other]))
+        ]
+
+    def prepare(self) -> Any:
+        """Put back what is no tensor of the model, and let everything come to rest; returns ``extra``."""
+        extra = self._decoder.decode(self._document["extra"])
+        for module, state in self._states:
+            module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
+        self._runtime.refreshes.before_write()
+        return extra
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write it all, or take it for written where it was read in place. Every rank must call this."""
+        for key in self.in_place:
+            increment_version(self._homes[key])  # graphs that hold it are out of date
+        for landing in self._landings:
+            if landing.key not in self.in_place:
+                target = landing.target.master if isinstance(landing.target, Member) else landing.target
+                target.copy_(self._rows(landing.key, landing.target))
+        self._runtime.refreshes.launch()
+        if self._optimizer is not None and self._group_settings is not None:
+            self._commit_optimizer(self._optimizer, self._group_settings)
+
+    def _commit_optimizer(self, optimizer: ShardedOptimizer, settings: list[dict[str, Any]]) -> None:
+        groups = [
+            {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
+            for group, found in zip(optimizer.param_groups, settings, strict=True)
+        ]
+        state = optimizer.state_dict()["state"] if self.problems else {}  # not strict: what does not fit stays
+        for name, values in self._optimizer_state.items():
+            kept, loaded = self._kept[name], self._decoder.decode(values)
+            state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
+        optimizer.adopt_state_dict({"state": state, "param_groups": groups})
+
+
+def _takes_bytes(home: Tensor, span: RowSpan, stored: StoredTensor) -> bool:
+    return (
+        type(home) in (Tensor, nn.Parameter)
+        and home.layout is torch.strided
+        and home.dtype == stored.dtype
+        and home.shape == (len(span.rows), *span.shape[1:])
+        and all(same_columns(span.box, at, sizes) for _, at, sizes in stored.chunks)
+        and home.is_contiguous()
+        and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(dtype), other.to(dtype))
+
+
+def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
+    """Why a stored tensor cannot become one of this shape and dtype without loss."""
+    if stored.shape != tuple(shape):
+        return f"expected shape {list(shape)}, the checkpoint has {list(stored.shape)}"
+    if stored.dtype == dtype:
+        return None
+    floating = stored.dtype.is_floating_point and dtype.is_floating_point
+    if floating and torch.promote_types(stored.dtype, dtype) == dtype:
+        return None  # bf16 into fp32 keeps every value
+    return f"expected {dtype}, the checkpoint has {stored.dtype}"

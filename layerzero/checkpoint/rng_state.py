@@ -1,0 +1,93 @@
+"""States of random numbers in a checkpoint, also for another number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from layerzero.checkpoint.json_codec import PerRank
+from layerzero.device.accelerator import default_device_type
+
+__all__ = ["random_states", "seed_random_states", "set_random_states"]
+
+_LOG = logging.getLogger("layerzero")
+
+
+def seed_random_states(seed: int) -> None:
+    """Begin a run: seed this rank's generators of torch, Python and NumPy with a number derived from `seed`.
+
+    Example::
+
+        layerzero.checkpoint.seed_random_states(seed)
+        if found := layerzero.checkpoint.load_latest("runs/1", model, optimizer):
+            layerzero.checkpoint.set_random_states(found.extra["random"])
+    """
+    _derive(seed, 0, dist.get_world_size(), dist.get_rank())
+
+
+def random_states(seed: int, step: int) -> dict[str, Any]:
+    """This rank's states of random numbers, for ``extra``: torch's, the device's, Python's, NumPy's where it is used.
+
+    Args:
+        seed: of the run, the same on all ranks.
+        step: likewise. From both, states are derived for another number of ranks, which has none of its own.
+
+    Example::
+
+        extra = {"step": step, "random": layerzero.checkpoint.random_states(seed, step)}
+    """
+    version, numbers, following = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": torch.tensor(numbers), "following": following},
+    }
+    kind = default_device_type()
+    if kind != "cpu":
+        states[kind] = torch.get_device_module(kind).get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    return {"seed": seed, "step": step, "ranks": dist.get_world_size(), "states": PerRank(states)}
+
+
+def set_random_states(saved: dict[str, Any]) -> bool:
+    """Go on with the random numbers of :func:`random_states`.
+
+    Returns:
+        True if this rank has its own states back. False if another number of ranks has saved: each rank's generators
+        are then seeded with a number that is derived from the seed of the run, the step, the number of ranks and the
+        rank, the same whenever the run is resumed so; the log says it.
+    """
+    rank, ranks, states = dist.get_rank(), dist.get_world_size(), saved["states"]
+    if states is None:
+        _derive(saved["seed"], saved["step"], ranks, rank)
+        if rank == 0:
+            _LOG.warning(
+                "random states of %d ranks are no use to %d: each rank's are derived from seed %d, step %d, the number "
+                "of ranks and its rank",
+                *(saved["ranks"], ranks, saved["seed"], saved["step"]),
+            )
+        return False
+    torch.set_rng_state(states["torch"])
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["following"]))
+    kind = default_device_type()
+    if kind in states:
+        torch.get_device_module(kind).set_rng_state(states[kind])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(states["numpy"])
+    return True
+
+
+def _derive(seed: int, step: int, ranks: int, rank: int) -> None:
+    digest = hashlib.sha256(f"{seed}/{step}/{ranks}/{rank}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 1
+    torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)

@@ -1,0 +1,245 @@
+"""A chain of digests, by which a run that was resumed is proven equal to one that was not.
+
+[Note: The same whatever the number of ranks]
+A parameter's digest adds up over its elements, each counted by its place in the whole tensor. So every rank adds what
+it holds, and the sum is that of the whole, however it is cut. What a rank alone has, its data and its random numbers,
+is listed by rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.atomic_files import CheckpointError
+from layerzero.checkpoint.rng_state import random_states
+from layerzero.checkpoint.state_names import Names
+from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.owner_step import Owned
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.reliability.bits import place_sum
+from layerzero.utils.nonfinite import few_names
+
+__all__ = ["Chain"]
+
+_START = "0" * 64
+
+
+class Chain:
+    """Digests of a run: at each link, of weights, optimizer state, the data since the last link, and random numbers.
+
+    Each link holds the one before. Two runs whose links are equal had the same weights, state, random numbers, and data
+    in the same order, at every link so far. Of what is not sharded, such as buffers, it is what a checkpoint keeps: the
+    first rank's.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+        optimizers: from :func:`layerzero.shard_optimizer`.
+
+    Example::
+
+        chain = checkpoint.Chain(model, optimizer)
+        if found := checkpoint.load_latest("runs/1", model, optimizer):
+            checkpoint.set_random_states(found.extra["random"])
+            chain.resume(found.extra["chain"])
+        for step in range(first_step, steps):
+            chain.saw(indices)
+            train_on(indices)
+            if step % 1000 == 999:
+                extra = {"chain": chain.link(step + 1), "random": checkpoint.random_states(seed, step + 1)}
+                checkpoint.save(f"runs/1/step-{step + 1}", model, optimizer, extra)
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: ShardedOptimizer) -> None:
+        self._runtime = runtime_of(model)
+        if not all(optimizer in self._runtime.optimizers for optimizer in optimizers):
+            raise ValueError("an optimizer belongs to another model, or did not come from layerzero.shard_optimizer")
+        self._optimizers = optimizers
+        self._head = _START
+        self._data = hashlib.sha256()
+
+    def saw(self, *data: object) -> None:
+        """This rank has trained on these: indices of samples, as numbers, texts, tensors, arrays, lists or dicts.
+
+        Raises:
+            TypeError: something else, which need not look the same in another process.
+        """
+        self._data.update(_text(data).encode())
+
+    def link(self, step: int) -> dict[str, Any]:
+        """The next link, the same on all ranks; for ``extra`` of a checkpoint. All ranks must call this."""
+        state, random = self._weights(), self._of_ranks(_random_digest())
+        data = self._of_ranks(self._data.hexdigest())
+        self._data = hashlib.sha256()
+        said = json.dumps([self._head, step, state, random, data], sort_keys=True)
+        self._head = hashlib.sha256(said.encode()).hexdigest()
+        return {"head": self._head, "step": step, "weights": state, "random": random, "data": data}
+
+    def resume(self, link: dict[str, Any]) -> bool:
+        """Go on from a link, once the checkpoint is loaded and the random numbers are set. All ranks must call this.
+
+        Returns:
+            False if another number of ranks made the link: then random numbers and data are each rank's anew.
+
+        Raises:
+            CheckpointError: what was loaded is not what was saved; says what.
+        """
+        now = self._weights()
+        wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
+        if wrong:
+            raise CheckpointError(
+                f"the run does not go on from what was saved at step {link['step']}: {few_names(wrong)}"
+            )
+        random = self._of_ranks(_random_digest())
+        same_ranks = len(random) == len(link["random"])
+        if same_ranks and random != link["random"]:
+            ranks = [str(rank) for rank, (a, b) in enumerate(zip(random, link["random"], strict=True)) if a != b]
+            raise CheckpointError(
+                f"the run does not go on from what was saved at step {link['step']}: random numbers of the ranks "
+                f"{', '.join(ranks)} are others; set them with checkpoint.set_random_states before"
+            )
+        self._head = link["head"]
+        self._data = hashlib.sha256()
+        return same_ranks
+
+    @torch.no_grad()
+    def _weights(self) -> dict[str, int]:
+        """A sum for each parameter, and for all of its optimizer state."""
+        runtime = self._runtime
+        topology, members = runtime.topology, runtime.members
+        whole = _not_sharded(runtime)
+        names = [*members, *whole]
+        sums = torch.zeros(2, len(names), dtype=torch.int64, device=topology.device)
+        index_of = {name: index for index, name in enumerate(names)}
+        places = {name: _Places.of(member.span) for name, member in members.items()}
+        for name, member in members.items():
+            sums[0, index_of[name]] = places[name].sum_of(member.master).to(topology.device)
+        for name, tensor in whole.items() if runtime.everyone.is_first else ():
+            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(topology.device)
+        for optimizer in self._optimizers:
+            for name, values in optimizer.state_by_name().items():
+                if name in members:
+                    owned = optimizer.owned(name)
+                    for key, value in sorted(values.items()):
+                        part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
+                        sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
+        runtime.everyone.reduce(sums, dist.ReduceOp.SUM)
+        weights, state = sums.tolist()
+        found = dict(zip(names, weights, strict=True))
+        return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
+
+    def _of_ranks(self, text: str) -> list[str]:
+        return self._runtime.everyone.share_texts(text)
+
+
+def _not_sharded(runtime: Runtime) -> dict[str, Tensor]:
+    """What checkpoints have from the first rank: persistent buffers, ignored parameters."""
+    sharded = {id(member.parameter) for member in runtime.members.values()}
+    return {
+        name: target
+        for name, target in Names(runtime).targets.items()
+        if isinstance(target, Tensor) and not isinstance(target, DTensor) and id(target) not in sharded
+    }
+
+
+class _Places(NamedTuple):
+    """Where this rank's rows of a parameter lie in the whole.
+
+    Attributes:
+        first: the place of their first element.
+        run, pitch: see :func:`place_sum`.
+        counts: of all copies of these rows, this rank's are added.
+        leads: this rank adds what is one number for the whole parameter.
+    """
+
+    first: int
+    run: int
+    pitch: int
+    counts: bool
+    leads: bool
+
+    @classmethod
+    def of(cls, span: RowSpan) -> _Places:
+        shape, box = span.true_shape or (1,), span.box
+        cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # beside dim 0
+        below = math.prod(shape[cut + 1 :])
+        first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
+        counts = span.face is None or span.face.counts
+        leads = counts and bool(span.rows) and not any(each.start for each in box)
+        if not cut:
+            return cls(first, 1, 1, counts, leads)
+        return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)
+
+    def sum_of(self, rows: Tensor) -> Tensor:
+        return place_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _sum_of(value: Any, places: _Places | None) -> Tensor:
+    """What this rank adds for an entry of the state: its rows, or a number that one rank adds for all.
+
+    Args:
+        places: of the rows; None: all of it is this rank's.
+    """
+    if isinstance(value, Tensor) and value.ndim and places is not None:
+        return places.sum_of(value)
+    if places is not None and not places.leads:
+        return _nothing()
+    if isinstance(value, Tensor):
+        return place_sum(value, 0)
+    if isinstance(value, (list, tuple)):
+        items = [_sum_of(item, None) * _odd(str(place)) for place, item in enumerate(value)]
+        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
+    return torch.tensor(_odd(repr(value)), dtype=torch.int64)
+
+
+def _sum_of_owned(value: Any, owned: Owned) -> Tensor:
+    """What this rank, the owner of a parameter, adds for an entry of its state."""
+    if isinstance(value, Tensor) and value.ndim:
+        return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
+    if isinstance(value, (list, tuple)):
+        items = [_sum_of_owned(item, owned) * _odd(str(place)) for place, item in enumerate(value)]
+        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
+    return _sum_of(value, None) if owned.leads else _nothing()
+
+
+def _odd(text: str) -> int:
+    """An odd number of 62 bits, of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2 | 1
+
+
+def _random_digest() -> str:
+    digest = hashlib.sha256()
+    states = random_states(0, 0)["states"].value
+    digest.update(_text([states[key] for key in sorted(states)]).encode())
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """A text that only equal values have."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's, which need not be there
+        return f"{value.dtype}{value.shape}{_text(value.tolist())}"
+    if isinstance(value, dict):
+        return "{" + ",".join(sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, list | tuple | range):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    raise TypeError(
+        f"checkpoint.Chain cannot tell whether another process has the same {type(value).__name__}: give it numbers, "
+        "texts, tensors, NumPy arrays, and lists, tuples and dicts of them"
+    )

@@ -1,0 +1,177 @@
+"""A folder that holds the checkpoints of one run."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from layerzero.checkpoint.atomic_files import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    discard,
+    has_lost_its_name,
+    hide,
+    is_leftover,
+    refuse_to_replace,
+    remove,
+    set_aside,
+)
+from layerzero.checkpoint.manifest import Unknown
+
+__all__ = ["Survey", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "survey", "tidy"]
+
+
+_DEAD_AFTER = 24 * 3600.0  # seconds without a write
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint in `folder` that was saved last; None if there is none.
+
+    A checkpoint that is still being written, one whose save died, and one with missing, shortened or unlisted files do
+    not count. The files' contents are compared by :func:`load`.
+    """
+    found = _complete(Path(folder))
+    return found[-1].folder if found else None
+
+
+def next_sequence(folder: Path) -> int:
+    """The place of a new checkpoint in the order of those in `folder`."""
+    found = _complete(folder)
+    return found[-1].sequence + 1 if found else 0
+
+
+def tidy(path: Path, keep_last: int | None) -> None:
+    """After a save to `path`: remove what dead saves have left in its folder, and all but the last checkpoints.
+
+    A checkpoint that another job has saved at the same time or later is never removed.
+
+    Raises:
+        OSError: something could not be removed.
+    """
+    clear_leftovers(path / MANIFEST)
+    if keep_last is not None:
+        rotate(path, keep_last)
+
+
+def rotate(path: Path, keep_last: int) -> None:
+    """Of the checkpoints beside `path`, remove all but the last ones, and none that is not older than `path`.
+
+    The last one that is known to be finite stays as well.
+    """
+    found = _complete(path.parent)
+    own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
+    good = next((manifest for manifest in reversed(found) if manifest.finite), None)
+    for manifest in found[:-keep_last]:
+        if own is not None and manifest.sequence < own and manifest is not good:
+            with suppress(FileNotFoundError):  # another job was faster
+                _remove_checkpoint(manifest)
+
+
+def clear_leftovers(written_last: Path) -> None:
+    """Remove what saves that died a day ago have left beside a new checkpoint, whose last file is given."""
+    now = written_last.stat().st_mtime  # by the clock of the file system, as all the others
+    for leftover in written_last.parent.parent.iterdir():
+        if is_leftover(leftover):
+            with suppress(FileNotFoundError):  # it has become a checkpoint, or another job was faster
+                if now - _last_written(leftover) > _DEAD_AFTER:  # others may be writing: another job, an import
+                    discard(leftover)
+
+
+def _remove_checkpoint(manifest: Manifest) -> None:
+    """Remove this one, and not a newer one that another job may have put there since."""
+    hidden = hide(manifest.folder)
+    if _read(hidden) == replace(manifest, folder=hidden):
+        remove(hidden)
+    else:
+        os.rename(hidden, manifest.folder)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a folder has for a run that goes on.
+
+    Attributes:
+        complete: in the order in which they are to be tried: the last first; those with numbers that are not finite
+            after all others.
+        broken: checkpoints that are not complete, and why.
+    """
+
+    complete: tuple[Manifest, ...]
+    broken: dict[Path, str]
+
+
+def survey(folder: Path) -> Survey:
+    """Look at all checkpoints of a run.
+
+    Raises:
+        Unknown: one was written by a newer layerzero.
+    """
+    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
+    newest = _complete(folder)[::-1]
+    fine = [manifest for manifest in newest if manifest.finite is not False]
+    return Survey((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
+
+
+def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
+    """Give a damaged checkpoint another name, which is returned; None if there is another one by now.
+
+    Args:
+        damaged: its manifest; None: it has none that is intact, and what it holds must be of a checkpoint alone.
+
+    Raises:
+        OSError: it could not be renamed.
+    """
+    if damaged is None:
+        refuse_to_replace(path)
+    elif _read(path) != damaged:
+        return None
+    return set_aside(path)
+
+
+def _why_broken(path: Path) -> str | None:
+    try:
+        Manifest.read(path)
+    except (Unknown, FileNotFoundError) as error:  # or another job has removed it
+        if isinstance(error, Unknown):
+            raise
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _was_checkpoint(path: Path) -> bool:
+    """It has a manifest, whatever lies beside it; or files of a checkpoint, and nothing else."""
+    try:
+        if os.path.lexists(path / MANIFEST):
+            return True
+        refuse_to_replace(path)
+        return any(path.iterdir())
+    except OSError:  # NameTaken is one
+        return False
+
+
+def _last_written(partial: Path) -> float:
+    inside = list(partial.rglob("*")) if partial.is_dir() else []
+    return max(path.lstat().st_mtime for path in [partial, *inside])
+
+
+def _complete(folder: Path) -> list[Manifest]:
+    """In the order in which they were saved."""
+    found = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
+    return sorted(found, key=lambda manifest: (manifest.sequence, manifest.folder.name))
+
+
+def _shown(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    paths = [path for path in found if not path.name.startswith(".") or has_lost_its_name(path)]
+    return [path for path in paths if not path.is_symlink() and path.is_dir()]
+
+
+def _read(path: Path) -> Manifest | None:
+    try:
+        return Manifest.read(path)
+    except (CheckpointError, OSError):
+        return None

@@ -1,0 +1,192 @@
+"""From the files of a checkpoint into memory: every rank reads its own rows, and compares the sums of what it reads."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
+from layerzero.checkpoint.checksums import Piece
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import CONTENTS, Contents
+from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.checkpoint.safe_json import parse
+from layerzero.dtensor.sharded_tensor import LocalRows, plain
+
+__all__ = ["Files", "same_columns"]
+
+_HEADER_BYTES = 100 << 20  # of a safetensors file
+
+
+class Files:
+    """The files of one checkpoint, as a source of tensors; see [Note: Nothing changes before all is known].
+
+    Args:
+        rank, ranks: who reads, of how many. Where one sum stands for a whole file, each file is compared by one rank.
+
+    Attributes:
+        fingerprint: the same on all ranks if all have opened the same checkpoint.
+        twice: what has been read can be read again.
+    """
+
+    def __init__(self, manifest: Manifest, *, rank: int, ranks: int) -> None:
+        self.contents = Contents.read(manifest)
+        self.fingerprint: object = manifest.fingerprint
+        self.twice = True
+        self._manifest = manifest
+        self._share = sorted(manifest.files)[rank::ranks]
+        self._again: dict[str, list[Piece]] = {}  # by file: what is to be read in place
+
+    def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """That hold something of them."""
+        table = self.contents.tensors
+        return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
+
+    def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
+        """Compare all that `tensors` are made of, and fill those that are not to be read `in_place`.
+
+        Raises:
+            CheckpointError: a file is not what was written; names it.
+        """
+        if not self._manifest.scheme.is_chunked:
+            self._manifest.verify(self._share)
+        wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
+        for key, tensor in tensors.items():
+            for part in _parts(key, tensor, self.contents.tensors[key]):
+                wanted[part.file].append(part)
+        for file, parts in wanted.items():
+            begins = self._begins(file, parts)
+            now, again = [], []
+            for part in sorted(parts, key=lambda part: begins[part.key]):
+                start = begins[part.key] + part.offset
+                piece = Piece(start, start + part.into.numel(), part.into)
+                if part.key in in_place:
+                    again.append(piece)
+                    piece = Piece(piece.start, piece.stop, None)
+                now.append(piece)
+            if again:
+                self._again[file] = again
+            self._read(file, now)
+            for part in parts:
+                part.finish()
+
+    def read_again(self) -> None:
+        """Fill what is to be read in place. Raises CheckpointError, after which that has any contents."""
+        for file, pieces in self._again.items():
+            self._read(file, pieces)
+
+    def _read(self, file: str, pieces: list[Piece]) -> None:
+        self._manifest.read_pieces(file, pieces, compare=self._manifest.scheme.is_chunked)
+
+    def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
+        """Where the tensors of some parts begin in a safetensors file, which must hold them as the table says."""
+        path, size = self._manifest.path_of(file), self._manifest.files[file].size
+        length = int.from_bytes(self._bytes(file, 0, min(8, size)), "little")
+        try:
+            if not 0 < length <= min(size - 8, _HEADER_BYTES):
+                raise ValueError(f"its header would have {length:,} bytes")
+            entries = parse(path, self._bytes(file, 8, 8 + length))
+            entries.pop("__metadata__", None)
+            _check_order(entries, size - 8 - length)
+            for part in parts:
+                stored = self.contents.tensors[part.key]
+                entry, expected = entries[part.key], (DTYPES[stored.dtype], list(part.sizes))
+                if (entry["dtype"], entry["shape"]) != expected:
+                    raise ValueError(f"{part.key} is {entry['dtype']} {entry['shape']}, {CONTENTS} says {expected}")
+                begin, end = entry["data_offsets"]
+                if end - begin != stored.dtype.itemsize * math.prod(part.sizes):
+                    raise ValueError(f"{part.key} of shape {list(part.sizes)} is in {end - begin} bytes")
+            return {part.key: 8 + length + entries[part.key]["data_offsets"][0] for part in parts}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} is not the safetensors file that {CONTENTS} describes: {said}") from None
+
+    def _bytes(self, file: str, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+        into = torch.empty(stop - start, dtype=torch.uint8)
+        self._read(file, [Piece(start, stop, into)])
+        return into.numpy().tobytes()
+
+
+def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
+    """Of rows whose columns begin at `starts`, the wanted ones."""
+    cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
+    here = (slice(None), *cut)
+    return rows[here]
+
+
+def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
+    """What is stored at a place has as long rows as a box, of the same columns: rows of both are the same bytes."""
+    return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
+
+
+class _Part(NamedTuple):
+    """Bytes of a tensor that are in one file.
+
+    Attributes:
+        sizes: of all that the file has of the tensor.
+        offset: of the wanted bytes in that.
+        into: where they are read; uint8.
+        finish: brings them from there to where they belong.
+    """
+
+    file: str
+    key: str
+    sizes: tuple[int, ...]
+    offset: int
+    into: Tensor
+    finish: Callable[[], object] = lambda: None
+
+
+def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
+    """Where the rows of `tensor` are that are on this rank; all of them if it is whole."""
+    memory, held = _bytes_of(plain(tensor)), plain(tensor)
+    if not stored.shape:
+        file, _, sizes = stored.chunks[0]
+        if memory.numel():  # a sharded number is on one rank
+            yield _Part(file, key, sizes, 0, memory)
+        return
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+    box = local.span.box if isinstance(local, LocalRows) else tuple(slice(0, size) for size in stored.shape)
+    first, last = box[0].start, box[0].stop
+    for file, at, sizes in stored.chunks:
+        row = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes
+        start, stop = max(first, at[0]), min(last, at[0] + sizes[0])
+        if not (start < stop and row and memory.numel()):
+            continue
+        offset, nbytes = (start - at[0]) * row, (stop - start) * row
+        if same_columns(box, at, sizes):
+            yield _Part(file, key, sizes, offset, memory[(start - first) * row :][:nbytes])
+            continue
+        common = [(max(b.start, a), min(b.stop, a + size)) for b, a, size in zip(box, at, sizes, strict=True)][1:]
+        if all(begin < end for begin, end in common):
+            whole_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
+            source = _columns(whole_rows, common, at[1:])
+            target = _columns(held[start - first : stop - first], common, [each.start for each in box[1:]])
+            yield _Part(file, key, sizes, offset, _bytes_of(whole_rows), partial(target.copy_, source))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), offset, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
+
+
+def _check_order(entries: Mapping[str, Any], nbytes: int) -> None:
+    """Raise ValueError unless tensors follow each other, from the first byte to the last."""
+    end = 0
+    for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
+        if type(begin) is not int or type(stop) is not int or begin != end or stop < begin:
+            raise ValueError(f"a tensor at bytes {begin} to {stop}, where byte {end} is next")
+        end = stop
+    if end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes of {nbytes:,}")

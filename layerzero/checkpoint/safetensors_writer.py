@@ -1,0 +1,71 @@
+"""safetensors files, written as their tensors arrive: of any tensors, and of what a plan of torch's has for a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, host_values, tensor_bytes, write_file
+from layerzero.checkpoint.json_codec import DTYPES
+from layerzero.dtensor.sharded_tensor import plain
+
+__all__ = ["write_items", "write_safetensors"]
+
+
+def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
+    """The one file of a rank."""
+    items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # so that each tensor is aligned in the file
+    return write_safetensors(
+        folder / f"rank-{rank:05d}.safetensors",
+        {item.index.fqn: _written(item) for item in items},
+        ((_resolved(planner, item),) for item in items),
+    )
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
+) -> FileRecord:
+    """Write a safetensors file as its tensors arrive, hashed on the way.
+
+    Args:
+        tensors: shape and dtype by name, in the order of the file.
+        content: for each of them, its values: one or more tensors on any device that follow each other.
+
+    The format: the length of a header as 8 bytes, the header as JSON, the tensors' bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not have")
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(path, _safetensors_bytes(text, content))
+
+
+def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> Iterator[Any]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for pieces in content:
+        for piece in pieces:
+            values = host_values(piece)
+            yield from tensor_bytes(values)
+
+
+def _written(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return plain(tensor.detach())

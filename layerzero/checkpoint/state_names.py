@@ -1,0 +1,196 @@
+"""What a model and an optimizer hold, by the names that it has in a checkpoint; and all of it as a document.
+
+Values that are no tensors, and references to those that are, become JSON; see json_codec.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.json_codec import Encoder, Joint
+from layerzero.checkpoint.subclass_tensors import as_table
+from layerzero.dtensor.row_shard_spec import refuse_apart
+from layerzero.dtensor.sharded_tensor import LocalRows, plain
+from layerzero.engine.buffers import original_dtypes
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["Apart", "Names", "encode_all", "plain_name", "trained_rows"]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What of a model other ranks have under the same names, though it is something else, such as experts.
+
+    Attributes:
+        stored: gives the name in the checkpoint, which tells them apart and has nothing of wrappers, for any name.
+        is_apart: whether a stored name is of such a thing.
+        is_elsewhere: whether it is of one that other ranks have, and this one has not.
+        tells: of the ranks that have the same ones, this one writes what is not sharded.
+    """
+
+    stored: Callable[[str], str]
+    is_apart: Callable[[str], bool]
+    is_elsewhere: Callable[[str], bool]
+    tells: bool
+
+    @classmethod
+    def nothing(cls) -> Apart:
+        return cls(plain_name, lambda name: False, lambda name: False, tells=True)
+
+    def joint(self, values: Mapping[str, Any]) -> Joint:
+        """Values by stored name."""
+        common = {name: value for name, value in values.items() if not self.is_apart(name)}
+        return Joint(common, {name: value for name, value in values.items() if self.is_apart(name)})
+
+    def joint_names(self, names: Iterable[str]) -> Joint:
+        held = list(names)
+        return Joint([n for n in held if not self.is_apart(n)], [n for n in held if self.is_apart(n)])
+
+
+class Names:
+    """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
+
+    Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
+    checkpoints leave it out.
+
+    Attributes:
+        targets: by stored name: parameters, persistent buffers, and modules with an extra state.
+        members: by stored name.
+        dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name; files have these dtypes.
+        odd: names in the state dict that stand for none of these.
+    """
+
+    def __init__(self, runtime: Runtime, apart: Apart | None = None) -> None:
+        self.apart = apart = apart or Apart.nothing()
+        self.entries: dict[str, Any] = {}  # by stored name: what is saved
+        self.targets: dict[str, Tensor | nn.Module] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.odd: list[str] = []
+        model = runtime.model
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        # Names do not tell: a wrapper may hide itself from state dicts, which go through modules in this order.
+        owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
+        state = {apart.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        extra = [name for name in state if name.endswith(_EXTRA)]
+        owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
+        first_name: dict[int, str] = {}
+        dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # by id, for tied buffers
+        for name, value in state.items():
+            target = owner_of.get(name) if name.endswith(_EXTRA) else tensors.get(id(value))
+            if target is None:
+                self.odd.append(name)
+                continue
+            if (dtype := dtypes.get(id(value))) is not None:
+                self.dtypes[name] = dtype
+                value = cast.setdefault(id(value), value.detach().to(dtype))  # noqa: PLW2901
+            self.entries[name], self.targets[name] = value, target
+            first_name.setdefault(id(target), name)
+        self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
+        for own_name, parameter in model.named_parameters(remove_duplicate=False):
+            self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
+        self.members = {self._stored[member.name]: member for member in runtime.members.values()}
+        spans = (member.span for name, member in self.members.items() if not apart.is_apart(name))
+        refuse_apart("layerzero.checkpoint", spans, runtime.everyone.size)
+
+    def of_rows(self, rows: LocalRows) -> str:
+        """Of the parameter that a sharded tensor is cut like: its own, or the same of a model cut like this one.
+
+        Raises:
+            LookupError: the model has none like it.
+        """
+        span, name = rows.span, self._stored[rows.span.name]
+        own = self.members[name].span
+        same_model = span.topology.ledger is own.topology.ledger  # where state may have another shape
+        if not same_model and (span.shape, span.bounds, span.mesh) != (own.shape, own.bounds, own.mesh):
+            raise LookupError(name)
+        return name
+
+    def to_stored(self, name: str) -> str:
+        """The stored name of what the optimizer calls `name`."""
+        return self._stored.get(name, name)
+
+
+_EXTRA = "_extra_state"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def plain_name(name: str) -> str:
+    """Without what wrappers that compile or recompute put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def encode_all(
+    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, rank: int, apart: Apart | None = None
+) -> tuple[dict[str, Any], Encoder]:
+    """The document of a checkpoint, and the encoder that has its tensors.
+
+    Raises:
+        TypeError: something cannot be put into a checkpoint; names it.
+    """
+    names = Names(runtime, apart)
+    if names.odd:
+        raise TypeError(
+            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
+            "extra state of a module: a hook made it, and a load could not put it back"
+        )
+    encoder = Encoder(rank, names.of_rows, names.apart.is_apart, names.apart.tells)
+    stepped: dict[str, Any] | None = None
+    if optimizer is not None:
+        state, groups = _renamed(optimizer.state_dict(), names.to_stored)
+        _check_state(names, state)
+        groups = [{**group, "params": names.apart.joint_names(group["params"])} for group in groups]
+        stepped = {"class": type(optimizer.inner).__name__, "state": names.apart.joint(state), "param_groups": groups}
+    values = {n: as_table(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()}
+    document = {
+        "model": encoder.encode(names.apart.joint(values), "model"),
+        "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
+        "extra": encoder.encode_tree(extra, "extra"),
+    }
+    encoder.digest_tensors("extra")
+    return document, encoder
+
+
+def trained_rows(runtime: Runtime, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what is going to be saved, by key: this rank's rows of trained parameters and of their optimizer state."""
+    frozen = {id(member.parameter) for member in runtime.members.values() if not member.parameter.requires_grad}
+    return {
+        key: plain(tensor.detach())
+        for key, tensor in tensors.items()
+        if isinstance(tensor, DTensor) and id(tensor) not in frozen and key.startswith(("model.", "optimizer."))
+    }
+
+
+def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
+    for name, values in state.items():
+        for key, value in values.items():
+            if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                shape = list(value.shape)
+                raise TypeError(f"optimizer.state.{name}.{key} has shape {shape}: neither its parameter's nor a number")
+
+
+def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """State and groups of an optimizer's state dict under other names of parameters."""
+    state = {rename(name): values for name, values in state_dict["state"].items()}
+    return state, [
+        {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+
+
+def _number(value: Any) -> Any:
+    """A hyperparameter, of which a tensor of one number is stored as the number."""
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

@@ -1,0 +1,267 @@
+"""Whole models in one process: out of a checkpoint, into one, and a look inside. Needs no process group."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.checkpoint.atomic_files import (
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    make_folder,
+    new_token,
+    partial_of,
+    publish,
+    publish_file,
+    remove,
+)
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import Contents, check_entry, opened, pieces
+from layerzero.checkpoint.json_codec import DTYPES, references
+from layerzero.checkpoint.pretrained_weights import find_safetensors
+from layerzero.checkpoint.run_folder import next_sequence
+from layerzero.checkpoint.safetensors_writer import write_safetensors
+from layerzero.checkpoint.subclass_tensors import is_table
+
+__all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
+
+_PART = 2 << 30
+_DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    files: int  # that hold a part of it
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found."""
+
+    entries: tuple[Entry, ...]
+    topology: Mapping[str, int]
+    sequence: int
+    nbytes: int  # of all files
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Verify all files of a checkpoint, and list its tensors.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+    """
+    manifest = Manifest.read(path)
+    manifest.verify()
+    contents = Contents.read(manifest)
+    entries = tuple(
+        Entry(key, tensor.shape, tensor.dtype, tensor.nbytes, len({file for file, _, _ in tensor.chunks}))
+        for key, tensor in contents.tensors.items()
+    )
+    nbytes = sum(record.size for record in manifest.files.values())
+    return Inspection(entries, contents.topology, manifest.sequence, nbytes)
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    averages: bool = False,
+) -> None:
+    """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
+
+    Tied parameters are written under each of their names; states of modules that are no tensors are left out. No more
+    than 64 MiB (or a row) of a tensor is in memory at once, but for those that were saved in columns (tensor parallel).
+
+    Args:
+        dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
+        averages: of the parameters that are averaged, the averages: what was saved with ``{"ema": ema.state_dict()}``.
+
+    Raises:
+        FileExistsError: there is something at `out`.
+        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+        ValueError: the checkpoint has no averages.
+    """
+    manifest = Manifest.read(path)
+    manifest.verify()
+    contents = Contents.read(manifest)
+    keys = model_keys(contents, averages=averages)
+    header = {}
+    for name, key in keys.items():
+        tensor = contents.tensors[key]
+        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        header[name] = (tensor.shape, cast)
+    order = sorted(header, key=lambda name: -header[name][1].itemsize)
+    target = Path(out).absolute()
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already")
+    partial = partial_of(target, new_token())
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(opened(manifest.path_of(name)))
+            for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
+        }
+        names = {file: set(tensors.keys()) for file, tensors in files.items()}
+        for key in keys.values():
+            for name, _, sizes in contents.tensors[key].chunks:
+                check_entry(manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype)
+        content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
+        try:
+            write_safetensors(partial, {name: header[name] for name in order}, content)
+            publish_file(partial, target)
+        except BaseException:
+            remove(partial)
+            raise
+
+
+def model_keys(contents: Contents, *, averages: bool) -> dict[str, str]:
+    """The keys of the model's tensors by name; see :func:`export_model`."""
+    model = contents.document["model"]
+    if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
+        raise ValueError(
+            f"{classes[0]} ({len(classes)} like it) is a tensor of a class of its own, which one file of plain tensors "
+            "cannot hold: load the checkpoint into the model, and save layerzero.full_state_dict(model, "
+            "trainable_only=True)"
+        )
+    keys = _keys(model)
+    if not averages:
+        return keys
+    extra = contents.document["extra"]
+    ema = extra.get("ema") if isinstance(extra, dict) else None
+    if not isinstance(ema, dict) or not isinstance(ema.get("averages"), dict):
+        raise ValueError('the checkpoint has no averages: none were saved as extra={"ema": ema.state_dict(), ...}')
+    stored = _keys(ema["averages"])
+    of_parameter = {str(value["like"]): stored[name] for name, value in ema["averages"].items() if "like" in value}
+    tied = {key: of_parameter[name] for name, key in keys.items() if name in of_parameter}
+    return {name: tied.get(key, key) for name, key in keys.items()}
+
+
+def _keys(values: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: str(reference[next(iter(reference))])
+        for name, value in values.items()
+        for reference in references(value, rank=None)
+        if reference is value
+    }
+
+
+def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The values of a tensor in order, piece by piece; all at once where it is cut in columns."""
+    if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for file, at, sizes in tensor.chunks:
+            whole[tuple(slice(o, o + n) for o, n in zip(at, sizes, strict=True))] = files[file].get_tensor(key)
+        yield whole.to(dtype)
+        return
+    for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
+        for piece in pieces(files[file], key, sizes, tensor.dtype):
+            yield piece.to(dtype)
+
+
+def import_model(
+    files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Make a checkpoint, without an optimizer, of a whole model in safetensors files.
+
+    Args:
+        files: that have the model's ``state_dict()`` between them; or folders or indexes of such files.
+        dtype: cast floating-point tensors to it. Not needed for training: a load widens bf16 to the masters' fp32.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        ValueError: two files have a tensor of the same name.
+        CheckpointError: a file is not a safetensors file.
+    """
+    target = Path(path).absolute()
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already; a checkpoint is never overwritten")
+    with ExitStack() as stack:
+        sources: dict[str, _Source] = {}
+        for file in find_safetensors(files):
+            tensors = stack.enter_context(opened(file))
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                if name in sources:
+                    raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
+                sources[name] = _Source.of(file, tensors, name, dtype)
+        order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
+        _write_model(target, {name: sources[name] for name in order})
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of an opened file, and the dtype that it is going to have."""
+
+    tensors: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cast: torch.dtype
+
+    @classmethod
+    def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _Source:
+        entry = tensors.get_slice(name)
+        dtype = _DTYPE_NAMED.get(entry.get_dtype())
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name} has dtype {entry.get_dtype()}, which cannot be loaded here")
+        changed = cast if cast is not None and dtype.is_floating_point else dtype
+        return cls(tensors, tuple(entry.get_shape()), dtype, changed)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        for piece in pieces(self.tensors, name, self.shape, self.dtype):
+            yield piece.to(self.cast)
+
+
+def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
+    token = new_token()
+    partial = partial_of(target, token)
+    make_folder(target.parent)
+    partial.mkdir()
+    try:
+        records, stored = [], {}
+        for number, part in enumerate(_parts(sources)):
+            record = _write_part(partial / f"rank-{number:05d}.safetensors", part)
+            records.append(record)
+            for name, source in part.items():
+                chunk = (record.name, (0,) * len(source.shape), source.shape)
+                stored[f"model.{name}"] = StoredTensor(source.shape, source.cast, (chunk,))
+        model = {name: {"$tensor": f"model.{name}"} for name in sources}
+        document = {"model": model, "optimizer": None, "extra": None}
+        contents = Contents({"data_parallel": 1, "zero3_size": 1}, document, stored)
+        records.append(contents.write(partial))
+        publish(partial, target, records, sequence=next_sequence(target.parent), token=token)
+    except BaseException:
+        remove(partial)
+        raise
+
+
+def _parts(sources: Mapping[str, _Source]) -> Iterator[dict[str, _Source]]:
+    """Files of about _PART bytes: a load shares the work of verifying them."""
+    part: dict[str, _Source] = {}
+    nbytes = 0
+    for name, source in sources.items():
+        part[name] = source
+        nbytes += source.cast.itemsize * math.prod(source.shape)
+        if nbytes >= _PART:
+            yield part
+            part, nbytes = {}, 0
+    if part:
+        yield part
+
+
+def _write_part(path: Path, part: Mapping[str, _Source]) -> FileRecord:
+    header = {f"model.{name}": (source.shape, source.cast) for name, source in part.items()}
+    return write_safetensors(path, header, (source.pieces(name) for name, source in part.items()))

@@ -1,0 +1,256 @@
+"""The commands ``plan``, ``trace`` and ``simulate``; imported by ``layerzero.cli`` alone, as they need typer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+
+from layerzero.device.accelerator import default_device_type
+from layerzero.planning.cluster import Cluster
+from layerzero.planning.plan_report import plan_text
+from layerzero.planning.planner import plan
+from layerzero.planning.probe import probe as probe_cluster
+from layerzero.planning.sim_program import read_recording
+from layerzero.planning.simulator import Machine, simulate
+from layerzero.planning.transformer_shapes import Sizes
+from layerzero.utils.import_path import load_named
+from layerzero.utils.text_tables import seconds, size, table
+
+__all__ = ["add_commands"]
+
+_CLUSTER = "Cluster"
+_SIZES = "Model by its sizes"
+_DEFAULTS = {field.name: field.default for field in fields(Cluster)}
+
+
+def _of_cluster(name: str, text: str) -> Any:
+    return typer.Option(
+        f"--{name.replace('_', '-')}", help=f"{text} Default: {_DEFAULTS[name]}.", rich_help_panel=_CLUSTER
+    )
+
+
+def _plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="module:function that builds it, or a Hugging Face config.json."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
+    hidden: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
+    vocab: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
+    heads: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
+    ffn: Annotated[int, typer.Option(help="Default: 4 x hidden.", rich_help_panel=_SIZES)] = 0,
+    kv_heads: Annotated[int, typer.Option(help="Default: as heads.", rich_help_panel=_SIZES)] = 0,
+    experts: Annotated[int, typer.Option(help="Of each layer.", rich_help_panel=_SIZES)] = 0,
+    tied: Annotated[bool, typer.Option("--tied", help="The head is the embedding.", rich_help_panel=_SIZES)] = False,
+    cluster: Annotated[Path | None, typer.Option(help="YAML file of these fields.", rich_help_panel=_CLUSTER)] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Under torchrun: measure the one that this runs on.", rich_help_panel=_CLUSTER),
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_CLUSTER)] = None,
+    accelerators: Annotated[int | None, _of_cluster("accelerators", "Of a node.")] = None,
+    memory: Annotated[float | None, _of_cluster("memory", "GB of an accelerator.")] = None,
+    reserve: Annotated[float | None, _of_cluster("reserve", "GB of it that are not for the model.")] = None,
+    between: Annotated[float | None, _of_cluster("between", "Gbit/s that a node sends to the others.")] = None,
+    inside: Annotated[float | None, _of_cluster("inside", "GB/s of an accelerator inside its node.")] = None,
+    tflops: Annotated[float | None, _of_cluster("tflops", "TFLOP/s that are reached, not the peak.")] = None,
+    host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of a node.")] = None,
+    price: Annotated[float | None, _of_cluster("price", "Of an accelerator for an hour.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of a rank's micro-batch.")] = 4096,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of one sequence. Default: all of a micro-batch.")] = None,
+    micro_batches: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: 1, 4, 16.")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Of a step, on all ranks: says how many micro-batches there are.")
+    ] = None,
+    zero3_size: Annotated[list[int] | None, typer.Option(help="S to try; may be repeated.")] = None,
+    unit: Annotated[
+        list[str] | None, typer.Option(help="Of MODULE:FUNCTION: name or class of a unit; may be repeated.")
+    ] = None,
+    param_dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    recompute: Annotated[bool, typer.Option(help="Blocks compute again in the backward.")] = True,
+    activations: Annotated[float, typer.Option(help="GB of a micro-batch. Default: estimated from sizes.")] = 0.0,
+    offload: Annotated[bool, typer.Option("--offload", help="Try offloading also where it fits without.")] = False,
+    every_row: Annotated[bool, typer.Option("--all", help="All rows, also those that do not fit.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts there.")] = None,
+) -> None:
+    """Which settings, how much memory, how fast: a model on a cluster, without either.
+
+    Exit status: 0 if some settings fit, 1 if none do, 2 for wrong usage.
+    """
+    given = {"nodes": nodes, "accelerators": accelerators, "memory": memory, "between": between, "inside": inside}
+    given |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
+    named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
+    optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
+    with _readable_failures():
+        asked = _cluster(cluster, {name: value for name, value in given.items() if value is not None}, probe=probe)
+        counts = micro_batches or [1, 4, 16]
+        if batch_tokens is not None:
+            if micro_batches:
+                raise ValueError("give either --batch-tokens or --micro-batches")
+            counts = [max(1, round(batch_tokens / (tokens * asked.ranks)))]
+        found = plan(
+            _model(model, named, optional),
+            asked,
+            units=unit or None,
+            tokens=tokens,
+            sequence=sequence,
+            micro_batches=counts,
+            zero3_sizes=zero3_size or None,
+            offload=True if offload else None,
+            param_dtype=param_dtype,
+            recompute=recompute,
+            activation_bytes=activations * 1e9,
+        )
+        typer.echo(plan_text(found, every_row=every_row))
+        if html is not None:
+            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - charts are not always asked for
+
+            write_report(found, html)
+            typer.echo(f"\nwritten: {html}")
+    raise typer.Exit(0 if found.best is not None else 1)
+
+
+def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")]) -> None:
+    """What is in a trace: exchanges with their bytes, what was waited for, and what units computed."""
+    with _readable_failures():
+        events = read_recording(file).events
+    calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    launched = {event.number for event in events if event.kind == "launch"}
+    for event in events:
+        row = calls[event.exchange, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
+        if event.kind == "launch":
+            row[0], row[1] = row[0] + 1, row[1] + event.bytes
+            row[2] += max(0.0, (event.completed or event.end) - event.start) / 1e6
+        elif event.kind == "wait":
+            row[3] += (event.end - event.start) / 1e6
+    exchanges = [
+        (kind, axis, f"{n:.0f}", size(b), seconds(f), seconds(w)) for (kind, axis), (n, b, f, w) in calls.items()
+    ]
+    typer.echo(table(("exchange", "axis", "calls", "sent", "in flight", "waited"), exchanges, left=2))
+    spans: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    open_spans: list[tuple[str, str, float]] = []
+    for event in events:
+        if event.kind == "begin":
+            open_spans.append((event.phase, event.name, event.start))
+        elif event.kind == "end":
+            phase, name, start = open_spans.pop()
+            total = spans[phase, name]
+            total[0], total[1] = total[0] + 1, total[1] + (event.end - start) / 1e6
+    computed = [(phase, name, f"{n:.0f}", seconds(t), seconds(t / n)) for (phase, name), (n, t) in spans.items()]
+    typer.echo("\n" + table(("phase", "unit", "times", "in all", "each"), computed, left=2))
+    typer.echo("times of what contains other units contain theirs")
+
+
+def _simulate(
+    file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")],
+    gbit: Annotated[float, typer.Option(help="Gbit/s of a node's link to the others.")] = 100.0,
+    inside: Annotated[float, typer.Option(help="GB/s that a rank sends inside its node.")] = 300.0,
+    node_size: Annotated[int | None, typer.Option(help="Ranks of a node. Default: zero3_size of the trace.")] = None,
+    inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of an exchange in the node.")] = 0.0,
+    between_latency: Annotated[float, typer.Option(help="The same between nodes.")] = 0.0,
+) -> None:
+    """The schedule of a trace on a machine with other links. What was computed takes as long as it took."""
+    with _readable_failures():
+        recording = read_recording(file)
+        if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
+            raise ValueError("--gbit, --inside and --node-size must be more than 0")
+        machine = Machine(
+            node_size=node_size or recording.zero3_size,
+            inside=inside * 1e9,
+            between=gbit * 1e9 / 8,
+            inside_latency=inside_latency * 1e-6,
+            between_latency=between_latency * 1e-6,
+            zero3_size=recording.zero3_size,
+        )
+    outcome = simulate(recording.program(), machine)
+    typer.echo(
+        f"simulated: {len(outcome.step_ends)} steps in {seconds(outcome.seconds)}, "
+        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}"
+    )
+    waits: defaultdict[str, float] = defaultdict(float)
+    for step in outcome.waits:
+        for kind, waited in step.items():
+            waits[kind] += waited
+    rows = [
+        (kind, str(calls), size(outcome.bytes[kind]), seconds(waits[kind]))
+        for kind, calls in sorted(outcome.calls.items())
+    ]
+    typer.echo(table(("exchange", "calls", "sent", "waited"), rows))
+    typer.echo(
+        "links were busy: " + ", ".join(f"{name} {seconds(busy)}" for name, busy in sorted(outcome.busy.items()))
+    )
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command("plan")(_plan)
+    app.command("trace")(_trace)
+    app.command("simulate")(_simulate)
+
+
+def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluster:
+    if probe:
+        if path is not None:
+            raise ValueError("give either --probe or --cluster")
+        return replace(_probed(), **given)
+    if path is not None:
+        return Cluster.from_yaml(path, **given)
+    if "nodes" not in given:
+        raise ValueError("how many --nodes are there? Or give --cluster, a YAML file")
+    return Cluster(**given)
+
+
+def _probed() -> Cluster:
+    """What the ranks that torchrun has started measure; all but the first end here."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "--probe measures the cluster that it runs on: start it on all nodes by torchrun, "
+            "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe ..."
+        )
+    device = default_device_type()
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    is_first = dist.get_rank() == 0
+    try:
+        found = probe_cluster()
+    finally:
+        dist.destroy_process_group()
+    if not is_first:
+        raise typer.Exit(0)
+    typer.echo(f"{found}\n")
+    return found.cluster
+
+
+def _model(named: str | None, sizes: dict[str, Any], optional: dict[str, Any]) -> Callable[[], nn.Module] | Sizes | str:
+    by_sizes = [name for name, value in sizes.items() if value is not None]
+    if named is not None and by_sizes:
+        raise ValueError(f"give either a model or its sizes; got {named} and --{by_sizes[0]}")
+    if named is not None and (Path(named).exists() or ":" not in named):
+        return named
+    if named is not None:
+        if os.getcwd() not in sys.path:  # the command `layerzero`, unlike `python -m layerzero`, leaves it out
+            sys.path.insert(0, os.getcwd())
+        return load_named(named, "the model")
+    if missing := [name for name, value in sizes.items() if value is None]:
+        raise ValueError(f"a model by its sizes needs --{missing[0]}; or give module:function or a config.json")
+    return Sizes(**sizes, **optional)
+
+
+@contextmanager
+def _readable_failures() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, TypeError, ValueError, ModuleNotFoundError) as error:
+        typer.echo(f"layerzero: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,316 @@
+"""Where this rank stands among the data-parallel ranks, and the lanes it talks on.
+
+Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
+the shard lies inside ZeRO-3 shard s and every exchange runs along one axis.
+
+[Note: A group for each lane]
+A backend matches the exchanges of a group by their order. The model's own exchanges (tokens for experts, say) may use
+the groups of the mesh, several meshes may share one, and so may several models; and when an exchange of ours is
+launched among those, timing and what a rank has used may decide. So each lane has a group that nobody else knows; but
+those along further axes, on which exchanges come between passes, where the program says. Where the mesh's own is used
+by nobody, no backend connects it but gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.collectives import Lane, backend_of, connect
+from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
+from layerzero.comm.traffic_counters import Ledger
+from layerzero.device.accelerator import compute_device, default_device_type
+from layerzero.layout.shard_grid import Grid
+
+__all__ = [
+    "AXES",
+    "Topology",
+    "as_data_parallel",
+    "init_mesh",
+    "mesh_from_groups",
+    "mesh_of_ranks",
+]
+
+AXES = ("replica", "zero3")
+_NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
+
+    mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
+    flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
+    ranks: tuple[int, ...]  # global ranks, by r * S + s
+    grid: Grid  # where this rank stands among them
+    device: torch.device
+    ledger: Ledger
+    groups: ModelGroups  # owner of the process groups of the lanes, and of others of the model
+    # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
+    # function of the program; see "One step" in docs/architecture.md.
+    zero3_gather: Lane
+    zero3_reduce: Lane
+    replica: Lane
+    # gloo, for a few bytes that the CPU must read. See [Note: Control messages] in model_ranks.py.
+    node_control: Lane
+    replica_control: Lane
+    # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
+    over_model: tuple[Lane, ...] = ()
+    _among: dict[int, Lane] = field(default_factory=dict)  # by ranks: see gather_among
+
+    @property
+    def zero3_size(self) -> int:
+        return self.grid.zero3_size
+
+    @property
+    def replicas(self) -> int:
+        return self.grid.replicas
+
+    @property
+    def data_parallel(self) -> int:
+        return self.grid.data_parallel
+
+    @property
+    def control_lanes(self) -> tuple[Lane, ...]:
+        """Lanes that reach all data-parallel ranks, one after the other: the results are in the order of `ranks`."""
+        return self.node_control, self.replica_control
+
+    @property
+    def on_gloo(self) -> bool:
+        """Gradients are exchanged by gloo, whose `wait` blocks whoever calls it."""
+        return self.zero3_reduce.is_gloo and self.replica.is_gloo
+
+    @property
+    def shard_index(self) -> int:
+        """k, the place of this rank's ZeRO-1 shard in the flat order."""
+        return self.grid.shard_index
+
+    def gather_among(self, ranks: int) -> Lane:
+        """A lane for gathers among `ranks` neighbours of a node, made when it is first asked for: by all ranks."""
+        if ranks not in self._among:
+            node, like = dist.get_process_group_ranks(self.zero3_gather.group), self.zero3_gather.group
+            first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
+            group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
+            self._among[ranks] = Lane.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
+            connect(self._among[ranks], self.device)
+        return self._among[ranks]
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None, groups: ModelGroups | None = None) -> Topology:
+        """Every rank of the mesh must call this.
+
+        Args:
+            ledger: counters of the model, if it has other topologies.
+            groups: process groups of the model, if it has other topologies.
+        """
+        mesh, ledger = as_data_parallel(mesh), ledger or Ledger()
+        groups = groups or ModelGroups()
+        zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
+        ranks = mesh.mesh.flatten().tolist()
+        kind = mesh.device_type
+        node, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
+        backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
+        # See [Note: A group for each lane].
+        gather, reduce = (groups.new(node, like=zero3, device_type=kind) for _ in range(2))
+        replicas = groups.new(column, like=replica, device_type=kind)
+        node_control, replica_control = (
+            groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (node, column)
+        )
+        topology = cls(
+            mesh=mesh,
+            flat_mesh=_transposed(mesh, zero3, replica),
+            ranks=tuple(ranks),
+            grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
+            device=compute_device(mesh.device_type),
+            ledger=ledger,
+            groups=groups,
+            zero3_gather=Lane.over("zero3 gather", "zero3", gather, ledger, kind),
+            zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            replica=Lane.over("replica", "replica", replicas, ledger, kind),
+            node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
+            replica_control=Lane.over("replica control", "control", replica_control, ledger, "cpu"),
+        )
+        for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica):
+            connect(lane, topology.device)
+        return topology
+
+
+def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
+    """A mesh of all ranks with axes ``("replica", "zero3")``.
+
+    Args:
+        zero3_size: S, the number of consecutive ranks that share the low-precision weights, usually the ranks of
+            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size. None: the ranks of a
+            node, as torchrun says in ``LOCAL_WORLD_SIZE``.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: `zero3_size` does not divide the world, or ranks ask for different values.
+        RuntimeError: torch.distributed is not initialised.
+
+    Example::
+
+        torch.distributed.init_process_group()
+        mesh = layerzero.init_mesh(zero3_size=8)
+        model = layerzero.shard_model(model, mesh=mesh, units={Block})
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    return mesh_of_ranks(range(dist.get_world_size()), zero3_size, device_type or default_device_type())
+
+
+def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
+    """:func:`init_mesh` of some ascending ranks, all of which call this."""
+    world = len(ranks)
+    failure: Exception | None = None
+    try:
+        size = _checked_size(zero3_size, world)
+    except (TypeError, ValueError) as error:
+        size, failure = 1, error
+    asked = zero3_size if failure is not None else size
+    table = torch.tensor(ranks).view(world // size, size)
+    row, column = _lines_of(table)
+    fields = {"zero3_size": repr(asked), "device_type": device_type}
+    agree("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return _mesh_over(table, mesh_group(row, like=everyone, device_type=device_type), device_type)
+
+
+def _checked_size(zero3_size: int | None, world: int) -> int:
+    if zero3_size is None:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not said.isdigit() or int(said) == 0 or world % int(said):
+            raise ValueError(
+                "without zero3_size and mesh, S is the number of ranks of a node, which torchrun says in "
+                f"LOCAL_WORLD_SIZE; that is {said or 'not set'} here, with {world} ranks. Give zero3_size, one of "
+                f"{_divisors(world)}"
+            )
+        return int(said)
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    if zero3_size < 1 or world % zero3_size:
+        raise ValueError(_indivisible(zero3_size, world))
+    return zero3_size
+
+
+def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of two process groups that a framework has already made.
+
+    Args:
+        zero1_group: all data-parallel ranks of this rank.
+        zero3_group: the consecutive members of `zero1_group`, this rank among them, that share the low-precision
+            weights.
+
+    Every member of `zero1_group` must call this. One process group per replica axis is created.
+
+    Raises:
+        ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of
+            different ranks differ in size.
+    """
+    ranks = sorted(dist.get_process_group_ranks(zero1_group))
+    block = sorted(dist.get_process_group_ranks(zero3_group))
+    size, world = len(block), len(ranks)
+    failure: Exception | None = None
+    if world % size:
+        failure = ValueError(
+            f"zero3_group {block} has {size} ranks, which do not divide the {world} of zero1_group {ranks}"
+        )
+    elif not set(block) <= set(ranks):
+        failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
+    elif ranks.index(block[0]) % size or ranks[ranks.index(block[0]) :][:size] != block:
+        starts = [ranks[i : i + size] for i in range(0, world, size)]
+        failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
+    fields = {"zero1_group": ranks, "size of zero3_group": size}
+    table = torch.tensor(ranks).view(-1, size if failure is None else 1)
+    agree("mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_lines_of(table)[1]), failure=failure)
+
+    device_type = default_device_type()
+    if f"{device_type}:" not in dist.get_backend_config(zero3_group):
+        device_type = "cpu"
+    return _mesh_over(table, zero3_group, device_type)
+
+
+def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
+    _, column = _lines_of(table)
+    replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
+    return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
+
+
+def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the row and the column of this rank in a table of ranks [R, S]."""
+    ((r, s),) = (table == dist.get_rank()).nonzero().tolist()
+    return table[r].tolist(), table[:, s].tolist()
+
+
+def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of data-parallel ranks, with the axes that everything here goes by.
+
+    Args:
+        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; or torch's own, with one axis (all ranks share the
+            weights) or with two, whatever their names: replicas, and the ranks that share the weights.
+
+    Raises:
+        TypeError, ValueError: it is something else; on this rank alone.
+    """
+    check_mesh(mesh)
+    if mesh.mesh_dim_names == AXES:
+        return mesh
+    ranks = mesh.mesh
+    zero3 = mesh.get_group(mesh.ndim - 1)
+    if mesh.ndim == 2:
+        replica = mesh.get_group(0)
+    else:
+        mine, kind = [dist.get_rank()], mesh.device_type
+        replica, ranks = mesh_group(mine, like=zero3, device_type=kind), ranks.view(1, -1)
+    return DeviceMesh.from_group([replica, zero3], mesh.device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` is a DeviceMesh of data-parallel ranks alone, in their order."""
+    if not isinstance(mesh, DeviceMesh):
+        way_out = "make it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
+    names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
+    others = sorted({*(names or ())} & _NOT_DATA_PARALLEL)
+    if mesh.ndim > 2 or others:
+        raise ValueError(
+            f"mesh has axes {names} of {shape}{f', of which {others} are not data-parallel' if others else ''}; give "
+            'the axes over which batches differ: one, mesh["dp"], or two, mesh["dp_replicate", "dp_shard"]'
+        )
+    if names == AXES[::-1]:
+        raise ValueError(f"mesh has axes {names}; the first one is of replicas: expected {AXES}")
+    ranks = mesh.mesh.flatten()
+    if (ranks.diff() <= 0).any():
+        blocks = sorted(ranks.tolist())
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row. The layout of rows needs "
+            "this: ranks of a ZeRO-3 group must be neighbours among the data-parallel ranks. Use "
+            f"{[blocks[i : i + shape[-1]] for i in range(0, len(blocks), shape[-1])]}, as layerzero.init_mesh makes it"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, and rank {dist.get_rank()} is none of them, so it cannot hold a "
+            "part of the model. Pass a mesh with this rank, or call shard_model on the ranks of the mesh only"
+        )
+
+
+def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
+    table = mesh.mesh.t()
+    table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
+    return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
+
+
+def _indivisible(size: int, world: int) -> str:
+    return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {_divisors(world)}"
+
+
+def _divisors(world: int) -> list[int]:
+    return [d for d in range(1, world + 1) if world % d == 0]

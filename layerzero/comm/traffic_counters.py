@@ -1,0 +1,99 @@
+"""The exchanges between ranks, by name, and the ledger that counts them."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from layerzero.comm.trace_recorder import Observer
+
+__all__ = ["GATHERS", "SPELLED", "Exchange", "Ledger", "gather_name"]
+
+
+class Exchange(enum.Enum):
+    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
+
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    REGATHER = "regather"  # what few ranks have kept of it since the forward -> full buffer
+    HOP1 = "hop1"  # gradients, inside the node
+    HOP2 = "hop2"  # gradients, across replicas
+    REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
+    AGREE = "agree"  # which parameters were used, one byte each
+    ORDER = "order"  # which unit is gathered next, where that was not foreseen
+    NORM = "norm"  # gradient norms
+    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
+    BROADCAST = "broadcast"  # initial weights
+    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
+    COLLECT = "collect"  # rows of a parameter and its gradient -> their owner, inside the node
+    HAND_BACK = "hand_back"  # the rows that it has updated
+    SNAPSHOT = "snapshot"  # a rank's part of a checkpoint -> the memory of another node
+    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
+
+
+GATHERS = (Exchange.GATHER, Exchange.REGATHER)
+
+SPELLED = {  # for people
+    Exchange.REGATHER: "gather among fewer ranks",
+    Exchange.HOP1: "hop 1",
+    Exchange.HOP2: "hop 2",
+    Exchange.AGREE: "agreement on used parameters",
+    Exchange.ORDER: "comparison of orders before the gather",
+    Exchange.NORM: "norm of gradients",
+    Exchange.UNSHARD: "gather in full precision",
+    Exchange.BROADCAST: "broadcast of initial values",
+    Exchange.NODE_SUM: "hop 1",
+    Exchange.COLLECT: "collection of whole parameters on their owners",
+    Exchange.HAND_BACK: "return of updated rows by the owners",
+    Exchange.HAND_OVER: "hand-over of weights for their refresh",
+}
+
+_SHOWN = 6  # gathers before a failure that its error names
+
+
+def gather_name(exchange: Exchange, unit: str) -> str:
+    """Of a gather, where orders are compared and told."""
+    return f"{unit} (kept)" if exchange is Exchange.REGATHER else unit
+
+
+@dataclass
+class Ledger:
+    """Calls and bytes that this rank sent, by exchange and by (exchange, axis), and what else is counted.
+
+    Attributes:
+        waited: seconds that the program has waited, by exchange. Where a device's streams wait instead, next to none.
+        steps: ``"taken"`` by optimizers, and ``"skipped"``: gradients that were forgotten and not stepped.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: Counter[str] = field(default_factory=Counter)
+    observer: Observer = field(default_factory=Observer)
+    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
+    failure: str = ""  # of the first exchange that did
+    watching: Callable[[Any, Any], None] | None = None  # is told of each exchange and its works as they are launched
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # threads launch exchanges, too
+
+    def record(self, exchange: Exchange, axis: str, sent: int, name: str = "") -> None:
+        with self._lock:
+            self.calls[exchange.value] += 1
+            self.bytes[exchange.value, axis] += sent
+        if exchange in GATHERS:
+            self.gathered.append(gather_name(exchange, name))
+
+    def gathers_up_to(self, exchange: Exchange, unit: str) -> tuple[str, ...]:
+        """The last gathers, each once in a row, up to that of `unit`: the last of them, or the next."""
+        names, name, launched = list(self.gathered), gather_name(exchange, unit), exchange in GATHERS
+        if launched and name in names:
+            while names[-1] != name:  # others have been launched ahead
+                names.pop()
+        return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
+
+    def reset(self) -> None:
+        for counted in (self.calls, self.bytes, self.waited, self.steps):
+            counted.clear()

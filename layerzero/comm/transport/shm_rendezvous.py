@@ -1,0 +1,76 @@
+"""How the ranks of a node come to share memory, or find that they cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.agreement import agree, has_peers
+from layerzero.comm.collectives import Exchange, Lane, broadcast, timeout_of
+from layerzero.comm.transport.shm_counters import refuse_platform
+from layerzero.comm.transport.shm_segment import Call, NodeMemory, Region
+
+__all__ = ["boot_id", "share_memory"]
+
+_LOG = logging.getLogger("layerzero")
+_SUBJECT = "the memory of the node"
+
+
+def share_memory(lane: Lane, region: Region) -> NodeMemory | None:
+    """Memory that all ranks of a lane have mapped and proved to share; None on all of them where one could not.
+
+    Every rank of `lane`, which carries tensors of the CPU, must call this. Nothing that existed before is touched.
+    """
+    ranks = dist.get_process_group_ranks(lane.group)
+    if not has_peers(ranks):
+        return None
+    file, call, problem = -1, Call(0, -1, 0), refuse_platform()
+    if lane.rank == 0 and problem is None:
+        try:
+            file, call = NodeMemory.create(region, lane.size)
+        except OSError as error:
+            problem = str(error)
+    told = torch.tensor([call.process, call.file, call.token])
+    broadcast(lane, Exchange.AGREE, told)
+    call = Call(*told.tolist())
+    memory = None
+    if problem is None and call.file >= 0:
+        try:
+            file = file if lane.rank == 0 else NodeMemory.open(call)
+            memory = NodeMemory(file, region, ranks=ranks, rank=lane.rank, timeout=timeout_of(lane.group))
+            memory.reserve()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    here = {"host": socket.gethostname(), "boot": boot_id()}
+    reason = _objection({**here, "problem": problem}, ranks, problem)
+    if reason is None:
+        assert memory is not None
+        problem = memory.doubt()
+        reason = _objection({"problem": problem}, ranks, problem)
+    if reason is None:
+        return memory
+    if lane.rank == 0:
+        _LOG.warning("layerzero: ranks %s use exchanges, not shared memory: %s", ranks, reason)
+    return None
+
+
+def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
+    """Why the ranks cannot share memory, the same on all of them; None if they can so far."""
+    try:
+        agree(_SUBJECT, fields, ranks=ranks)
+    except ValueError as error:
+        return str(error)
+    return problem
+
+
+def boot_id() -> str:
+    """What tells one boot of a machine from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"unknown ({os.name})"

@@ -1,0 +1,70 @@
+"""Tensors that autograd derives from sharded parameters, and that cannot pass gradients back.
+
+[Note: No gradient through a sharded tensor]
+DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
+loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
+end in an error of torch's that names no parameter. Therefore results computed from a parameter under autograd are
+:class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
+reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient fits. On one rank, where all rows of `p`
+are, a gradient may reach a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.dtensor.op_errors import explained, penalised
+from layerzero.dtensor.row_shard_spec import RowSpan
+
+__all__ = ["with_origin"]
+
+
+class Derived(DTensor):
+    """A DTensor with a ``grad_fn`` that leads to a sharded parameter."""
+
+    origin: RowSpan  # of that parameter, or of the first one of several
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
+            starts = func is Tensor.backward and not ours.origin.is_whole_here
+            if (meets or starts) and torch.is_grad_enabled():
+                raise RuntimeError(penalised(ours.origin))
+            try:
+                made = func(*args, **kwargs)
+            except RuntimeError as error:
+                raise explained(error, func, ours.origin) from error
+        return with_origin(made, ours.origin)
+
+
+def with_origin(made: Any, origin: RowSpan) -> Any:
+    """Return `made` with :class:`Derived` in place of the tensors that autograd has derived from a parameter."""
+    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+        return made
+    return tree_map_only(DTensor, partial(_with_origin, origin), made)
+
+
+def _with_origin(origin: RowSpan, made: DTensor) -> DTensor:
+    if type(made) is DTensor and made.grad_fn is not None:
+        made.__class__ = Derived
+        made.origin = origin  # type: ignore[attr-defined]
+        if made.ndim == 0 and origin.shape and not origin.is_whole_here:
+            made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _refuse(origin: RowSpan, gradient: Tensor) -> None:
+    raise RuntimeError(penalised(origin))

@@ -1,0 +1,376 @@
+"""Parameters of tensor subclasses with an all-gather extension, the protocol of FSDP2.
+
+[Note: All-gather extensions]
+A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends in place of this rank's rows,
+and ``fsdp_post_all_gather``, which builds the gathered parameter from the received tensors. torchao's float8 training
+weights have such a class: rows stay sharded in fp32, gathers send float8, and modules compute with a float8 tensor.
+
+The class must keep its values in one plain inner tensor of the parameter's own shape and dtype. The rows of that tensor
+are the masters. They are plain tensors, so optimizers and checkpoints do not depend on the class. The ZeRO-3 shard has
+the parameter's dtype for any ``param_dtype``, because the class itself reduces the precision.
+
+Each such parameter has a handle of its own. All ZeRO-3 shards have the same number of rows, and rows of zeros pad the
+last shards. So the inputs of all ranks have the same shapes, which is checked once before the first gather. If an input
+has as many rows as the shard, the padding is removed before the class receives it.
+
+The gathered parameter is built once, at the first gather. Autograd saves it and views of it, so later gathers write to
+the same memory and pass the parameter as ``out``. Between passes the storages of the received tensors, and of the inner
+tensors that the class has returned, hold no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node, increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.collectives import Exchange, Works, all_gather
+from layerzero.comm.mesh_info import Topology
+from layerzero.device.buffer_pools import StoragePool
+
+__all__ = [
+    "ExtendedGather",
+    "Extension",
+    "GatheredBytes",
+    "accumulate_node",
+    "has_extension",
+    "inner_tensor",
+    "not_extensible",
+]
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def has_extension(tensor: Tensor) -> bool:
+    """Return whether the class of a tensor has an all-gather extension of FSDP2."""
+    return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
+
+
+def not_extensible(tensor: Tensor) -> str | None:
+    """Return why a parameter whose class has an all-gather extension cannot be sharded through it; None if it can."""
+    kind = type(tensor).__name__
+    if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
+        return f"a {kind}, which has only one of {_PRE} and {_POST}"
+    if not (hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")):
+        return f"a {kind}, whose all-gather extension needs __tensor_flatten__ and __tensor_unflatten__ beside it"
+    if (parameters := _arguments(tensor)) not in (1, 5):
+        return f"a {kind}, whose {_PRE} takes {parameters} arguments and not (mesh) or FSDP2's five"
+    if tensor.ndim == 0 or tensor.numel() == 0:
+        return f"a {kind} with an all-gather extension and no rows to shard (shape {list(tensor.shape)})"
+    names = _inner_names(tensor)
+    inner = getattr(tensor, names[0])
+    if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
+        held = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
+        return (
+            f"a {kind}, whose values are in {held}: an all-gather extension is sharded by the rows of one inner tensor "
+            "that has the parameter's own shape and dtype"
+        )
+    if type(inner) not in (Tensor, nn.Parameter):
+        return f"a {kind} around a {type(inner).__name__}, a tensor of a class of its own"
+    if not inner.is_contiguous():
+        return f"a {kind} with an all-gather extension that is not contiguous (strides {list(inner.stride())})"
+    return None
+
+
+def inner_tensor(tensor: Tensor) -> Tensor:
+    """Return the inner tensor with the values of a tensor that :func:`not_extensible` accepts."""
+    inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
+    return inner
+
+
+def _inner_names(tensor: Any) -> list[str]:
+    names: list[str] = list(tensor.__tensor_flatten__()[0])
+    return names
+
+
+def _arguments(tensor: Any) -> int:
+    """Return the number of arguments of ``fsdp_pre_all_gather``: 1 (the mesh) or 5."""
+    return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
+
+
+@dataclass(frozen=True, eq=False)
+class Extension:
+    """Class of one parameter, and the arguments of its all-gather extension.
+
+    Example::
+
+        plain, extension = Extension.take(parameter, module, policy)
+        local = extension.around(rows)  # of the class, with `rows` inside
+    """
+
+    kind: type[Tensor]
+    inner: str  # attribute that holds the values
+    context: object  # of __tensor_flatten__
+    module: weakref.ref[nn.Module]
+    policy: MixedPrecisionPolicy
+
+    @classmethod
+    def take(
+        cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
+    ) -> tuple[nn.Parameter, Extension]:
+        """Split a parameter into a plain one, which takes over its memory, and its extension."""
+        held: Any = parameter
+        (inner,), context = held.__tensor_flatten__()
+        values = inner_tensor(parameter)
+        plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+        extension = cls(type(parameter), inner, context, weakref.ref(module), policy)
+        ours = vars(extension.around(plain.detach())).keys()
+        for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
+            if name not in ours:
+                setattr(plain, name, value)
+        plain._backward_hooks = parameter._backward_hooks
+        if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) is not None:
+            plain._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        values.data = torch.empty(0, dtype=values.dtype, device=values.device)
+        return plain, extension
+
+    def around(self, rows: Tensor) -> Any:
+        """Return a tensor of the class around `rows`, without a copy."""
+        kind: Any = self.kind
+        return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
+
+
+class GatheredBytes(NamedTuple):
+    """Bytes of one gathered parameter of a class with an all-gather extension."""
+
+    received: tuple[int, ...]  # by input of the gather, of all ranks
+    made: tuple[int, ...]  # by storage that the class has allocated
+
+
+class ExtendedGather:
+    """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
+
+    It has the interfaces of :class:`~layerzero.comm.transport.process_group.Gathers` and :class:`~layerzero.dtensor.leaves.Leaves`.
+
+    Args:
+        name: name of the parameter.
+        shape: full shape of the parameter.
+        shard: 1-D [G / S], this rank's ZeRO-3 shard: whole rows, with rows of zeros after the parameter's last one.
+
+    Raises:
+        TypeError, ValueError: the class violates the protocol, or the shapes of its inputs differ between ranks.
+    """
+
+    def __init__(
+        self,
+        extension: Extension,
+        name: str,
+        shape: tuple[int, ...],
+        shard: Tensor,
+        topology: Topology,
+        storages: StoragePool,
+        *,
+        label: str,
+    ) -> None:
+        self._extension = extension
+        self._name = name
+        self._shape = torch.Size(shape)
+        self._strides = tuple(torch.empty(shape, device="meta").stride())
+        self._lane = topology.zero3_gather
+        self._mesh: DeviceMesh = topology.mesh["zero3"]
+        self._storages = storages
+        self._local = extension.around(shard.view(-1, *shape[1:]))
+        self._metadata: Any = None
+        self._sent: list[Tensor] = []
+        self._param_dtype = extension.policy.param_dtype or shard.dtype
+
+        failure: Exception | None = None
+        inputs: Sequence[Tensor] = ()
+        with _without_autograd():
+            try:
+                inputs, self._metadata = self._inputs()
+            except Exception as error:  # reported to the other ranks, then raised here
+                failure = error
+            self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
+            sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
+            agree(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
+            size = self._lane.size
+            self._buffers = [  # 1-D uint8, by input: the parts of all ranks
+                torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
+            ]
+            self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/handle.py
+                self._rows_of(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
+                for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
+            )
+            self._launch(inputs, label, Exchange.UNSHARD).wait()
+            self.parameter, self._made = self._first()
+        self._received_bytes = tuple(buffer.nbytes for buffer in self._buffers)
+        self._made_bytes = tuple(storage.nbytes() for storage in self._made)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each storage while the unit computes."""
+        return (*self._received_bytes, *self._made_bytes)
+
+    @property
+    def bytes(self) -> GatheredBytes:
+        return GatheredBytes(self._received_bytes, self._made_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are allocated now."""
+        return sum(storage.nbytes() for storage in self._all())
+
+    @property
+    def version(self) -> int:
+        """Version counter of the gathered parameter, which grows with writes by the user."""
+        return self.parameter._version
+
+    def outdate(self) -> None:
+        """Make autograd reject graphs that have saved the gathered parameter."""
+        increment_version(self.parameter)
+
+    def gather(self, *, name: str) -> PendingExtension:
+        """Launch the gather of the class's inputs. The class may call collectives on the mesh of the ZeRO-3 group."""
+        with _without_autograd():
+            inputs, self._metadata = self._inputs()
+            kinds = [(tuple(each.shape), each.dtype) for each in inputs]
+            if kinds != self._kinds:
+                raise RuntimeError(
+                    f"{_PRE} of parameter {self._name!r} returned {kinds}, and {self._kinds} at the first gather, "
+                    "whose buffers are reused. Return inputs of the same shapes and dtypes in every gather"
+                )
+            for buffer, nbytes in zip(self._buffers, self._received_bytes, strict=True):
+                self._storages.lend(buffer.untyped_storage(), nbytes)
+            return self._launch(inputs, name, Exchange.GATHER)
+
+    def fill(self, storages: StoragePool) -> None:
+        """Let the class write the gathered parameter from the received tensors."""
+        for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
+            storages.lend(storage, nbytes)
+        with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
+            self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
+
+    def free(self, storages: StoragePool) -> None:
+        """Free the received tensors and the gathered parameter; the next gather fills the same storages."""
+        for storage in self._all():
+            if storage.nbytes():
+                storages.reclaim(storage)
+
+    def arrived(self) -> None:
+        """Drop the inputs of a finished gather."""
+        self._sent = []
+
+    def _all(self) -> list[UntypedStorage]:
+        return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
+
+    def _rows_of(self, output: Tensor, each: int) -> Tensor:
+        """Return the received rows of an input with `each` rows per rank, without padding."""
+        return output[: self._shape[0]] if each == self._local.shape[0] else output
+
+    def _inputs(self) -> tuple[Sequence[Tensor], Any]:
+        extension, arguments = self._extension, (self._mesh,)
+        if _arguments(self._local) == 5:
+            arguments = (self._mesh, self._shape, self._strides, extension.module(), extension.policy)  # type: ignore[assignment]
+        returned = self._local.fsdp_pre_all_gather(*arguments)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"{_PRE} of parameter {self._name!r} must return (inputs of the all-gather, metadata), got {returned!r}"
+            )
+        inputs, metadata = returned
+        odd = [each for each in inputs if type(each) not in (Tensor, nn.Parameter) or each.ndim == 0]
+        if odd or not inputs:
+            found = "nothing" if not inputs else f"{type(odd[0]).__name__} of shape {list(odd[0].shape)}"
+            raise TypeError(
+                f"{_PRE} of parameter {self._name!r} must return plain tensors with at least one dim to gather, got "
+                f"{found}"
+            )
+        return inputs, metadata
+
+    def _launch(self, inputs: Sequence[Tensor], name: str, exchange: Exchange) -> PendingExtension:
+        self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
+        works = []
+        for buffer, sent in zip(self._buffers, self._sent, strict=True):
+            if self._lane.size == 1:
+                buffer.copy_(sent)
+            elif sent.numel():
+                works.append(all_gather(self._lane, exchange, buffer, sent, name=name))
+        return PendingExtension(works, self)
+
+    def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
+        """Build the gathered parameter; return it and the storages that the class has allocated for it."""
+        returned = self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):
+            raise TypeError(
+                f"{_POST} of parameter {self._name!r} must return (gathered tensor, its inner tensors), got "
+                f"{type(returned).__name__}"
+            )
+        made, inner = returned
+        if not made.is_floating_point():
+            raise TypeError(
+                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}, and modules compute with "
+                "floating-point ones. Return a tensor of a floating dtype, which may hold quantized data"
+            )
+        if made.shape != self._shape:  # as FSDP2 does, for classes that pad their inputs themselves
+            if made.numel() < prod(self._shape):
+                raise ValueError(
+                    f"{_POST} of parameter {self._name!r} returned a tensor of shape {list(made.shape)}, which is "
+                    f"smaller than the parameter, {list(self._shape)}"
+                )
+            made = torch.as_strided(made, self._shape, self._strides, 0)
+        own = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
+        for buffer in self._buffers:
+            own.pop(buffer.untyped_storage()._cdata, None)
+        return nn.Parameter(made, requires_grad=False), list(own.values())
+
+
+@dataclass(frozen=True)
+class PendingExtension:
+    """Gather by an all-gather extension, in flight."""
+
+    works: Sequence[Works]
+    gather: ExtendedGather
+
+    def wait(self) -> None:
+        for each in self.works:
+            each.wait()
+        self.gather.arrived()
+
+
+class _without_autograd:
+    """Context without autograd and without inference tensors, for tensors that outlive a forward of any mode."""
+
+    def __init__(self) -> None:
+        self._modes = (torch.inference_mode(False), torch.no_grad())
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*raised)
+
+
+class _Touch(torch.autograd.Function):
+    """Adds a tensor of any class to a graph without calling an operator on it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def accumulate_node(leaf: nn.Parameter) -> Node:
+    """Return the AccumulateGrad node of a leaf, whose class need not support any operator."""
+    leaf.requires_grad_(True)
+    with torch.enable_grad():
+        touched: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]
+    assert touched.grad_fn is not None
+    node = touched.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node

@@ -1,0 +1,66 @@
+"""The gathered parameters of a handle: autograd's leaves, with which modules compute."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from layerzero.device.buffer_pools import StoragePool
+from layerzero.dtensor.main_grad import GatheredParameter
+from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.dtensor.strided import StridedCopy, keeps_order
+
+__all__ = ["Leaves"]
+
+
+class Leaves:
+    """Views of `compute`, an alias of the full buffer; some have strides of their own, some are DTensors.
+
+    These have version counters of their own, the others that of `compute`.
+    """
+
+    def __init__(self, compute: Tensor) -> None:
+        self._compute = compute  # 1-D [G]
+        self._strided: list[StridedCopy] = []
+        self._counters = [compute]
+
+    def make(self, place: slice, original: Tensor, face: Face | None, *, offers_main_grad: bool) -> nn.Parameter:
+        """The leaf for the elements at `place`, in the shape and the strides of `original`."""
+        whole = self._compute[place].view(original.shape)
+        if not keeps_order(original):
+            self._strided.append(StridedCopy(whole, like=original))
+            whole = self._strided[-1].tensor
+            self._counters.append(whole)
+        if face is None or not face.dressed:
+            return (GatheredParameter if offers_main_grad else nn.Parameter)(whole)
+        leaf = face.dress(whole)
+        self._counters.append(leaf)
+        return leaf
+
+    def fill(self, storages: StoragePool) -> None:
+        """The full buffer has been filled."""
+        for strided in self._strided:
+            strided.fill(storages)
+
+    def free(self, storages: StoragePool) -> None:
+        for strided in self._strided:
+            strided.free(storages)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that are there beside the full buffer while the unit computes."""
+        return tuple(strided.gathered_bytes for strided in self._strided)
+
+    @property
+    def nbytes(self) -> int:
+        """Of them, those that are there now."""
+        return sum(strided.nbytes for strided in self._strided)
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a leaf."""
+        return sum(tensor._version for tensor in self._counters)
+
+    def outdate(self) -> None:
+        """Have autograd refuse graphs that have saved a leaf."""
+        increment_version(self._counters)

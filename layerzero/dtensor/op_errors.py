@@ -1,0 +1,72 @@
+"""Why an operation on a sharded tensor is refused, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.dtensor.row_shard_spec import RowSpan
+
+__all__ = ["MOVED", "TOO_COARSE", "cut_elsewhere", "explained", "moves_rows", "penalised"]
+
+MOVED = (
+    "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
+    "them from the parameter now"
+)
+TOO_COARSE = (
+    "parameter {!r} was frozen when it was sharded, and its master is {}, too coarse to train; unfreeze it before "
+    "shard_model, or convert it to float32 before"
+)
+
+
+def moves_rows(what: str, span: RowSpan) -> str:
+    """Why an operation that would move rows between ranks is refused."""
+    return (
+        f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
+        "misplace them; use p.full_tensor(), layerzero.full_state_dict(model) or torch.distributed.checkpoint, and to "
+        "change it as a whole layerzero.unsharded(model, writeback=True)"
+    )
+
+
+def penalised(span: RowSpan) -> str:
+    """Explain why gradients cannot flow through a result that was computed from a sharded parameter."""
+    return (
+        f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
+        "flows back through that DTensor: layerzero cuts rows unevenly, and the model's own loss is a plain tensor. "
+        "Compute the term from this rank's rows, so that each row counts once: loss + 0.1 * "
+        "p.to_local().square().sum(). Or use the optimizer's weight_decay, or compute the term from gathered weights "
+        "inside layerzero.gathered(module)"
+    )
+
+
+def _not_gathered(func: Any, span: RowSpan) -> str:
+    return (
+        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
+        f"{len(span.rows)} of {span.count} rows. A parameter is whole only while the forward of its unit runs: call "
+        "the model as a whole, model(x) and not model.forward(x), and leave a module out of units if another one reads "
+        "its parameters; parametrizations belong before shard_model. To compute with it elsewhere with gradients, such "
+        "as in a fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
+        "layerzero.unsharded or p.full_tensor()"
+    )
+
+
+def cut_elsewhere(func: Any, span: RowSpan) -> str:
+    """Why an operation that counts on rows as torch cuts them is refused."""
+    return (
+        f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
+        f"layerzero has put {len(span.rows)} of {span.count} on this rank. weight_norm, spectral_norm, "
+        "parametrizations, pruning and other wrappers (FSDP) belong before shard_model, or instead of it. "
+        "To look at it whole, use layerzero.unsharded or p.full_tensor()"
+    )
+
+
+_EXPLAINED = {  # by a part of torch's own error
+    "mixed torch.Tensor and DTensor": _not_gathered,
+    "is invalid for input of size": cut_elsewhere,
+    "must match the existing size": cut_elsewhere,
+}
+
+
+def explained(error: RuntimeError, func: Any, span: RowSpan) -> RuntimeError:
+    """Return the error to raise in place of torch's: one that names the parameter, or `error` itself."""
+    explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
+    return error if explain is None else RuntimeError(explain(func, span))

@@ -1,0 +1,185 @@
+"""What a reduction over this rank's rows means: a part of a number, until the ranks have put their parts together.
+
+[Note: Parts of a number]
+``p.sum()`` and its like make a DTensor with a ``Partial`` placement. Where torch needs the number, or is asked for
+``full_tensor()``, it adds the parts up (or takes their maximum, and so on), which every rank must do. But ``item()``,
+``float()`` and ``bool()``, which a loop may call on one rank to print something, show this rank's part without a word.
+So the local tensor of such a DTensor is a :class:`LocalPart`, which refuses that where torch asks. Whoever holds one,
+from ``p.to_local().sum()``, has asked for this rank's part, and reads it. torch's mean of means is right for equal
+numbers of rows only, and is refused; ``p.mean()`` is a sum, divided.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.comm.model_ranks import reduce_over
+from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.ops_random import is_truncating
+from layerzero.dtensor.row_shard_spec import RowSpan
+
+__all__ = ["EXCHANGES", "REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
+
+EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of what torch sends with
+_KEEPS_ROWS = ("all_reduce", "wait_tensor")
+_LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
+
+
+class LocalPart(torch.Tensor):
+    """This rank's part of a number; see [Note: Parts of a number]."""
+
+    span: RowSpan
+    made_by: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, span: RowSpan, made_by: str) -> LocalPart:
+        part: LocalPart = torch.Tensor._make_subclass(cls, plain, False)
+        part.span, part.made_by = span, made_by
+        return part
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ours = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
+            raise RuntimeError(_only_a_part(ours))
+        if func.namespace in EXCHANGES:
+            refuse_exchange(func, args, ours.span)
+        with torch._C._DisableTorchDispatch():
+            out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            return tree_map_only(cls, _plain, out)
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, ours.span, ours.made_by), out)
+
+    def item(self) -> Any:
+        return _plain(self).item()
+
+    def tolist(self) -> Any:
+        return _plain(self).tolist()  # type: ignore[no-untyped-call]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _plain(self).detach().numpy(force=force)
+
+    def __float__(self) -> float:
+        return float(_plain(self))
+
+    def __int__(self) -> int:
+        return int(_plain(self))
+
+    def __bool__(self) -> bool:
+        return bool(_plain(self))
+
+    def __format__(self, how: str) -> str:
+        return format(_plain(self), how)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"LocalPart({self.made_by} of {self.span.name!r}, {_plain(self)} of this rank)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """As ``torch.mean``, of a tensor whose rows are unevenly cut."""
+    total = tensor.sum(dtype=dtype) if dim is None else tensor.sum(dim, keepdim, dtype=dtype)
+    if not total.is_floating_point():
+        raise TypeError(f"mean needs a floating-point dtype, got {total.dtype}")
+    return total / (tensor.numel() / max(1, total.numel()))
+
+
+def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
+    """What a ``GradScaler`` calls: an overflow in any rank's rows is one on all ranks of the model.
+
+    torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
+    """
+    rows = [part_held(gradient) for gradient in gradients]
+    spans = [each.span for each in rows if hasattr(each, "span")]
+    lanes, device = spans[0].topology.over_model, spans[0].topology.device
+    if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
+        raise NotImplementedError(
+            f"GradScaler on gradients that only some ranks share ({spans[0].name!r}, and no others): a rank whose "
+            "experts got no tokens has none of them, would not come here, and the others would wait for it. Give the "
+            "optimizer parameters that all ranks share, too, or make the experts one DTensor, Shard(0) on their axis"
+        )
+    torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
+    told = found.to(device)  # gradients in host memory have theirs there
+    reduce_over(lanes, told, dist.ReduceOp.MAX)
+    found.copy_(told)
+
+
+def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
+    raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.span))
+
+
+# Functions of torch, and what takes their place for a sharded tensor, or a list in which there is one.
+REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.mean: _mean,
+    Tensor.mean: _mean,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin), _refuse_places),
+}
+
+
+def of_nothing(func: Any, args: Sequence[Any]) -> Any:
+    """What a rank without rows adds to a norm or an extreme of the whole tensor; None where torch knows.
+
+    torch refuses the infinite norm and the extremes of an empty tensor.
+    """
+    name = func._schema.name
+    if name == "aten::_foreach_norm":
+        if all(tensor.numel() for tensor in args[0]):
+            return None
+        filled = [tensor for tensor in args[0] if tensor.numel()]
+        norms = iter(func(filled, *args[1:]) if filled else ())
+        return [next(norms) if tensor.numel() else _plain(tensor).new_zeros(()) for tensor in args[0]]
+    if name == "aten::linalg_vector_norm":
+        whole = len(args) < 3 or args[2] is None  # no dim given
+        return _plain(args[0]).new_zeros(()) if args[0].numel() == 0 and whole else None
+    if name not in (*_LARGEST, *_SMALLEST) or args[0].numel() or not (len(args) == 1 or args[1] == []):
+        return None
+    dtype = args[0].dtype
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype) if dtype != torch.bool else None
+    least, most = (False, True) if limits is None else (limits.min, limits.max)
+    if dtype.is_floating_point:
+        least, most = float("-inf"), float("inf")
+    return _plain(args[0]).new_full((), least if name in _LARGEST else most)
+
+
+def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
+    """Raise where torch is about to exchange rows or parts as if all ranks had as many rows; `func` is of EXCHANGES."""
+    if not func.__name__.startswith(_KEEPS_ROWS):
+        raise NotImplementedError(moves_rows(func.__name__, span))
+    if "avg" in args:
+        raise NotImplementedError(
+            f"an average over rows of a tensor derived from parameter {span.name!r}: ranks hold unequal numbers of "
+            "rows, and the mean of their means is another number. Divide a sum, as in p.abs().sum() / p.numel(); "
+            "p.mean() does"
+        )
+
+
+def _only_a_part(part: LocalPart) -> str:
+    span = part.span
+    return (
+        f"the value of {part.made_by} over parameter {span.name!r}, or of what was made of it, was asked for: this "
+        f"rank has a part only, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on all ranks, "
+        "as in p.norm().full_tensor().item(). For this rank's rows alone, reduce p.to_local(). "
+        "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        return tensor.as_subclass(torch.Tensor)

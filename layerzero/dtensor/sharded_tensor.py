@@ -1,0 +1,410 @@
+"""Sharded parameters: DTensors whose local tensor is this rank's whole rows.
+
+[Note: Uneven rows in a DTensor]
+DTensor's ``Shard(0)`` means `torch.chunk`'s split. Ours is another one: shards are cut from a flat order, so ranks
+hold unequal numbers of rows, some none. Element-wise operations, norms and other reductions do not care. Whatever
+moves rows between ranks does, and torch would return wrong tensors without a word. Two classes prevent that:
+
+- :class:`RowShardedTensor`, the DTensor itself, knows how to build the full tensor.
+- :class:`LocalRows`, its local tensor, travels through DTensor's dispatch into every derived DTensor, refuses the
+  collectives that would misplace rows, and refuses to be broadcast against a differently cut tensor.
+
+[Note: Who edited the master]
+Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``,
+reaches :class:`LocalRows` in the end, which tells its :class:`Watch` when it is written to. Version counters would
+miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.dtensor.derived import with_origin
+from layerzero.dtensor.full_tensor import Sharded
+from layerzero.dtensor.op_errors import cut_elsewhere, explained, moves_rows, penalised
+from layerzero.dtensor.ops_data import CALLS, Absent, note_empty
+from layerzero.dtensor.ops_random import call_whole, draw_whole, draws, is_drawing, makes_alike
+from layerzero.dtensor.ops_reduction import EXCHANGES, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
+from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.sharded_scalar import is_about_itself, is_in_place, refuse_for_number
+
+__all__ = ["LocalRows", "RowShardedTensor", "plain", "sharded"]
+
+
+class LocalRows(torch.Tensor):
+    """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
+
+    span: RowSpan
+    watch: Watch | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, span: RowSpan, watch: Watch | None) -> LocalRows:
+        rows: LocalRows = torch.Tensor._make_subclass(cls, plain, False)
+        rows.span, rows.watch = span, watch
+        return rows
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"LocalRows({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        if func.namespace in EXCHANGES:
+            _readable(ours)  # what may not be used yet is told first
+            refuse_exchange(func, args, ours.span)
+        _refuse_misaligned(func, ours, tensors)
+        _tell_watches(func, args, kwargs, tensors)
+        with torch._C._DisableTorchDispatch():
+            if draws(func, ours.span):
+                return draw_whole(func, args, kwargs)
+            out = of_nothing(func, args)
+            if out is None:
+                out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            return out
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        watch = ours.watch if aliases else None
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
+
+    def _made(self, func: Any, result: Tensor, watch: Watch | None) -> Tensor:
+        """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
+        if result.ndim:
+            return LocalRows(result, self.span, watch)
+        if self.span.is_whole_here:
+            return result
+        return LocalPart(result, self.span, func._schema.name.removeprefix("aten::"))
+
+    def with_rows(self, rows: Tensor) -> LocalRows:
+        return type(self)(rows, self.span, None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalRows:
+        """A copy that nobody watches."""
+        copied = memo[id(self)] = LocalRows(_readable(self).clone(), self.span, None)
+        return copied
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """These rows as a read-only array that shares their memory; with `force`, a copy where torch needs one."""
+        array = _readable(self).detach().numpy(force=force)
+        array.flags.writeable = False  # nobody would notice a write
+        return array
+
+    def tolist(self) -> Any:
+        return _readable(self).tolist()  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Checkpoint writers serialise the rows; where they lie is in the checkpoint's own metadata.
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
+
+    def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        if self.span.face is not None and not self.span.face.counts:
+            return []  # another rank writes its copy
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(plain(self)), size=whole.size()
+                ),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A load is being planned. A rank without rows will not be written to, but must take part in the refresh.
+        if self.watch is not None:
+            self.watch.edit()
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        span = self.span
+        if (self.shape[0] == 0 and span.count > 0) or (self.numel() == 0 and 0 not in span.true_shape):
+            return []
+        if not span.shape:
+            return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
+        offsets = torch.Size([inside.start for inside in span.box])
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # Loading writes into the returned tensor: it must stay a watched one. (A number has no such view; the watch has
+        # been told when the load was planned.)
+        return self if self.span.shape else plain(self).view(())
+
+
+class RowShardedTensor(Sharded):
+    """A DTensor of uneven rows; made by :func:`sharded`."""
+
+    _local_tensor: LocalRows
+    gathered: Tensor | None = None  # of a sharded parameter: what the model computes with
+    __tensor_flatten__ = Absent()  # see [Note: Moves of a module]
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As ``torch.Tensor.register_hook``.
+
+        On a sharded parameter, `hook` gets the whole gradient of this rank's batch, once for each backward, in the
+        compute dtype and before it is averaged over the ranks (as with DDP); what it returns takes its place.
+        """
+        if self.gathered is not None:
+            return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in CALLS and isinstance(args[0], cls):
+                    return CALLS[func](*args)
+                if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
+                    return _derived(REDUCTIONS[func](*args, **kwargs), args)
+                if is_drawing(func, args, kwargs):
+                    return call_whole(func, args, kwargs)
+                out = func(*args, **kwargs)
+                return note_empty(func, _alike(out)) if makes_alike(func) else _derived(out, args)
+        except RuntimeError as error:
+            ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
+            if ours is None or (told := explained(error, func, ours._local_tensor.span)) is error:
+                raise
+            raise told from error
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: what ``torch.nn.utils.parametrize`` does to a parameter."""
+        raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.span))
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
+        """The whole tensor on every rank, in this tensor's dtype. Every rank must call this.
+
+        A backward through the result raises.
+        """
+        if grad_placements is not None:
+            raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
+        watch = self._local_tensor.watch
+        if watch is not None and watch.forbidden is not None:
+            raise RuntimeError(watch.forbidden)
+        with torch.no_grad():
+            whole = self._local_tensor.span.gather_whole(plain(self._local_tensor))
+        if self.requires_grad and torch.is_grad_enabled():
+            whole = _WithoutGradient.apply(self, whole)  # type: ignore[no-untyped-call]
+        return whole
+
+    def with_rows(self, rows: Tensor) -> RowShardedTensor:
+        return sharded(rows, self._local_tensor.span, Watch())
+
+    def detach(self) -> RowShardedTensor:
+        return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
+        """Of an entry of a state dict: a copy of this rank's rows."""
+        if not isinstance(self, nn.Parameter):
+            copied = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            memo[id(self)] = copied
+            return copied
+        raise TypeError(
+            "deepcopy of a parameter or a model sharded by layerzero is not supported: copy the model before "
+            "shard_model, load layerzero.full_state_dict(model) into a new one, or keep copy.deepcopy of "
+            "model.state_dict(); layerzero.EMA(model) averages a model's weights"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "pickling a parameter sharded by layerzero is not supported: save layerzero.full_state_dict(model), "
+            "or use torch.distributed.checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        span = self._local_tensor.span
+        return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+
+
+class ShardedNumber(RowShardedTensor):
+    """A sharded tensor of shape ``[]``; see [Note: A number is one row]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in CALLS or is_about_itself(func):
+            return super().__torch_function__(func, types, args, kwargs)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.span
+        refuse_for_number(func, span)
+        with torch._C.DisableTorchFunctionSubclass():
+            meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
+        if meets and torch.is_grad_enabled() and not span.is_whole_here:
+            raise RuntimeError(penalised(span))
+        numbers: dict[int, ShardedNumber] = {}  # by id of the row that stands for it
+        rows: list[Tensor] = []
+
+        def row_of(number: ShardedNumber) -> Tensor:
+            if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
+                return _AsRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
+            row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
+            rows.append(row)  # or another tensor might get its id
+            numbers[id(row)] = number
+            return row
+
+        def number_of(made: DTensor) -> Tensor:
+            if id(made) in numbers:
+                return numbers[id(made)]
+            local = made._local_tensor
+            if made.ndim == 0 or not isinstance(local, LocalRows) or local.span.shape:
+                return made
+            if tuple(made.shape) != (1,):
+                raise NotImplementedError(moves_rows(func.__name__, span))
+            return _AsNumber.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
+
+        args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
+        return tree_map_only(DTensor, number_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        row: Any = _AsRow.apply(self)  # type: ignore[no-untyped-call]
+        local: Tensor = row.to_local(grad_placements=grad_placements)
+        return local
+
+
+class _AsRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: ShardedNumber) -> Tensor:
+        ctx.span = number._local_tensor.span
+        return _of_rows(number._local_tensor, (1,))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with torch._C._DisableTorchDispatch():  # rows, or parts of a number that was made of them
+            rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
+        return sharded(rows, ctx.span, Watch())
+
+
+class _AsNumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, row: DTensor) -> Tensor:
+        return _of_rows(row._local_tensor, ())  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _of_rows(gradients[0]._local_tensor, (1,))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Passes a whole parameter on, and refuses the gradient that would otherwise be lost without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
+        ctx.name = parameter._local_tensor.span.name
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            f"a backward reached full_tensor() of parameter {ctx.name!r}, through which no gradient can flow; use the "
+            "parameter inside the forward of its unit, p.to_local() for a penalty on this rank's rows, or "
+            "p.detach().full_tensor() where no gradient is wanted"
+        )
+
+
+def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
+    """The DTensor of ``span.true_shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
+    return _of_rows(LocalRows(local, span, watch), span.true_shape)
+
+
+def _of_rows(local: LocalRows, shape: tuple[int, ...]) -> RowShardedTensor:
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    further = () if local.span.face is None else local.span.face.placements
+    spec = DTensorSpec(local.span.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
+    kind = RowShardedTensor if shape else ShardedNumber
+    return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _alike(made: Tensor) -> Tensor:
+    """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
+    local = made._local_tensor if isinstance(made, DTensor) else None
+    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
+        return made
+    return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _derived(made: Any, args: Sequence[Any]) -> Any:
+    """See [Note: No gradient through a sharded tensor]."""
+    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+        return made
+    ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
+    return made if ours is None else with_origin(made, ours._local_tensor.span)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same storage as an ordinary, unwatched tensor."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, LocalRows):
+        return local
+    with torch._C._DisableTorchDispatch():
+        return local.as_subclass(torch.Tensor)
+
+
+def _readable(rows: LocalRows) -> Tensor:
+    """:func:`plain`, where the values may be used."""
+    if rows.watch is not None and rows.watch.forbidden is not None:
+        raise RuntimeError(rows.watch.forbidden)
+    return plain(rows)
+
+
+_ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
+_NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
+
+
+def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) -> None:
+    if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
+        return
+    for other in tensors:
+        if isinstance(other, LocalRows):
+            # One row and none, or one row and several, would be broadcast.
+            if not (func.__name__.startswith("_foreach") or other.span.cut_like(ours.span)):
+                raise ValueError(
+                    f"{func.__name__} mixes parameters {ours.span.name!r} and {other.span.name!r}, of which ranks hold "
+                    "different rows; use p.full_tensor() of both, on all ranks"
+                )
+        elif other.ndim >= ours.ndim and other.shape != ours.shape:
+            raise ValueError(
+                f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
+                f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
+                "use tensors made from the sharded parameter itself, such as torch.zeros_like(p). A penalty on "
+                "parameters is written on this rank's rows, p.to_local(), which counts each row once"
+            )
+
+
+def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    if func._schema.name not in _NAMES_ONLY:
+        for tensor in tensors:
+            if isinstance(tensor, LocalRows) and tensor.watch is not None and tensor.watch.forbidden is not None:
+                if func._schema.name not in _ZEROES:
+                    raise RuntimeError(tensor.watch.forbidden)
+                tensor.watch.zeroed, tensor.watch.forbidden = True, None
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, LocalRows) and tensor.watch is not None:
+                tensor.watch.edit()

@@ -1,0 +1,216 @@
+"""Memory in which gradients of one handle are summed up, and what each slot of it holds.
+
+[Note: Three rules of a sum]
+The first write overwrites. Later ones add. Where nothing was written, a sum that is handed over holds zeros. They are
+followed here and nowhere else; memory is therefore never cleared in advance.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from layerzero.comm.collectives import PendingSum
+from layerzero.device.accumulate import add_up
+from layerzero.device.gradient_storage import Place
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.shard_grid import Extent, Grid, overlap
+
+__all__ = ["Holding", "Sum"]
+
+_MOST_TENSORS = 8  # flat tensors whose parts are kept: more than there are buffers of one size in use
+
+
+class Holding(enum.IntEnum):
+    """What a sum holds for one slot.
+
+    EMPTY -> OFFERED by :meth:`Sum.offer`, back by :meth:`Sum.withdraw`; both -> FILLED by a write; all -> EMPTY by
+    :meth:`Sum.forget` and :meth:`Sum.hand_over`.
+    """
+
+    EMPTY = 0  # unspecified contents
+    OFFERED = 1  # zeros, to which a kernel may have added
+    FILLED = 2
+
+
+class Sum:
+    """Sums of gradients of one handle over one extent; see [Note: Three rules of a sum].
+
+    Args:
+        extent: RANK, NODE or WHOLE: which elements of `layout` it covers on this rank.
+        place: its memory, of as many elements.
+    """
+
+    def __init__(self, layout: FlatLayout, grid: Grid, extent: Extent, place: Place) -> None:
+        assert place.numel == grid.numel(layout, extent)
+        self.extent = extent
+        self.place = place
+        flat = grid.range_of(layout, extent)
+        self._names = tuple(slot.name for slot in layout.slots)
+        self._ranges = tuple(overlap(slot, flat).of_range for slot in layout.slots)
+        self._shapes = tuple((len(layout.rows_in(slot, flat)), *slot.shape[1:]) for slot in layout.slots)
+        self._holds = bytearray(len(layout.slots))  # a Holding for each slot
+        self._parts: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
+        self._opened: tuple[Tensor, list[Tensor]] | None = None  # the memory and its parts, while they stay as they are
+
+    # What it holds
+
+    def __getitem__(self, slot: int) -> Holding:
+        return Holding(self._holds[slot])
+
+    @property
+    def empty(self) -> bool:
+        """No slot is filled."""
+        return Holding.FILLED not in self._holds
+
+    @property
+    def untouched(self) -> bool:
+        """No slot is filled or offered: its contents are of no interest."""
+        return not any(self._holds)
+
+    def part(self, slot: int) -> Tensor:
+        """The rows of one slot that it covers, ``[rows, *rest]``, where they lie between passes."""
+        return self._parts_of(self.place.home())[slot]
+
+    def filled_parts(self) -> list[tuple[int, Tensor]]:
+        """What it holds, by slot; to be looked at only."""
+        if self.empty:
+            return []
+        _, parts = self._opened or self._open()
+        return [(slot, parts[slot]) for slot, holding in enumerate(self._holds) if holding == Holding.FILLED]
+
+    # Writes
+
+    def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times the values ``[rows, *rest]``, of any floating dtype."""
+        target = (self._opened or self._open())[1][slot]
+        add_up(target, (values,), overwrite=self._holds[slot] != Holding.FILLED, scale=scale)
+        self._holds[slot] = Holding.FILLED
+
+    def add_exchange(self, pending: PendingSum, *, scale: float) -> None:
+        """Add `scale` times what an exchange that was waited for has brought, for all slots."""
+        holds = not self.empty
+        target, parts = self._opened or self._open()
+        if holds:
+            self._fill_holes(parts)
+        pending.add_to(target, overwrite=not holds, scale=scale)
+        self._holds = bytearray([Holding.FILLED]) * len(self._holds)
+
+    def overwrite(self, slot: int, values: Tensor) -> None:
+        """Replace what it holds for one slot."""
+        self.forget([slot])
+        self.add(slot, values)
+
+    def zero(self, slot: int) -> None:
+        """Let it hold zeros for one slot."""
+        self._open()[1][slot].zero_()
+        self._holds[slot] = Holding.FILLED
+
+    def forget(self, slots: Iterable[int] | None = None) -> None:
+        """Hold nothing for some slots; None: for any."""
+        for slot in range(len(self._holds)) if slots is None else slots:
+            self._holds[slot] = Holding.EMPTY
+
+    # Kernels that add for themselves
+
+    def offer(self, slot: int) -> Tensor:
+        """One slot's memory, zeros if it held nothing, for somebody to add to; :meth:`take` makes it count."""
+        part = self._open()[1][slot]
+        if self._holds[slot] == Holding.EMPTY:
+            part.zero_()
+            self._holds[slot] = Holding.OFFERED
+        return part
+
+    def take(self, slot: int) -> None:
+        """Somebody has added to what was offered.
+
+        Raises:
+            RuntimeError: nothing was offered since the sum was last handed over or forgotten.
+        """
+        if self._holds[slot] == Holding.EMPTY:
+            raise RuntimeError(
+                f"main_grad of {self._names[slot]!r} was kept from a forward, and its contents were "
+                "reduced or zeroed since; take it in the backward"
+            )
+        self._holds[slot] = Holding.FILLED
+
+    def withdraw(self, slots: Iterable[int]) -> None:
+        """What may have been added to offered slots does not count."""
+        for slot in slots:
+            if self._holds[slot] == Holding.OFFERED:
+                self._holds[slot] = Holding.EMPTY
+
+    # Handing over
+
+    def hand_over(self) -> None:
+        """Leave all of it in its place, with zeros where nothing was written; the sum holds nothing from here on.
+
+        Raises:
+            RuntimeError: somebody wrote to an offered slot, and never said so.
+        """
+        _, parts = self._opened or self._open()
+        if Holding.OFFERED in self._holds:
+            self._refuse_unclaimed(parts)
+        self._fill_holes(parts)
+        self._holds = bytearray(len(self._holds))
+        if not self.place.fixed:
+            self._opened = None
+
+    def rest(self) -> None:
+        """Nothing more will be added for now."""
+        if not self.place.fixed:
+            self.place.close(keep=not self.untouched)
+            self._opened = None
+
+    def discard(self) -> None:
+        """Hold nothing, and need no memory for now."""
+        self.forget()
+        self.place.close(keep=False)
+        self._opened = None
+
+    # Of a sum that rests inside another one; see places.py
+
+    def vacate(self) -> None:
+        """Something else is about to be summed up there."""
+        if not self.place.fixed:
+            self.place.vacate(keep=not self.empty)
+            self._opened = None
+
+    def settle(self) -> None:
+        """It can come back."""
+        if not self.place.fixed:
+            self.place.settle(keep=not self.empty)
+            self._opened = None
+
+    def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
+        for slot, holding in enumerate(self._holds):
+            if holding == Holding.OFFERED and parts[slot].any():
+                raise RuntimeError(
+                    f"main_grad of {self._names[slot]!r} was written to, but its gradient never came: the kernel "
+                    "must set grad_added_to_main_grad and return a gradient, of any contents"
+                )
+
+    def _fill_holes(self, parts: list[Tensor]) -> None:
+        if self._holds.count(Holding.FILLED) < len(self._holds):
+            for slot, holding in enumerate(self._holds):
+                if holding != Holding.FILLED:
+                    parts[slot].zero_()
+
+    def _open(self) -> tuple[Tensor, list[Tensor]]:
+        tensor = self.place.open(keep=not self.untouched)
+        opened = tensor, self._parts_of(tensor)
+        if self.place.lasting:
+            self._opened = opened
+        return opened
+
+    def _parts_of(self, tensor: Tensor) -> list[Tensor]:
+        key = tensor.data_ptr()  # the parts keep the memory, so that no other tensor comes to lie there
+        parts = self._parts.get(key)
+        if parts is None:
+            if len(self._parts) == _MOST_TENSORS:
+                self._parts.clear()
+            places = zip(self._ranges, self._shapes, strict=True)
+            parts = self._parts[key] = [tensor[place].view(shape) for place, shape in places]
+        return parts

@@ -1,0 +1,283 @@
+"""The gradients of a whole model: their reduction, what the user sees of them, and what the user does to them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.model_ranks import Everyone
+from layerzero.device.streams import streams_of
+from layerzero.dtensor.lazy_grad import GradientsDue, accumulate_hooks, plain_access
+from layerzero.dtensor.main_grad import take_flag
+from layerzero.engine.grad_attribute import ShownGradients
+from layerzero.engine.handle import Handle
+from layerzero.engine.hyperparameter_check import SettingsCheck
+from layerzero.engine.managed_param import Member
+from layerzero.engine.reduction_queue import ReductionQueue
+from layerzero.engine.used_params import Census, PendingUse
+from layerzero.layout.usage import Usage
+
+__all__ = ["GradientSync"]
+
+
+class Debt(enum.Enum):
+    """What the passes so far have left to be done before a step. A failure outweighs the rest."""
+
+    NONE = "none"
+    REDUCTION = "reduction"  # the last backward ran inside no_sync
+    ZERO_GRAD = "zero_grad"  # a backward failed after it had begun to add gradients
+
+
+class GradientSync:
+    """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
+
+    A backward calls :meth:`begin`, starts the reductions of `queue` as handles are complete, and calls :meth:`finish`
+    at its end, or :meth:`abandon` where it has raised.
+
+    Attributes:
+        backwards: begun so far.
+        settings: comparison of optimizer settings between ranks.
+    """
+
+    def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
+        self.backwards = 0
+        self._debt = Debt.NONE
+        self._handles = tuple(handles)
+        self._everyone = everyone
+        self._census = Census(everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members})
+        self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
+        self._order_agreed = False
+        self._streams = streams_of(everyone.topology.device, on_gloo=everyone.topology.on_gloo)
+        self.queue = ReductionQueue([], self._streams)
+        self._order: list[Handle] = []  # as the queue's
+        self._requeue()
+        self.settings = SettingsCheck(everyone)
+        self._told: PendingUse | None = None  # the last agreement on used parameters
+        self._telling: PendingUse | None = None  # the same, until it has been waited for
+        self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
+        self._members = tuple(member for handle in handles for member in handle.members)
+        self.due = GradientsDue(self._show)
+        for handle in handles:
+            handle.watch.gradients_due = self.due
+
+    def _requeue(self) -> None:
+        """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
+        # Inside no_sync only this rank knows what it has used.
+        left = self._debt is not Debt.NONE
+        self._follow(
+            [
+                handle
+                for handle in reversed(self._handles)
+                if handle.gradients is not None and (handle.trainable or left or handle.gradients.used)
+            ]
+        )
+
+    def _follow(self, order: list[Handle]) -> None:
+        self._order = order
+        self._census.follow([member.name for handle in order for member in handle.members])
+        self.queue = ReductionQueue([each for handle in order if (each := handle.gradients) is not None], self._streams)
+
+    @property
+    def failed(self) -> bool:
+        """A backward has failed, and what it left is still there."""
+        return self._debt is Debt.ZERO_GRAD
+
+    @property
+    def empty(self) -> bool:
+        """No gradient is there, nor anything that would become one."""
+        return not any(shown.gradients.used for shown in self._shown)
+
+    @property
+    def _shown(self) -> list[ShownGradients]:
+        return [handle.shown for handle in self._handles if handle.shown is not None]
+
+    # One backward, in which autograd is off already
+
+    def begin(self) -> None:
+        """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
+        self.backwards += 1
+        self.heed_user()
+        with plain_access():
+            for shown in self._shown:
+                shown.withhold()
+
+    def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
+        """Where a kernel may add the gradient of one whole parameter; None if it may not."""
+        gradients = handle.gradients
+        if gradients is None or not gradients.offers_main_grad:
+            return None
+        if not in_backward:
+            if not gradients.landing.place.lasting:
+                raise RuntimeError(
+                    f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
+                    "offload_grads=True (or offload_optimizer) it may be elsewhere by then; take it in the backward"
+                )
+            if self._debt is Debt.ZERO_GRAD:
+                self.heed_user()
+            self.due.settle()
+            if handle.shown is not None:
+                handle.shown.heed_user()
+        self.queue.make_way_for(gradients)
+        with torch.no_grad():
+            return gradients.landing.offer(slot)
+
+    @torch.no_grad()
+    def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
+        """End a backward: reduce what is left of it, and show the result."""
+        with plain_access():
+            for shown in self._shown:
+                shown.take_rows()
+        used = self._agree_on_use() if reduces else None
+        self.queue.finish(across_replicas=reduces)
+        self._debt = Debt.NONE if reduces else Debt.REDUCTION
+        with plain_access():
+            late = isinstance(used, PendingUse) and self._order_agreed
+            if late and not any(accumulate_hooks(member.parameter) for member in self._members):
+                for shown in self._shown:
+                    shown.allow()
+                self.due.due = True
+            else:
+                self._publish(used)
+        if reduces and not self._order_agreed:
+            self._agree_on_order(arrived)
+
+    def _show(self) -> None:
+        """Hear what other ranks have used, and let parameters have their ``.grad``; may be done again."""
+        if self._telling is not None:
+            for shown in self._shown:
+                shown.take_rows()  # of a backward through no unit, which nobody else has seen
+            self._publish(self._telling)
+        self._updated.clear()  # there were no hooks
+
+    def abandon(self) -> None:
+        """A backward has raised. What it added cannot be told from what was there before."""
+        self._debt = Debt.ZERO_GRAD
+        self.queue.abandon()
+        for shown in self._shown:
+            shown.gradients.abort()
+            with plain_access():
+                shown.give_back()
+            for member in shown.members:
+                member.leaf.grad = None
+                take_flag(member.leaf)
+
+    def close(self) -> None:
+        """End the threads that reduce, and drop the handles: a guard of steps, for example, may keep this object."""
+        self._streams.close()
+        self._census.close()
+        self.__dict__.clear()
+
+    # Between backwards
+
+    def complete(self) -> bool:
+        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
+        self.heed_user()
+        owed = self._debt is Debt.REDUCTION  # even if nothing is left here: another node may hold something
+        if owed:
+            with torch.no_grad():
+                used = self._agree_on_use()
+                self.queue.finish_rest()
+                self._publish(used)
+        self._debt = Debt.NONE
+        return owed
+
+    def drop(self) -> None:
+        """Forget every contribution, and a failed backward."""
+        for shown in self._shown:
+            shown.gradients.drop(range(len(shown.members)))
+            for member in shown.members:
+                member.parameter.grad = None
+        self._debt = Debt.NONE
+
+    def heed_user(self) -> None:
+        """Follow what the user has done to ``.grad``."""
+        self.due.settle()
+        with plain_access():
+            for shown in self._shown:
+                shown.heed_user()
+        if self._debt is Debt.ZERO_GRAD:
+            if left := [member.name for member in self._members if member.parameter.grad is not None]:
+                raise RuntimeError(
+                    "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
+                    f"optimizers, or model.zero_grad() (parameters with a gradient: {', '.join(left[:3])}, ...)"
+                )
+            self.drop()
+
+    def heed_requires_grad(self) -> None:
+        """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
+        with plain_access():
+            changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
+        if not changed:
+            return
+        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
+        failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
+        said = {m.name: m.parameter.requires_grad for m in changed}
+        agree(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
+        self.due.settle()
+        for shown in self._shown:
+            shown.heed_user()  # what zero_grad has dropped need not be reduced
+        for handle in self._handles:
+            handle.heed_requires_grad()
+        self._census.include(m.name for m in changed)
+        self._requeue()
+        self._order_agreed = False
+
+    def run_hooks(self) -> None:
+        """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
+        updated, self._updated = self._updated, []
+        with plain_access():
+            hooked = [(m.parameter, accumulate_hooks(m.parameter)) for m in updated if m.parameter.grad is not None]
+        for parameter, hooks in hooked:
+            for hook in hooks:
+                hook(parameter)
+
+    # Agreement
+
+    def _agree_on_use(self) -> bytes | PendingUse:
+        """Start to find out which parameters any rank has used; return what is known already, or the exchange.
+
+        A rank that has used every parameter knows that no other has used more. It tells the others, who may not know,
+        and does not wait.
+        """
+        local = bytearray().join(gradients.usage for gradients in self.queue.order)
+        if self._everyone.size == 1 or not local:
+            return bytes(local)
+        if self._telling is not None:
+            self._telling.wait()
+        if self._told is not None:
+            self.settings.hear(self._told.further)
+        is_known = min(local) == Usage.NEW
+        self._telling = self._told = self._census.tell(local, self.settings.digests(), is_known=is_known)
+        return bytes(local) if is_known else self._telling
+
+    def _publish(self, agreement: bytes | PendingUse | None) -> None:
+        if agreement is not None:
+            self._take_agreed(agreement)
+        agreed = agreement is not None or self._everyone.size == 1
+        for handle in self._order:
+            assert handle.shown is not None
+            handle.shown.publish(agreed=agreed)
+        if agreement is self._telling:
+            self._telling = None
+
+    def _take_agreed(self, agreement: bytes | PendingUse) -> None:
+        said = agreement if isinstance(agreement, bytes) else agreement.most()
+        start = 0
+        for handle, gradients in zip(self._order, self.queue.order, strict=True):
+            stop = start + len(handle.members)
+            here = said[start:stop]
+            if Usage.NEW in here:
+                self._updated += [member for member, use in zip(handle.members, here, strict=True) if use == Usage.NEW]
+            gradients.learn(here)
+            start = stop
+
+    def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
+        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
+        seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
+        places = self._census.of_first({m.name: place for place, each in enumerate(seen) for m in each.members})
+        self._follow(sorted(self._order, key=lambda each: max(places.get(m.name, -1) for m in each.members)))
+        self._order_agreed = True

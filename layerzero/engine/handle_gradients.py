@@ -1,0 +1,391 @@
+"""The gradients of one handle: its sums on the ladder, and the way from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.collectives import Exchange, Issued, PendingSum, reduce_scatter
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.waiting import awaited_by_host
+from layerzero.device.accelerator import Transfers
+from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.gradient_storage import InsidePlace, KeptPlace, Lease, Place, ScratchPlace
+from layerzero.device.host_storage import HostPlace
+from layerzero.device.streams import Awaited, Streams
+from layerzero.engine.gradient_buffer import Sum
+from layerzero.engine.reduction_spec import Leg, Route
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.shard_grid import Extent
+from layerzero.layout.usage import Usage
+
+__all__ = ["Carry", "Gradients", "Inspect", "Round"]
+
+Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
+
+
+class MakePlace(Protocol):
+    def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> Place:
+        """`sent_in_node`: hop 1 sends it, if there is one."""
+
+
+class Gradients:
+    """Sums and usage of one trainable handle.
+
+    A backward calls :meth:`arrive` per parameter. When all have arrived, or the pass ends, :meth:`carry` takes the
+    result down the ladder, as far as the pass requires.
+
+    Args:
+        label: for traces: the unit's name.
+        make_place: gives the memory for what waits between backwards.
+        pool: lends scratch.
+        outgoing: lends scratch for what hop 1 sends.
+        to_host: carries the final gradient to the host, where it is used; None: it is used on the device.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        route: Route,
+        *,
+        label: str,
+        master: torch.dtype,
+        topology: Topology,
+        pool: BufferPool,
+        outgoing: BufferPool,
+        make_place: MakePlace,
+        to_host: Transfers | None = None,
+    ) -> None:
+        self.route = route
+        self._accumulating = route.between(route.lands, route.waits)
+        self._rest = route.between(route.waits, Extent.RANK)
+        self.label = label
+        self.topology = topology
+        self.pool = pool
+        self.outgoing = outgoing
+        self._to_host = to_host
+        self._layout = layout
+        self.sums: dict[Extent, Sum] = {}
+        for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
+            dtype = route.landing_dtype if extent is route.lands else master
+            place = self._place(extent, dtype, make_place)
+            self.sums[extent] = Sum(layout, topology.grid, extent, place)
+        self.landing = self.sums[route.lands]
+        self.waiting = self.sums[route.waits]
+        self.final = self.sums[Extent.RANK]
+        self.round = Round(len(layout.slots))
+        self.usage = bytearray(len(layout.slots))  # a Usage for each slot
+        self.carried: Awaited | None = None  # ends when what is on its way down the ladder has come
+        self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
+
+    @property
+    def parts(self) -> tuple[int, ...] | None:
+        """Of hop 2: elements that each replica gets, where they differ."""
+        return self.topology.grid.parts(self._layout)
+
+    def recut(self, layout: FlatLayout) -> None:
+        """Sum up for other ZeRO-1 shards from here on. Nothing is held, and there are several replicas."""
+        assert layout.slots == self._layout.slots and self.waiting is not self.final
+        self._layout = layout
+        place = self._final_place(self.final.place.dtype)
+        self.final = self.sums[Extent.RANK] = Sum(layout, self.topology.grid, Extent.RANK, place)
+
+    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> Place:
+        """Where the sum of an extent has its memory: decided here alone."""
+        if extent is Extent.RANK:
+            return self._final_place(dtype)
+        numel = self.topology.grid.numel(self._layout, extent)
+        if extent is self.route.waits:
+            return make_place(numel, dtype, sent_in_node=extent is Extent.WHOLE)
+        return ScratchPlace(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
+
+    def _final_place(self, dtype: torch.dtype) -> Place:
+        grid, node = self.topology.grid, self.sums.get(Extent.NODE)
+        if self._to_host is not None:
+            return HostPlace(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
+        if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
+            return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE))
+        return KeptPlace(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
+
+    # What it holds
+
+    @property
+    def unreduced(self) -> bool:
+        """Contributions wait for an exchange before the final gradient is complete."""
+        return self.waiting is not self.final and not self.waiting.empty
+
+    @property
+    def holds_of_peers(self) -> bool:
+        """What other ranks of the node have contributed, of which they have not told yet."""
+        return self.route.shares_early and not (self.waiting.empty and self.final.empty)
+
+    @property
+    def used(self) -> bool:
+        """Some parameter has been contributed to on this rank, or is known to have been on another."""
+        return bool(self.usage) and max(self.usage) >= Usage.SEEN
+
+    def is_used(self, slot: int) -> bool:
+        return self.usage[slot] >= Usage.SEEN
+
+    def learn(self, anywhere: bytes) -> None:
+        """Take the Usage of each slot that the ranks have agreed on; a final gradient is going to be shown."""
+        for slot, use in enumerate(anywhere):
+            if use >= Usage.SEEN:
+                self.usage[slot] = Usage.SEEN
+
+    @property
+    def blocked(self) -> bool:
+        """What waits cannot be used before an exchange in flight has ended."""
+        return self.carried is not None or (not self.waiting.place.lasting and self.waiting.place.blocked)
+
+    @property
+    def landing_blocked(self) -> bool:
+        """No gradient can be taken before an exchange in flight has ended."""
+        return self.landing is self.waiting and self.blocked
+
+    @property
+    def no_sync_saves(self) -> bool:
+        """A backward that reduces sends more than one that only accumulates."""
+        return len(self.route.legs) > len(self._accumulating)
+
+    # One backward pass
+
+    def arrive(self, slot: int, gradient: Tensor) -> None:
+        """Accept the full gradient of one parameter, in any floating dtype and the parameter's shape."""
+        self.round.arrive(slot)
+        self.usage[slot] = Usage.NEW
+        self.landing.add(slot, gradient, self.route.landing_scale)
+
+    def take(self, slot: int) -> None:
+        """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
+        self.landing.take(slot)
+        self.round.arrive(slot)
+        self.usage[slot] = Usage.NEW
+
+    @property
+    def offers_main_grad(self) -> bool:
+        return self.landing is self.waiting and self.route.landing_scale == 1.0
+
+    def prefetch(self) -> None:
+        """Gradients will arrive soon."""
+        if self.landing is self.waiting:
+            self.landing.place.prefetch(keep=not self.landing.untouched)
+
+    def carry(self, *, across_replicas: bool) -> Carry | None:
+        """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
+
+        The result is to be handed to streams; None where nothing is to be exchanged.
+        """
+        self.round.end()
+        return self._carry(self.route.legs if across_replicas else self._accumulating)
+
+    def carry_rest(self) -> Carry | None:
+        """Take to the final gradient what backwards inside no_sync have left behind."""
+        return self._carry(self._rest)
+
+    def _carry(self, legs: Sequence[Leg]) -> Carry | None:
+        if not legs:
+            self.landing.rest()
+            return None
+        if self.inspect is not None and legs[0].start is self.route.lands:
+            self.inspect(self.landing.filled_parts())
+        return Carry(self, legs)
+
+    def abort(self) -> None:
+        """Forget the round under way, after a backward that failed."""
+        self.round.end()
+        self.landing.withdraw(range(len(self.usage)))  # a kernel may have written there
+        if self.landing is not self.waiting:
+            self.landing.discard()
+
+    # What the user contributes and takes back
+
+    def add_rows(self, slot: int, rows: Tensor) -> None:
+        """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
+        if self.carried is not None:
+            self.carried.wait()
+        self.final.add(slot, rows)
+        self.final.rest()
+        self.usage[slot] = Usage.NEW
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget every contribution to some parameters: they have no gradient."""
+        for slot in slots:
+            self.usage[slot] = Usage.NONE
+        slots = slots if any(self.usage) else range(len(self.usage))
+        for each in self.sums.values():
+            each.forget(slots)
+        if not any(self.usage):
+            self.final.settle()
+
+    def zero(self, slot: int) -> None:
+        """Forget every contribution to one parameter, but let it have a gradient of zero."""
+        self.drop([slot])
+        self.final.zero(slot)
+        self._come_home()
+        self.usage[slot] = Usage.SEEN
+
+    def replace(self, slot: int, rows: Tensor) -> None:
+        """Let a final gradient be another one: this rank's rows of it."""
+        self.final.overwrite(slot, rows)
+        self._come_home()
+
+    def _come_home(self) -> None:
+        """The user reads the final gradient next."""
+        self.final.rest()
+        self.final.place.arrive()
+
+
+class Round:
+    """Slots of one handle whose gradients are expected or have arrived in one backward.
+
+    The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in
+    reduction_queue.py.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._trained = (1 << slots) - 1
+        self._missing = self._trained  # expected in this round, and not arrived
+        self._arrived = 0
+        self._closed = False  # the backward has passed all calls of the unit
+
+    @property
+    def ready(self) -> bool:
+        return self._closed and not self._missing
+
+    @property
+    def begun(self) -> bool:
+        return self._arrived != 0
+
+    def arrive(self, slot: int) -> None:
+        self._arrived |= 1 << slot
+        self._missing &= ~self._arrived
+
+    def close(self, is_coming: Callable[[int], bool]) -> None:
+        """Stop expecting gradients that cannot come any more: the backward has passed all calls of the unit."""
+        self._closed = True
+        if self._missing:
+            coming = _set(map(is_coming, range(self._trained.bit_length())))
+            self._missing &= coming
+
+    def end(self) -> None:
+        """The pass needs no more of this handle: the next arrival starts a new round."""
+        self._arrived = 0
+        self._missing = self._trained
+        self._closed = False
+
+    def train(self, trained: Sequence[bool]) -> None:
+        """From the next round on, expect gradients of these slots."""
+        self._trained = _set(trained)
+        self.end()
+
+
+def _set(members: Iterable[bool]) -> int:
+    return sum(1 << index for index, member in enumerate(members) if member)
+
+
+class Carry:
+    """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
+
+    Attributes:
+        landings: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
+    """
+
+    def __init__(self, gradients: Gradients, legs: Sequence[Leg]) -> None:
+        self.gradients = gradients
+        self.landings: list[Awaited] = []
+        self._legs = legs
+        self._pending: PendingSum | None = None  # the exchange in flight
+        self._leases: tuple[Lease, ...] = ()  # of it
+        self._issued: list[Issued] = []  # the exchanges so far
+        self._streams: Streams  # that it was handed to
+
+    def hand_to(self, streams: Streams) -> None:
+        """Give all that is to be done to the streams, once. See [Note: Streams] in device/streams.py.
+
+        Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
+        those that follow one: else timing would decide their order on the replica axis.
+        """
+        self._streams = streams
+        ledger, label = self.gradients.topology.ledger, self.gradients.label
+        stream = streams.launches
+        stream.wait(streams.landed())
+        if self._legs[0].exchange is Exchange.HOP2 and self.gradients.topology.zero3_size > 1:
+            stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1)))
+        stream.run(partial(self._launch, self._legs[0], is_first=True))
+        for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
+            launched = stream.mark()
+            stream = streams.node if leg.exchange is Exchange.HOP1 else streams.replica
+            stream.wait(launched)
+            stream.wait(self)
+            stream.run(partial(self._go_on, leg, following))
+            waiting = partial(awaited_by_host, ledger, leg.exchange, label, self._issued, number)
+            self.landings.append(stream.mark(waiting))
+        self.gradients.carried = self.landings[-1]
+
+    # For the streams: the exchange in flight
+
+    def wait(self) -> None:
+        """A failure ends the carry: what is left of it does nothing."""
+        if self._pending is not None:
+            try:
+                self._pending.wait(beside=self._streams.beside)
+            except BaseException:
+                self._pending = None
+                self._end_leases()
+                raise
+
+    def _go_on(self, leg: Leg, following: Leg | None) -> None:
+        """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
+        if self._pending is not None:  # else it has failed
+            pending, self._pending = self._pending, None
+            with self.gradients.waiting.place.guard:
+                self._land(leg, pending, is_last=following is None)
+                if following is not None:
+                    self._launch(following, is_first=False)
+
+    def _launch(self, leg: Leg, *, is_first: bool) -> None:
+        gradients = self.gradients
+        if leg.exchange is Exchange.HOP2 and self._streams.failed:
+            return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
+        source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
+        if leg.start is Extent.NODE:
+            gradients.final.vacate()
+        source.hand_over()
+        lane, pool = gradients.topology.replica, gradients.pool
+        if leg.exchange is Exchange.HOP1:
+            lane, pool = gradients.topology.zero3_reduce, gradients.outgoing
+        # A second exchange is waited for later: others may need the slab until then.
+        sent = source.place.lend(leg.wire, pool, copies=not is_first and not source.place.lasting)
+        if target.place.lasting:
+            self._leases = (sent,)
+        else:
+            target.place.prefetch(keep=not target.untouched)
+            self._leases = (sent, target.place.lease())
+        parts = gradients.parts if leg.exchange is Exchange.HOP2 else None
+        self._pending = reduce_scatter(
+            lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label, parts=parts
+        )
+        self._issued.append(self._pending.work.issued)
+
+    def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
+        target, final = self.gradients.sums[leg.stop], self.gradients.final
+        try:
+            if target is final:
+                final.settle()
+            elif leg.stop is Extent.NODE:
+                final.vacate()
+            target.add_exchange(pending, scale=leg.scale)
+            if is_last:
+                target.rest()
+        finally:
+            self._end_leases()
+
+    def _end_leases(self) -> None:
+        leases, self._leases = self._leases, ()
+        for lease in leases:
+            lease.end()

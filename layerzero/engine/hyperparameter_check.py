@@ -1,0 +1,108 @@
+"""Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
+
+[Note: A digest travels with the used parameters]
+Each reducing backward sends one byte for each parameter that was used, along one axis of ranks after the other. Sixteen
+more bytes hold a digest of the settings of the optimizers that have stepped, and its complement. If the maxima over all
+ranks are no complements of each other, digests differ. Ranks read the bytes at the end of the next such backward, and
+send the maximum of the first axis along the second one. By then they have arrived, so no rank waits, and all ranks get
+the same result at the same point of the program. The next optimizer step raises. Therefore one to three steps use
+unequal settings before the error: one for each axis, and perhaps one more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.model_ranks import Everyone, LateMaximum
+
+__all__ = ["DIGEST_BYTES", "SettingsCheck"]
+
+DIGEST_BYTES = 16  # half of them hold the complement
+Settings = list[list[tuple[str, Any]]]  # by group: names and values
+
+
+class SettingsCheck:
+    """Compares the settings of optimizers between all ranks; see [Note: A digest travels with the used parameters]."""
+
+    def __init__(self, everyone: Everyone) -> None:
+        self._everyone = everyone
+        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or for it
+        self._is_told = False
+        self._last: list[Settings] = []  # settings of the last digest
+        self._digest = bytes(DIGEST_BYTES)
+        axes = len(everyone.control_lanes)
+        self._late = LateMaximum(axes, DIGEST_BYTES)
+        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests under way
+        self._differ = False
+        self._compared: list[Settings] = []  # settings of the digests that differed
+
+    def note_step(self, settings: Callable[[], Settings]) -> None:
+        """Record that an optimizer steps; its method `settings` returns the settings of its groups."""
+        if self._is_told:
+            self._stepped.clear()
+            self._is_told = False
+        method = weakref.WeakMethod(settings)
+        if method not in self._stepped:
+            self._stepped.append(method)
+
+    def digests(self) -> list[Tensor]:
+        """Return the bytes to send along each axis, uint8 [DIGEST_BYTES]."""
+        own = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
+        self._sent.append(self._last)
+        return self._late.outgoing(own)
+
+    def hear(self, messages: Sequence[Tensor]) -> None:
+        """Compare the digests of all ranks, from the bytes that came along each axis, uint8 [ranks, DIGEST_BYTES]."""
+        largest = self._late.receive(messages).tolist()
+        half = DIGEST_BYTES // 2
+        differ = any(byte + other > 255 for byte, other in zip(largest[:half], largest[half:], strict=True))
+        if not self._differ and differ:
+            self._differ, self._compared = True, self._sent[0]
+
+    def _digest_now(self) -> bytes:
+        """Digest of the settings; zeros if no optimizer has stepped, or one was collected on this rank."""
+        self._is_told = True
+        methods = [method() for method in self._stepped]
+        if not methods or None in methods:
+            self._last, self._digest = [], bytes(DIGEST_BYTES)
+            return self._digest
+        last = [method() for method in methods if method is not None]
+        if last != self._last:
+            self._last = last
+            digest = hashlib.blake2b(json.dumps(last).encode(), digest_size=DIGEST_BYTES // 2).digest()
+            self._digest = digest + bytes(255 - byte for byte in digest)
+        return self._digest
+
+    def require_equal(self) -> None:
+        """Raise RuntimeError on every rank if digests differed. All ranks call this, and send texts only then."""
+        if not self._differ:
+            return
+        self._differ = False
+        found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        texts = self._everyone.share_texts(json.dumps(self._compared))
+        for rank, text in zip(self._everyone.ranks, texts, strict=True):
+            for index, groups in enumerate(json.loads(text)):
+                for number, group in enumerate(groups):
+                    for name, value in group:
+                        found[index, number, name][json.dumps(value)].append(rank)
+        several = len({index for index, _, _ in found}) > 1
+        lines = [
+            f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
+            + ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items())
+            for (index, number, name), values in found.items()
+            if len(values) > 1 or sum(map(len, values.values())) < len(texts)
+        ]
+        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise RuntimeError(
+            f"ranks have stepped one model with different settings: {'; '.join(lines[:4])}{more}. Rows of one "
+            "parameter were updated with different settings. Use the same settings on all ranks (average the loss over "
+            "the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
+        )

@@ -1,0 +1,123 @@
+"""What a sharded model consists of, and whether that has changed since.
+
+Only parameters that were there when the model was sharded are averaged over the ranks and stepped. Others would be
+trained by each rank for itself, without a word.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import nn
+
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.managed_param import Member
+
+__all__ = ["Structure", "replaced"]
+
+
+class Structure:
+    """The modules and parameters of a model when it was sharded. Made when the model shows its sharded parameters."""
+
+    def __init__(self, model: nn.Module, members: Iterable[Member]) -> None:
+        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
+        self._sharded = {id(member.parameter): member for member in members}
+        self._born = [module._parameters for module in model.modules()]  # kept: no other object gets the id of one
+        # What lies in these places is sharded, or left whole and for the user to train.
+        self._places = {
+            (id(held), attribute)
+            for held in self._born
+            for attribute, parameter in held.items()
+            if parameter is not None
+        }
+        self._newcomers: list[nn.Parameter] = []  # frozen ones, which need no gradient and no step
+        self._remember()
+
+    @property
+    def _whole(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    def heed(self) -> None:
+        """Follow changes of the model's modules and parameters; at the start of a forward, outside of all others.
+
+        Modules may go, may be wrapped in others, and may come without trainable parameters.
+
+        Raises:
+            RuntimeError: a parameter was replaced, or a trainable one has come.
+        """
+        if self._has_changed() or any(parameter.requires_grad for parameter in self._newcomers):
+            self._check()
+            self._remember()
+
+    def _has_changed(self) -> bool:
+        # For each forward, so without a loop in Python. That members are in their places, units see themselves.
+        return (
+            [*map(len, self._parameters)] != self._counts
+            or any(self._childless)
+            or self._parents != self._children
+            or not {*map(dict.get, self._without, self._absent)} <= {None}
+        )
+
+    def _remember(self) -> None:
+        modules = list(self._whole.modules())
+        self._parameters = [module._parameters for module in modules]
+        self._counts = [*map(len, self._parameters)]
+        self._childless = [module._modules for module in modules if not module._modules]
+        self._parents = [module._modules for module in modules if module._modules]
+        self._children = [dict(held) for held in self._parents]  # modules are equal only to themselves
+        nothing = [(held, name) for held in self._parameters for name, value in held.items() if value is None]
+        self._without = [held for held, _ in nothing]
+        self._absent = [name for _, name in nothing]
+
+    def _check(self) -> None:
+        late, frozen = [], []
+        there = dict(self._whole.named_modules())
+        ids = {id(module._parameters) for module in there.values()}
+        for member in self._sharded.values():
+            for held, attribute in member.places:
+                shown = held.get(attribute)
+                if id(held) in ids and shown is not member.parameter and shown is not member.leaf:
+                    raise replaced(member)
+        for name, module in there.items():
+            for attribute, parameter in module._parameters.items():
+                place = (id(module._parameters), attribute)
+                if parameter is None or place in self._places:
+                    continue
+                full_name = f"{name}.{attribute}" if name else attribute
+                if tied := self._sharded.get(id(parameter)):
+                    raise RuntimeError(
+                        f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be whole "
+                        "there; tie parameters before shard_model"
+                    )
+                if isinstance(parameter, RowShardedTensor):  # of another sharded model, which looks after it
+                    continue
+                if parameter.requires_grad:
+                    late.append(full_name)
+                else:
+                    frozen.append(parameter)
+        if late:
+            raise RuntimeError(
+                f"{_listed(late)} came to the model after shard_model: gradients would not be averaged over the ranks, "
+                "and no sharded optimizer would step them. Add modules and parameters before shard_model (in "
+                "ignored_modules or ignored_params, if they are to stay whole on every rank), or freeze them with "
+                "requires_grad_(False)"
+            )
+        self._newcomers = frozen
+
+
+def replaced(member: Member) -> RuntimeError:
+    """The error for a parameter that is no longer where it was."""
+    return RuntimeError(
+        f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "
+        "load_state_dict(assign=True), functional_call or a parametrization; copy new values into the "
+        "parameter or use layerzero.load_full_state_dict, and make such changes of structure before "
+        "shard_model"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"parameters {shown}" if len(names) > 1 else f"parameter {shown}"

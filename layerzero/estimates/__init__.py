@@ -1,0 +1,1 @@
+"""Bytes by formula, from specs without tensors."""

@@ -1,0 +1,155 @@
+"""What full buffers take in a step, found out by a rehearsal on the meta device.
+
+Units are gathered and freed in the order of their registration, nested ones inside those that hold them, ahead of each
+other as `prefetch` says; the memory of their storages is lent, parked and freed by the same class as in earnest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import UntypedStorage
+
+from layerzero.device.buffer_pools import StoragePool, most_gathered
+from layerzero.estimates.specs import PlannedUnit
+
+__all__ = ["FullBuffers", "rehearse"]
+
+_STEPS = 3  # the first one knows no order yet, and the last one repeats the one before
+
+
+class FullBuffers(NamedTuple):
+    """Bytes."""
+
+    idle: int  # parked between two steps
+    peak: int  # lent and parked at once, at most
+
+
+def rehearse(units: Sequence[PlannedUnit], prefetch: int) -> FullBuffers:
+    """The full buffers of some steps with one forward and one backward each, of `units`, the root first."""
+    stage = _Stage(units, prefetch)
+    for step in range(_STEPS):
+        stage.prefetch = prefetch if step else 0
+        stage.forward()
+        stage.prefetch = prefetch
+        stage.backward()
+    return FullBuffers(stage.pool.parked_bytes, stage.pool.most_bytes)
+
+
+class _Stage:
+    def __init__(self, units: Sequence[PlannedUnit], prefetch: int) -> None:
+        self.pool = StoragePool(torch.device("meta"))
+        self.pool.limit = most_gathered([unit.gathered_memory for unit in units], prefetch)
+        self.prefetch = 0
+        self._inner = _nested(units)
+        self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
+        self._place = {unit: place for place, unit in enumerate(self._order)}
+        self._storages = {
+            unit: [_storages(handle.gathered_sizes(unit.where)) for handle in unit.handles] for unit in units
+        }
+        self._coded = {unit: _storages([unit.coded_of(handle) for handle in unit.handles]) for unit in units}
+        self._kept = {unit: _storages([unit.kept_of(handle) for handle in unit.handles]) for unit in units}
+
+    def forward(self) -> None:
+        for unit in self._outermost():
+            self._call(unit)
+
+    def backward(self) -> None:
+        returned = [unit for outer in self._outermost() for unit in self._by_return(outer)]
+        for index in reversed(range(len(returned))):
+            unit = returned[index]
+            for around in reversed(returned[index + 1 :]):
+                if unit in self._by_return(around):
+                    self._gather(around)
+                    self._wait(around)
+            self._gather(unit)
+            following = returned[index + 1] if index + 1 < len(returned) else None
+            if following is None or unit in self._by_return(following):
+                self._prefetch_before(returned, index)
+            self._wait(unit)
+            if following is not None and unit not in self._by_return(following):
+                self._release(following)
+                self._prefetch_before(returned, index)
+        for unit in returned:
+            self._release(unit)
+
+    def _prefetch_before(self, returned: Sequence[PlannedUnit], index: int) -> None:
+        earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
+        for unit in earlier[: self.prefetch]:
+            self._gather(unit)
+
+    def _call(self, unit: PlannedUnit) -> None:
+        self._gather(unit)
+        here = self._place[unit] + 1
+        for upcoming in _on_mesh_of(unit, self._order[here:])[: self.prefetch]:
+            self._gather(upcoming)
+        self._wait(unit)
+        for inner in self._inner[unit]:
+            self._call(inner)
+        if not unit.stays:
+            for kept in self._kept[unit]:
+                self._lend(*kept)
+            self._free(unit)
+
+    def _outermost(self) -> Iterator[PlannedUnit]:
+        held = {inner for several in self._inner.values() for inner in several}
+        return (unit for unit in self._order if unit not in held)
+
+    def _by_return(self, unit: PlannedUnit) -> list[PlannedUnit]:
+        return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
+
+    def _gather(self, unit: PlannedUnit) -> None:
+        each = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
+        for (full, *_), coded, (kept, _) in each:
+            decodes = not full[0].nbytes() and not kept.nbytes()
+            self._lend(*full)
+            if decodes:
+                self._lend(*coded)
+
+    def _wait(self, unit: PlannedUnit) -> None:
+        for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
+            if coded.nbytes():
+                self.pool.reclaim(coded)
+            for each in strided:
+                self._lend(*each)
+
+    def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
+        if nbytes and not storage.nbytes():
+            self.pool.lend(storage, nbytes)
+
+    def _free(self, unit: PlannedUnit) -> None:
+        for full, *strided in self._storages[unit]:
+            for storage, _ in (*strided, full):
+                if storage.nbytes():
+                    self.pool.reclaim(storage)
+
+    def _release(self, unit: PlannedUnit) -> None:
+        self._free(unit)
+        for storage, _ in self._kept[unit]:
+            if storage.nbytes():
+                self.pool.reclaim(storage)
+
+
+def _on_mesh_of(unit: PlannedUnit, others: Iterable[PlannedUnit]) -> list[PlannedUnit]:
+    """Of these units, those that may be gathered ahead when `unit` is called: over as many ranks."""
+    return [other for other in others if other.where == unit.where]
+
+
+def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
+    return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
+
+
+def _nested(units: Sequence[PlannedUnit]) -> dict[PlannedUnit, list[PlannedUnit]]:
+    """The units that each one holds directly, in order."""
+    inner: dict[PlannedUnit, list[PlannedUnit]] = {unit: [] for unit in units}
+    for unit in units:
+        around = [other for other in units if other is not unit and _contains(other.name, unit.name)]
+        if around:
+            inner[max(around, key=lambda other: len(other.name))].append(unit)
+    return inner
+
+
+def _contains(outer: str, name: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")

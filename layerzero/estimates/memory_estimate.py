@@ -1,0 +1,111 @@
+"""How much memory a model is going to take on a rank, by kind, from what is planned: formulas, and no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerzero.comm.collectives import Exchange
+from layerzero.config import LayerZeroConfig
+from layerzero.device.gradient_offload import accumulator_bytes
+from layerzero.estimates.full_buffers import rehearse
+from layerzero.estimates.specs import PlannedHandle, PlannedUnit
+from layerzero.layout.shard_grid import Extent
+
+__all__ = ["Foreseen", "foresee", "formula_bytes", "held_bytes", "on_device"]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Bytes of a rank. The optimizer's state is not among them."""
+
+    kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
+    peak: int  # the most on the device at any time in a step
+
+
+def foresee(units: Sequence[PlannedUnit], config: LayerZeroConfig, *, scratch: int) -> Foreseen:
+    """What `units`, the root first, take on their rank, beside `scratch` bytes that reductions use."""
+    kinds: Counter[str] = Counter()
+    for unit in units:
+        for handle in unit.handles:
+            kinds.update(_of_handle(handle, unit, config))
+    kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
+    kinds["reduce_buffer"] = scratch
+    full = rehearse(units, config.prefetch)
+    kinds["idle_buffer"] = full.idle
+    return Foreseen(dict(kinds), on_device(kinds) - full.idle + full.peak)
+
+
+def held_bytes(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> int:
+    """What a model is going to hold on the device between two steps, scratch and its optimizer's state left out."""
+    of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
+    return of_handles + _accumulators(units, config)[0]
+
+
+def formula_bytes(units: Sequence[PlannedUnit]) -> dict[str, list[int]]:
+    """What this rank sends in one call, by exchange, for each handle that takes part in it.
+
+    Of handles whose ZeRO-1 shards are of one length: others send more or less of hop 2 and the refresh.
+    """
+    found: dict[str, list[int]] = {}
+    for unit in units:
+        grid = unit.where.grid
+        for handle in unit.handles:
+            layout, compute = handle.layout, handle.precision.compute
+            whole, node = layout.numel, grid.numel(layout, Extent.NODE)
+            if handle.extension is not None:
+                for received in handle.extension.received if grid.zero3_size > 1 else ():
+                    sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
+                    found.setdefault(Exchange.GATHER.value, []).append(sent)
+            elif unit.where.gathers and grid.zero3_size > 1:
+                each = handle.coded // grid.zero3_size or node * compute.itemsize
+                sent = (grid.zero3_size - 1) * each
+                found.setdefault(Exchange.GATHER.value, []).append(sent)
+            if kept := unit.kept_of(handle):
+                found.setdefault(Exchange.REGATHER.value, []).append((unit.reshards - 1) * kept)
+            if grid.replicas > 1 and handle.trainable and not layout.bounds:
+                sent = (grid.replicas - 1) * (node // grid.replicas) * compute.itemsize
+                found.setdefault(Exchange.REFRESH.value, []).append(sent)
+            for leg in handle.route.legs if handle.trainable and not layout.bounds else ():
+                ranks, sums = (grid.zero3_size, whole) if leg.exchange is Exchange.HOP1 else (grid.replicas, node)
+                sent = (ranks - 1) * (sums // ranks) * leg.wire.itemsize
+                found.setdefault(leg.exchange.value, []).append(sent)
+    return found
+
+
+def on_device(kinds: Mapping[str, int]) -> int:
+    return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
+
+
+def _of_handle(handle: PlannedHandle, unit: PlannedUnit, config: LayerZeroConfig) -> dict[str, int]:
+    grid, precision = unit.where.grid, handle.precision
+    in_host = handle.in_host
+    host = "host_" if in_host else ""
+    weights = "host_" if unit.where.weights_in_host else ""
+    shares_master = precision.master == precision.compute and not in_host and not weights
+    own = grid.numel(handle.layout, Extent.RANK) * precision.master.itemsize
+    # See [Note: The final gradient rests in the node sum] in device/gradient_storage.py.
+    rests = handle.route.waits is Extent.NODE and not config.offload_grads and not in_host and not handle.set_aside
+    return {
+        "zero1_shard": 0,
+        "gradient_shard": 0,
+        f"{host}zero1_shard": 0 if shares_master else own,
+        f"{host}gradient_shard": own if handle.trainable and not rests else 0,
+        "zero3_shard": 0,
+        f"{weights}zero3_shard": grid.numel(handle.layout, Extent.NODE) * precision.compute.itemsize,
+        "full_buffer": 0,
+    }
+
+
+def _accumulators(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> tuple[int, int]:
+    """Bytes on the device and in host memory."""
+    sizes = [
+        [
+            unit.where.grid.numel(handle.layout, handle.route.waits) * handle.precision.master.itemsize
+            for handle in unit.handles
+            if handle.trainable and handle.route.waits is not Extent.RANK
+        ]
+        for unit in units
+    ]
+    return accumulator_bytes(sizes, offloaded=config.offload_grads)

@@ -1,0 +1,129 @@
+"""How many buffers reductions use at once: of what is sent, received and passed on, by size.
+
+[Note: Counting buffers]
+Handles are reduced one after the other, and reduction_queue.py bounds how many are in flight: at most `IN_FLIGHT` of the
+first and of the second exchange, and one more, which is launched before the oldest is waited for. Gradients land in one
+unit after the other, and in the units around it, which are complete last. So the buffers of a size are counted from the
+layouts alone, and made all at once when the first is used: how much memory a model takes does not depend on how fast
+an exchange is. Where more are in use (units whose backwards interleave), more are made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from layerzero.comm.collectives import Exchange
+from layerzero.config import LayerZeroConfig
+from layerzero.device.buffer_pools import Size
+from layerzero.engine.reduction_queue import IN_FLIGHT
+from layerzero.estimates.specs import PlannedHandle, Where
+from layerzero.layout.shard_grid import Extent
+
+__all__ = ["Scratch", "plan_scratch"]
+
+_UNREAD = 2  # buffers of a size that the others may still read when the next gradients land
+
+
+class Scratch(NamedTuple):
+    """Buffers in use at once, by size."""
+
+    scratch: Counter[Size]
+    outgoing: Counter[Size]  # of what hop 1 sends, where the other ranks of the node read it; else empty
+
+    def plus(self, more: Scratch) -> Scratch:
+        """With those of handles on another mesh."""
+        return Scratch(self.scratch + more.scratch, self.outgoing + more.outgoing)
+
+
+def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, where: Where) -> Scratch:
+    """See [Note: Counting buffers]."""
+    in_node = where.in_node
+    first, second = (most + 1 for most in IN_FLIGHT)
+    trained = [each for each in handles if each.trainable and each.route.legs]
+    hop1 = [each for each in trained if each.route.legs[0].exchange is Exchange.HOP1]
+    plan = Scratch(Counter(), Counter())
+    outgoing = plan.outgoing if in_node else plan.scratch
+    # What lands, and is sent from there.
+    landing = [each for each in trained if each.route.lands is not each.route.waits]
+    for size, members in _by_size(landing, lambda each: each.landing).items():
+        flying = _landing_at_once(members, handles) + first - 1
+        outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_node else min(len(members), flying)
+    # What is copied to be sent, and what is received.
+    for size, members in _by_size([each for each in trained if each not in landing], lambda each: each.sent).items():
+        copied = [each for each in members if not _lent_in_place(each, config, in_node=in_node and each in hop1)]
+        if in_node and members[0] in hop1:
+            outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
+        else:
+            plan.scratch[size] += min(len(copied), first)
+    received = [each for each in trained if not (in_node and each in hop1)]
+    for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
+        plan.scratch[size] += min(len(members), first)
+    # The second exchange.
+    twice = [each for each in trained if len(each.route.legs) == 2]
+    node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in twice}
+    passing = [each for each in twice if each.route.waits is Extent.WHOLE]
+    for size, members in _by_size(passing, lambda each: (node[id(each)], each.precision.master)).items():
+        in_place = [each for each in members if each.route.legs[1].wire == each.precision.master]
+        plan.scratch[size] += min(len(in_place), second) + (len(in_place) < len(members))
+    rounded = [
+        each
+        for each in twice
+        if each.route.legs[1].wire != each.precision.master or (each not in passing and config.offload_grads)
+    ]
+    for size, members in _by_size(rounded, lambda each: (node[id(each)], each.route.legs[1].wire)).items():
+        plan.scratch[size] += min(len(members), second)
+    for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
+        plan.scratch[size] += min(len(members), second)
+    if config.offload_optimizer:  # final gradients, which are summed up on their way to the host
+        final = [each for each in handles if each.trainable]
+        rank = {id(each): where.grid.numel(each.layout, Extent.RANK) for each in final}
+        for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
+            once = min(len(members), _UNREAD) if where.on_device else 1  # nobody waits there for the copy
+            plan.scratch[size] += once if members[0].route.legs else _landing_at_once(members, handles)
+    if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
+        node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in handles}
+        fresh = [each for each in handles if each.trainable]
+        for size, members in _by_size(fresh, lambda each: (node[id(each)], each.precision.compute)).items():
+            plan.scratch[size] += min(len(members), _UNREAD) if where.on_device else 1
+    return Scratch(+plan.scratch, +plan.outgoing)
+
+
+def _lent_in_place(handle: PlannedHandle, config: LayerZeroConfig, *, in_node: bool) -> bool:
+    """A sum that waits is sent from where it is; whoever reads it in the node's memory rounds it for himself."""
+    if in_node:
+        return handle.keeps_sum(config)
+    return handle.route.legs[0].wire == handle.route.landing_dtype
+
+
+def _landing_at_once(members: Sequence[PlannedHandle], handles: Sequence[PlannedHandle]) -> int:
+    """Handles of a size whose gradients come in the same time: of one unit, and of the units around it."""
+    names = {each.unit for each in handles}
+    around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
+    inner = Counter(each.unit for each in members if each.unit not in around)
+    return sum(each.unit in around for each in members) + max(inner.values(), default=0)
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return not outer or inner.startswith(f"{outer}.")
+
+
+def _received(handle: PlannedHandle, leg: int, where: Where) -> Size:
+    """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
+    numel, exchange, grid = handle.layout.numel, handle.route.legs[leg], where.grid
+    if exchange.exchange is Exchange.HOP1:
+        return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire
+    numel = grid.numel(handle.layout, Extent.NODE)
+    if (parts := grid.parts(handle.layout)) is not None:
+        numel = grid.replicas * parts[grid.r]
+    return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire
+
+
+def _by_size(
+    handles: Sequence[PlannedHandle], size_of: Callable[[PlannedHandle], Size]
+) -> dict[Size, list[PlannedHandle]]:
+    found: dict[Size, list[PlannedHandle]] = {}
+    for each in handles:
+        found.setdefault(size_of(each), []).append(each)
+    return found

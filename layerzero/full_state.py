@@ -1,0 +1,540 @@
+"""Whole parameters in full precision: to look at, to edit, to save and to load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.model_ranks import Everyone
+from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.dtensor.outside import inside_backward
+from layerzero.dtensor.row_shard_spec import refuse_apart
+from layerzero.dtensor.sharded_tensor import plain
+from layerzero.engine.buffers import in_original_dtype, original_dtypes
+from layerzero.engine.hooks import members_in, runtime_of, runtimes_of
+from layerzero.engine.managed_param import Member
+from layerzero.engine.param_view import View, viewing
+from layerzero.engine.runtime import Runtime
+from layerzero.utils.bit_sums import digest
+
+__all__ = ["IncompatibleKeys", "full_precision", "full_state_dict", "load_full_state_dict", "unsharded"]
+
+
+class _Options(NamedTuple):
+    """Keyword arguments of :func:`unsharded`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@contextmanager
+def unsharded(
+    module: nn.Module,
+    *,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters inside the context: plain ``nn.Parameter``s of the true shapes, in the masters' dtype.
+
+    This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It
+    takes the memory of the parameters inside `module`; if the whole model does not fit, pass one unit at a time.
+    Parameters are gathered one by one. Those that tensor or expert parallelism has cut stay DTensors on their own mesh.
+
+    A forward of `module` inside the context uses these parameters without communication, so one rank alone may run it.
+    It must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype, and outputs
+    are not cast to a narrower one. The forward of a unit with sharded parameters raises.
+
+    Args:
+        module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
+            holds units); or a module that holds sharded models. A tied parameter is full wherever it is held.
+        writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, those of
+            the first rank are sent to the others.
+        rank0_only: only the first rank gets full parameters; on the others they stay sharded.
+        offload_to_cpu: put the parameters (and gradients) into host memory, one at a time.
+        with_grads: give each parameter its full ``.grad``, averaged over the ranks, in the parameter's shape and dtype,
+            or None. With `writeback`, changes of ``.grad`` are kept, too.
+
+    Raises:
+        TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments, or with `writeback`
+            on the changes, and then nothing is written; `rank0_only` with parameters that model parallelism has cut;
+            `offload_to_cpu` with DTensors on a device mesh.
+        RuntimeError: a parameter is unsharded already; or `with_grads` is set and gradients are not reduced yet.
+
+    Example::
+
+        with layerzero.unsharded(model.embed, writeback=True), torch.no_grad():
+            model.embed.weight[pad_id].zero_()
+
+        for block in model.blocks:  # one block's memory, on the first rank
+            with layerzero.unsharded(block, rank0_only=True, offload_to_cpu=True, with_grads=True):
+                if dist.get_rank() == 0:
+                    print(block.mlp.weight.norm(), block.mlp.weight.grad.norm())
+    """
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    with ExitStack() as stack:
+        for runtime, members in members_in(module).items():
+            stack.enter_context(_unsharded(runtime, module, members, options))
+        yield
+
+
+@contextmanager
+def _unsharded(runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options) -> Iterator[None]:
+    """Implement :func:`unsharded` for some parameters of one model."""
+    subject, inside = _subject(options), set(module.modules())
+    gradients = _agree_to_show(runtime, module, members, options)
+    here = runtime.everyone.is_first or not options.rank0_only
+    buffers = [each for each in runtime.cast_buffers if here and each.module() in inside]
+    shown: dict[Member, nn.Parameter] = {}
+    for member in members:
+        parameter = _full_parameter(member, member.master.detach(), options)
+        if (gradient := gradients.get(member)) is not None:
+            parameter.grad = _full_parameter(member, plain(gradient), options).detach()
+        if here:
+            shown[member] = parameter
+        del parameter  # frees it before the next one is gathered
+    if here:
+        _show(shown)
+    runtime.unsharded |= dict.fromkeys(members, here)
+    try:
+        with viewing(runtime.views, View.FULL), in_original_dtype(buffers):
+            try:
+                yield
+            except Exception as error:
+                if options.writeback and options.rank0_only:  # the other ranks wait for what this one sends
+                    agree(subject, {}, ranks=runtime.everyone.ranks, failure=error)
+                raise
+            if options.writeback:
+                shown = _agreed_edits(runtime, shown, options)
+    finally:
+        for member in members:
+            del runtime.unsharded[member]
+        if here:
+            _show({member: member.parameter for member in members})
+    if options.writeback:
+        _write_back(runtime, members, shown, options)
+
+
+def _subject(options: _Options) -> str:
+    return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
+
+
+def _agree_to_show(
+    runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options
+) -> dict[Member, Tensor]:
+    """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
+    runtime.notice_interrupt()
+    subject, everyone, failure = _subject(options), runtime.everyone, None
+    gradients: dict[Member, Tensor] = {}
+    groups: dict[str, dict[str, object]] = {}
+    try:
+        runtime.refreshes.refuse_uses("layerzero.unsharded")
+        if View.FULL_PRECISION in runtime.views:
+            raise RuntimeError(
+                "layerzero.unsharded was called inside layerzero.full_precision, which shows parameters unit by unit. "
+                "Leave that context first"
+            )
+        if open_already := [member.name for member in members if member in runtime.unsharded]:
+            raise RuntimeError(
+                f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
+                f"{len(members)}). Leave that context first, or nest contexts for modules that share no parameter"
+            )
+        if options.rank0_only:
+            _refuse_parts(subject, members, everyone.size)
+        if options.offload_to_cpu:
+            _refuse_dtensors(subject, members)
+        if options.with_grads:
+            gradients = _final_gradients(runtime, subject, members)
+            groups = _grouped(runtime, members, lambda member: "present" if member in gradients else "None", " .grad")
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    path = next((name for name, each in runtime.model.named_modules() if each is module), type(module).__name__)
+    fields = {"module": path, "parameters": len(members), **options._asdict()}
+    agree("unsharded", fields, ranks=everyone.ranks, groups=groups, failure=failure)
+    return gradients
+
+
+def _refuse_parts(subject: str, members: Sequence[Member], everyone: int) -> None:
+    refuse_apart(subject, (member.span for member in members), everyone)
+    if cut := [m.name for m in members if m.span.face is not None and m.span.face.is_cut]:
+        raise ValueError(
+            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so the "
+            "first rank holds only a part of it. Leave rank0_only out, or use layerzero.full_state_dict(model)"
+        )
+
+
+def _refuse_dtensors(subject: str, members: Sequence[Member]) -> None:
+    for member in members:
+        face = member.span.face
+        if face is not None and face.dressed and face.mesh.device_type != "cpu":
+            raise ValueError(
+                f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {face.mesh.device_type} devices, "
+                "which cannot be in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
+            )
+
+
+def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) -> dict[Member, Tensor]:
+    """Return the sharded ``.grad`` of the members that have one."""
+    runtime.gradients.heed_user()  # raises where a backward has failed
+    found = {}
+    for member in members:
+        gradient = member.parameter.grad
+        if gradient is None:
+            continue
+        watch = gradient._local_tensor.watch  # type: ignore[attr-defined]
+        if watch is not None and watch.forbidden is not None:
+            raise RuntimeError(f"{subject}: the gradient of parameter {member.name!r} is not final: {watch.forbidden}")
+        found[member] = gradient
+    return found
+
+
+def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Parameter:
+    """Gather a parameter or its gradient: full, except for dims that model parallelism has cut."""
+    with torch.no_grad():
+        rows = member.span.gather(rows)
+        rows = rows.cpu() if options.offload_to_cpu else rows
+    parameter = nn.Parameter(rows) if member.span.face is None else member.span.face.dress(rows)
+    parameter.requires_grad_(False)
+    return parameter
+
+
+def _write_back(
+    runtime: Runtime, members: Sequence[Member], shown: Mapping[Member, nn.Parameter], options: _Options
+) -> None:
+    """Copy this rank's rows of full parameters, and of their gradients, into masters and sharded gradients."""
+    handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
+    runtime.refreshes.before_write(handles)
+    for member in members:
+        parameter = shown.get(member)
+        full = None if parameter is None else parameter.detach()
+        full = _from_first(runtime, member, full) if options.rank0_only else full
+        assert full is not None
+        _write_rows(member, full)
+    runtime.refreshes.launch(handles)
+    if not options.with_grads:
+        return
+    graded = [member in shown and shown[member].grad is not None for member in members]
+    if options.rank0_only:
+        told = torch.tensor(graded, dtype=torch.uint8, device=runtime.topology.device)
+        runtime.everyone.broadcast(told)
+        graded = told.bool().tolist()
+    for member, has_gradient in zip(members, graded, strict=True):
+        if not has_gradient:
+            member.parameter.grad = None
+            continue
+        gradient = shown[member].grad if member in shown else None
+        full = _from_first(runtime, member, gradient) if options.rank0_only else gradient
+        if member.parameter.grad is None:
+            member.parameter.grad = torch.zeros_like(member.parameter.detach())
+        assert full is not None
+        with torch.no_grad():
+            member.parameter.grad._local_tensor.copy_(rows_of(full.detach(), member.span))  # type: ignore[attr-defined]
+
+
+def _from_first(runtime: Runtime, member: Member, full: Tensor | None) -> Tensor:
+    """Broadcast the full tensor of the first rank; `full` is None on the others."""
+    sent = torch.empty(member.span.true_shape, dtype=member.master.dtype, device=member.span.topology.device)
+    if full is not None:
+        sent.copy_(full)
+    runtime.everyone.broadcast(sent)
+    return sent
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Let forwards inside the context compute with parameters in the masters' precision, gathered unit by unit.
+
+    Use this to evaluate like one process in fp32, without the memory of the whole model that :func:`unsharded` takes.
+    It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1 shards of all
+    data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`) and freed
+    after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are gathered as
+    usual.
+
+    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
+    a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
+    Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
+    same units in the same order, also where they share memory. Training afterwards is bitwise what it would have been.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+
+    Raises:
+        ValueError: the class of a parameter has an all-gather extension.
+        RuntimeError: inside a backward, :func:`unsharded` or another ``full_precision`` of the model; a forward with
+            gradients, or a backward, inside the context; ranks that call units in different orders.
+
+    Example::
+
+        model.eval()
+        with layerzero.full_precision(model), torch.no_grad():
+            loss = evaluate(model)
+    """
+    runtime = runtime_of(model)
+    failure: Exception | None = None
+    try:
+        _refuse_full_precision(runtime)
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
+    runtime.evaluate_in_full_precision(True)
+    try:
+        with viewing(runtime.views, View.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
+            yield
+    finally:
+        runtime.evaluate_in_full_precision(False)
+
+
+def _refuse_full_precision(runtime: Runtime) -> None:
+    """Raise where this rank cannot enter :func:`full_precision`."""
+    runtime.refreshes.refuse_uses("layerzero.full_precision")
+    if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
+        raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
+    if inside_backward():
+        raise RuntimeError(
+            "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
+            "afterwards"
+        )
+    if extended := [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]:
+        raise ValueError(
+            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) is of a class with an "
+            "all-gather extension, which decides itself in which precision it is gathered. Evaluate inside "
+            "layerzero.unsharded(model), which shows the masters"
+        )
+
+
+def full_state_dict(
+    model: nn.Module, *, cpu: bool = True, rank0_only: bool = True, trainable_only: bool = False
+) -> dict[str, Tensor]:
+    """The whole model's state, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
+
+    Parameters are gathered one by one, in the masters' precision. All ranks must call this. Buffers that `buffer_dtype`
+    has cast are in their original dtype, with the cast values.
+
+    Args:
+        model: from :func:`layerzero.shard_model`, or a module that holds sharded models on the same ranks.
+        cpu: put the tensors into host memory.
+        rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
+        trainable_only: only parameters that require gradients: adapters without what they adapt, and no buffers.
+
+    Raises:
+        ValueError: `trainable_only`, and ranks have frozen different parameters.
+    """
+    runtimes = runtimes_of(model)
+    runtime = next(iter(runtimes.values()))
+    if len({each.everyone.ranks for each in runtimes.values()}) > 1:
+        ranks = ", ".join(f"{path!r} on ranks {list(each.everyone.ranks)}" for path, each in runtimes.items())
+        raise ValueError(
+            f"full_state_dict: the sharded models inside are on different ranks: {ranks}. Call it for each of them"
+        )
+    by_parameter = {id(m.parameter): m for each in runtimes.values() for m in each.members.values()}
+    refuse_apart("full_state_dict", (member.span for member in by_parameter.values()), runtime.everyone.size)
+    keeps = not rank0_only or runtime.everyone.is_first
+    held = model.state_dict(keep_vars=True)
+    if trainable_only:
+        held = {name: value for name, value in held.items() if isinstance(value, nn.Parameter) and value.requires_grad}
+        agree("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.everyone.ranks)
+    dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
+    whole: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, value in held.items():
+        member = by_parameter.get(id(value))
+        if member is None:
+            if isinstance(value, DTensor):  # of another framework, all of whose ranks are here
+                value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
+            if keeps and isinstance(value, Tensor):
+                copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
+                state[name] = copy.cpu() if cpu else copy
+            elif keeps:
+                state[name] = value
+            continue
+        if id(value) not in whole:
+            gathered = _whole(member)
+            whole[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
+            del gathered  # or it would be there while the next one is made
+        if keeps:
+            state[name] = whole[id(value)]
+    return state
+
+
+class IncompatibleKeys(NamedTuple):
+    """What a load left out; as torch's ``nn.Module.load_state_dict`` returns it."""
+
+    missing_keys: list[str]  # that the model has
+    unexpected_keys: list[str]  # that it has not
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True
+) -> IncompatibleKeys:
+    """Load what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, returned.
+
+    The first data-parallel rank's state is what all ranks get; the others may pass ``{}`` or None. All ranks must call
+    this. Optimizer state is left alone. Of a tied parameter, one name is enough.
+
+    Args:
+        strict: missing or unexpected names are an error; otherwise what fits is loaded.
+
+    Returns:
+        The names that were missing and unexpected, the same on all ranks.
+
+    Raises:
+        ValueError: missing or unexpected names, or wrong shapes; names all of them, and changes nothing.
+            (RuntimeError with the same text on the other ranks.)
+    """
+    runtime = runtime_of(model)
+    everyone = runtime.everyone
+    refuse_apart("load_full_state_dict", (member.span for member in runtime.members.values()), everyone.size)
+    first = everyone.is_first
+    state = dict(state_dict or {}) if first else {}
+    targets = model.state_dict(keep_vars=True)
+    names_of: dict[int | str, list[str]] = {}  # by target; several where tied
+    for name, target in targets.items():
+        names_of.setdefault(id(target) if isinstance(target, Tensor) else name, []).append(name)
+    missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
+    left_out = IncompatibleKeys(missing, [name for name in state if name not in targets])
+    failure = None
+    if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
+        failure = ValueError("load_full_state_dict: " + "; ".join(problems))
+    agree("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
+    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone))
+    skipped = set(left_out.missing_keys)
+
+    members = {id(member.parameter): member for member in runtime.members.values()}
+    runtime.refreshes.before_write()
+    with torch.no_grad():
+        for names in names_of.values():
+            target = targets[names[0]]
+            if not isinstance(target, Tensor) or names[0] in skipped:
+                continue
+            member = members.get(id(target))
+            dtype = target.dtype if member is None else member.master.dtype
+            whole = torch.empty(target.shape, dtype=dtype, device=everyone.topology.device)
+            if first:
+                whole.copy_(next(state[name] for name in reversed(names) if name in state))
+            everyone.broadcast(whole)
+            if member is None and isinstance(target, DTensor):  # of another framework
+                target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
+            elif member is None:
+                target.copy_(whole)
+            else:
+                _write_rows(member, whole)
+    runtime.refreshes.launch()
+    return left_out
+
+
+def _incompatible(left_out: IncompatibleKeys) -> list[str]:
+    kinds = zip(("missing", "unexpected"), left_out, strict=True)
+    return [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
+
+
+def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> list[str]:
+    problems = []
+    for name in sorted(targets.keys() & state.keys()):
+        target, value = targets[name], state[name]
+        if isinstance(target, Tensor):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if found != list(target.shape):
+                problems.append(f"{name}: expected shape {list(target.shape)}, got {found}")
+    return problems
+
+
+def _of_first_rank(left_out: IncompatibleKeys, everyone: Everyone) -> list[list[str]]:
+    """What only the first rank knows."""
+    if everyone.size == 1:
+        return list(left_out)
+    text = json.dumps(left_out).encode()
+    length = torch.tensor([len(text)])
+    everyone.broadcast_numbers(length)
+    spelled = torch.tensor(list(text) if everyone.is_first else [0] * int(length), dtype=torch.uint8)
+    everyone.broadcast_numbers(spelled)
+    lists: list[list[str]] = json.loads(bytes(spelled.tolist()))
+    return lists
+
+
+def _whole(member: Member) -> Tensor:
+    with torch.no_grad():
+        return member.span.gather_whole(member.master.detach())
+
+
+def _agreed_edits(
+    runtime: Runtime, shown: Mapping[Member, nn.Parameter], options: _Options
+) -> dict[Member, nn.Parameter]:
+    """Return the parameters that the model holds now in place of those `shown`.
+
+    Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
+    there what does not fit.
+    """
+    edited: dict[Member, nn.Parameter] = {}
+    failure: Exception | None = None
+    groups: dict[str, dict[str, object]] = {}
+    try:
+        edited = {member: _edited(member, parameter) for member, parameter in shown.items()}
+        if not options.rank0_only:
+            groups = _grouped(runtime, edited, lambda member: digest(part_held(edited[member])))
+        if options.with_grads and not options.rank0_only:
+            for group, fields in _grouped(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
+                groups[group] |= fields
+    except ValueError as error:
+        failure = error
+    agree(_subject(options), {}, ranks=runtime.everyone.ranks, failure=failure, groups=groups)
+    return edited
+
+
+def _digest_of(gradient: Tensor | None) -> str:
+    return "None" if gradient is None else digest(part_held(gradient))
+
+
+def _grouped(
+    runtime: Runtime, members: Iterable[Member], value_of: Callable[[Member], object], suffix: str = ""
+) -> dict[str, dict[str, object]]:
+    """Return values by name, as groups for :func:`agree`: one per mesh and part of parameters that its ranks share."""
+    meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
+    groups: dict[str, dict[str, object]] = {}
+    for member in members:
+        topology, face = member.span.topology, member.span.face
+        part = topology.ranks if face is None else (face.place, face.placements)
+        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[member.name + suffix] = value_of(member)
+    return groups
+
+
+def _show(parameters: Mapping[Member, nn.Parameter]) -> None:
+    for member, parameter in parameters.items():
+        for held, attribute in member.places:
+            held[attribute] = parameter
+
+
+def _edited(member: Member, shown: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that the model holds now in place of `shown`; the user may have assigned another one."""
+    found = [parameters.get(attribute) for parameters, attribute in member.places]
+    others = {id(parameter): parameter for parameter in found if parameter is not shown}
+    if len(others) > 1:
+        raise ValueError(
+            f"{member.name!r} is tied in {len(found)} places, which hold different tensors inside unsharded. Change it "
+            "in place, or assign the same parameter in all of them"
+        )
+    parameter: nn.Parameter | None = next(iter(others.values()), shown)
+    tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
+    for tensor in tensors:
+        if tensor is None or tuple(tensor.shape) != member.span.true_shape:
+            shape = None if tensor is None else list(tensor.shape)
+            raise ValueError(
+                f"{member.name!r} must keep its shape {list(member.span.true_shape)} inside unsharded, got {shape}"
+            )
+    assert parameter is not None
+    return parameter
+
+
+@torch.no_grad()
+def _write_rows(member: Member, whole: Tensor) -> None:
+    member.master.copy_(rows_of(whole, member.span))

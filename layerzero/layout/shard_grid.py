@@ -1,0 +1,120 @@
+"""Where one rank stands among the data-parallel ranks, and which part of a layout is its own: integers only.
+
+[Note: The ladder]
+A tensor of a handle has one of three extents on a rank. Weights are copied up, gradients are summed down:
+
+    WHOLE [G]    full buffer             landing sum
+                 ^ gather   (zero3)      v hop 1   (zero3)
+    NODE  [G/S]  ZeRO-3 shard            node sum
+                 ^ refresh  (replica)    v hop 2   (replica)
+    RANK  [L]    master                  final gradient
+
+A smaller extent is a part of each bigger one. Where S = 1 the node's is the whole; where R = 1 the rank's is the
+node's.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from layerzero.layout.flat_layout import FlatLayout, Slot
+
+__all__ = ["Extent", "Grid", "Overlap", "overlap"]
+
+
+class Extent(enum.IntEnum):
+    """How much of a handle a tensor covers; see [Note: The ladder]."""
+
+    RANK = 0
+    NODE = 1
+    WHOLE = 2
+
+
+class Overlap(NamedTuple):
+    """What a slot and a range of the flat order have in common; both empty where it is nothing."""
+
+    of_slot: slice  # elements of the slot
+    of_range: slice  # elements of the range
+
+
+def overlap(slot: Slot, flat: range) -> Overlap:
+    """The common elements of `slot` and `flat`, which is a range of the flat order."""
+    start = min(max(slot.offset, flat.start), flat.stop)
+    stop = max(start, min(slot.end, flat.stop))
+    if start == stop:
+        return Overlap(slice(0, 0), slice(start - flat.start, start - flat.start))
+    return Overlap(slice(start - slot.offset, stop - slot.offset), slice(start - flat.start, stop - flat.start))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """D data-parallel ranks as R replicas of S, and one of them: rank = r * S + s.
+
+    >>> grid = Grid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
+    >>> grid.shard_index, grid.covers(Extent.RANK, Extent.NODE)
+    (1, False)
+    """
+
+    data_parallel: int  # D
+    zero3_size: int  # S
+    s: int  # coordinate on the zero3 axis
+    r: int  # coordinate on the replica axis
+
+    def __post_init__(self) -> None:
+        if self.zero3_size < 1 or self.data_parallel % self.zero3_size:
+            raise ValueError(f"zero3_size={self.zero3_size} does not divide the {self.data_parallel} ranks")
+        if not (0 <= self.s < self.zero3_size and 0 <= self.r < self.replicas):
+            raise ValueError(
+                f"there is no rank (r, s) = ({self.r}, {self.s}) among {self.replicas} x {self.zero3_size}"
+            )
+
+    @classmethod
+    def of_rank(cls, rank: int, *, data_parallel: int, zero3_size: int) -> Grid:
+        r, s = divmod(rank, zero3_size)
+        return cls(data_parallel, zero3_size, s, r)
+
+    @property
+    def replicas(self) -> int:
+        return self.data_parallel // self.zero3_size
+
+    @property
+    def shard_index(self) -> int:
+        """k, the place of this rank's ZeRO-1 shard in the flat order: inside ZeRO-3 shard s."""
+        return self.s * self.replicas + self.r
+
+    def covers(self, small: Extent, big: Extent) -> bool:
+        """Both extents are the same elements, whatever the layout."""
+        low, high = sorted((small, big))
+        one_replica, one_shard = self.replicas == 1, self.zero3_size == 1
+        return all(
+            equal for step, equal in ((Extent.RANK, one_replica), (Extent.NODE, one_shard)) if low <= step < high
+        )
+
+    def range_of(self, layout: FlatLayout, extent: Extent) -> range:
+        """The flat elements that this rank's tensors of `extent` hold."""
+        if extent is Extent.RANK:
+            return layout.shard_range(self.shard_index)
+        if extent is Extent.NODE:
+            return layout.zero3_range(self.s, self.zero3_size)
+        return range(layout.numel)
+
+    def numel(self, layout: FlatLayout, extent: Extent) -> int:
+        return len(self.range_of(layout, extent))
+
+    def place(self, layout: FlatLayout, small: Extent, big: Extent) -> slice:
+        """Where this rank's `small` extent lies inside its `big` one."""
+        inner, outer = self.range_of(layout, small), self.range_of(layout, big)
+        return slice(inner.start - outer.start, inner.stop - outer.start)
+
+    def parts(self, layout: FlatLayout) -> tuple[int, ...] | None:
+        """Elements of each replica's part of this rank's ZeRO-3 shard; None where all have as many."""
+        if not layout.bounds:
+            return None
+        first = self.s * self.replicas
+        return tuple(len(layout.shard_range(k)) for k in range(first, first + self.replicas))
+
+    def part(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
+        """The elements of `slot` inside this rank's tensor of `extent`."""
+        return overlap(slot, self.range_of(layout, extent)).of_range

@@ -1,0 +1,251 @@
+"""What the command line of a pretraining script asks for, in layerzero's words, or refused by the flag's own name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.comm.agreement import agree
+from layerzero.config import LayerZeroConfig
+from layerzero.config.yaml_file import has_names_of_mindspeed
+
+__all__ = ["Chosen", "add_arguments", "chosen_of"]
+
+_log = logging.getLogger("layerzero")
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Layerzero's own flags, for the `extra_args_provider` of Megatron-LM's ``pretrain``."""
+    group = parser.add_argument_group("layerzero")
+    group.add_argument("--layerzero-config", metavar="FILE", help="YAML with the settings of layerzero.LayerZeroConfig")
+    group.add_argument(
+        "--layerzero-ema-decay", type=float, metavar="DECAY", help="keep an average of the weights, for checkpoints"
+    )
+    return parser
+
+
+class Chosen(NamedTuple):
+    """What a command line asks of layerzero.
+
+    Attributes:
+        wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
+        units: names of modules or classes that are units beside the default ones.
+        ema_decay: of an average of the weights; None: there is none.
+    """
+
+    wrap: dict[str, Any]
+    units: tuple[str, ...]
+    ema_decay: float | None
+
+
+def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
+    """The settings for these arguments; what they ask for and cannot have is an error on all ranks. All must call this.
+
+    Args:
+        args: Megatron's, validated. What layerzero does by itself is turned off in it, where Megatron's loop would look
+            for its own wrapper.
+        data_parallel: the ranks of this rank's data-parallel group, context parallel ones included.
+
+    Raises:
+        ValueError: with the flag, the reason, and what to do instead.
+    """
+    failure: Exception | None = None
+    chosen = Chosen({}, (), None)
+    try:
+        _refuse(args)
+        chosen = _translated(args, data_parallel)
+    except Exception as error:  # told to the other ranks, then raised here
+        failure = error
+    told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
+    told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
+    agree("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
+    args.overlap_param_gather = False  # for which the loop would ask Megatron's own wrapper
+    return chosen
+
+
+def _translated(args: Namespace, data_parallel: list[int]) -> Chosen:
+    if not hasattr(args, "layerzero_config"):
+        raise ValueError(
+            "layerzero's flags are not there: pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
+        )
+    config = LayerZeroConfig() if args.layerzero_config is None else LayerZeroConfig.from_yaml(args.layerzero_config)
+    settings = config.arguments()
+    if settings.pop("gradient_divide_factor") is not None:
+        raise ValueError("--layerzero-config: gradient_divide_factor; --calculate-per-token-loss decides that here")
+    units = settings.pop("units") or ()
+    size = settings.pop("zero3_size")
+    if size is None:
+        size = _of_a_node(data_parallel)
+    elif has_names_of_mindspeed(args.layerzero_config):
+        size = _of_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
+    if args.gradient_accumulation_fusion and size > 1 and settings["accumulation"] == "sharded":
+        raise ValueError(
+            "gradient accumulation fusion, which is on by default, adds to whole gradients between micro-batches: add "
+            "--no-gradient-accumulation-fusion, or give accumulation: full or zero3_size: 1 in --layerzero-config"
+        )
+    policy = _policy(settings.pop("mp_policy"), args)
+    if policy is not None:
+        settings["mp_policy"] = policy
+    return Chosen(
+        {
+            **settings,
+            "zero3_size": size,
+            "align_grad_reduce": bool(args.overlap_grad_reduce and args.align_grad_reduce),
+            "align_param_refresh": bool(args.overlap_param_gather and args.align_param_gather),
+            "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
+        },
+        (units,) if isinstance(units, str) else tuple(units),
+        args.layerzero_ema_decay,
+    )
+
+
+def _of_a_node(data_parallel: list[int]) -> int:
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not said.isdigit() or int(said) == 0:
+        raise ValueError(
+            "without zero3_size in --layerzero-config, torchrun must say in LOCAL_WORLD_SIZE what a node is"
+        )
+    here = dist.get_rank() // int(said)
+    return sum(rank // int(said) == here for rank in data_parallel)
+
+
+def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
+    """MindSpeed counts tensor ranks, too, and means all there are where it says more."""
+    if size % tensor:
+        raise ValueError(
+            f"zero3_size={size} counts tensor-parallel ranks in a file with MindSpeed's names, of which there are "
+            f"{tensor}: give a multiple"
+        )
+    found = min(size // tensor, data_parallel)
+    if found != size and dist.get_rank() == 0:
+        _log.warning(
+            "zero3_size=%d of a file with MindSpeed's names counts tensor-parallel ranks: with %d of them, and %d "
+            "data-parallel ones, it is zero3_size=%d here",
+            *(size, tensor, data_parallel, found),
+        )
+    return found
+
+
+def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
+    """None: what :func:`wrap` chooses. Megatron's ``Float16Module`` casts inputs and outputs itself."""
+    if policy == MixedPrecisionPolicy():
+        return None
+    if policy.param_dtype not in (None, args.params_dtype):
+        raise ValueError(
+            f"--layerzero-config: param_dtype is {policy.param_dtype}, but Megatron computes in {args.params_dtype}; "
+            "--bf16, --fp16 or neither decide that here"
+        )
+    return MixedPrecisionPolicy(args.params_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+
+
+# What is refused
+
+
+class _Rule(NamedTuple):
+    asks: Callable[[Namespace], Any]
+    why: str
+
+
+def _is_set(name: str) -> Callable[[Namespace], Any]:
+    return lambda args: getattr(args, name, None)
+
+
+def _saves(args: Namespace) -> bool:
+    return bool(args.save or args.load)
+
+
+_WRAPPER = "is another sharding of the model; leave it out"
+_HOOKS = "looks for the output layer inside Megatron's own wrapper; leave it out"
+_REMAT = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+_OFFLOAD = "is of Megatron's optimizer; see offload_optimizer and offload_grads of --layerzero-config"
+_RULES: dict[str, _Rule] = {
+    "--use-torch-fsdp2": _Rule(_is_set("use_torch_fsdp2"), _WRAPPER),
+    "--use-megatron-fsdp": _Rule(_is_set("use_megatron_fsdp"), _WRAPPER),
+    "--optimizer": _Rule(
+        lambda args: args.optimizer not in ("adam", "sgd"),
+        "has not been tried in Megatron's loop; use adam or sgd",
+    ),
+    "--use-distributed-optimizer": _Rule(
+        lambda args: _saves(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
+        "saves buffers that layerzero does not have; add --dist-ckpt-optim-fully-reshardable",
+    ),
+    "--ckpt-format": _Rule(
+        lambda args: _saves(args) and args.ckpt_format != "torch_dist", "has no place for shards; use torch_dist"
+    ),
+    "--ckpt-convert-format": _Rule(
+        _is_set("ckpt_convert_format"), "has no place for shards; convert without layerzero"
+    ),
+    "--non-persistent-ckpt-type": _Rule(
+        lambda args: args.non_persistent_ckpt_type in ("local", "in_memory"),
+        "keeps what a node has in a format of its own; use global",
+    ),
+    "--overlap-param-gather-with-optimizer-step": _Rule(
+        _is_set("overlap_param_gather_with_optimizer_step"), "is how Megatron's optimizer steps; leave it out"
+    ),
+    "--num-distributed-optimizer-instances": _Rule(
+        lambda args: args.num_distributed_optimizer_instances > 1,
+        "is what zero3_size of --layerzero-config is for; leave it out",
+    ),
+    "--optimizer-cpu-offload": _Rule(_is_set("optimizer_cpu_offload"), _OFFLOAD),
+    "--use-precision-aware-optimizer": _Rule(
+        _is_set("use_precision_aware_optimizer"), "rounds optimizer states, which layerzero keeps in fp32; leave it out"
+    ),
+    "--grad-reduce-in-bf16": _Rule(
+        _is_set("grad_reduce_in_bf16"), "is reduce_dtype and replica_reduce_dtype of --layerzero-config; leave it out"
+    ),
+    "--check-for-large-grads": _Rule(
+        _is_set("check_for_large_grads"), "looks into buffers of Megatron's wrapper; leave it out"
+    ),
+    "--qk-clip": _Rule(_is_set("qk_clip"), "scales whole weights after the step; leave it out"),
+    "--dump-param-to-param-group-map": _Rule(
+        _is_set("dump_param_to_param_group_map"), "is of Megatron's optimizer; leave it out"
+    ),
+    "--moe-use-upcycling": _Rule(_is_set("moe_use_upcycling"), "copies whole weights; do it without layerzero first"),
+    "--perform-rl-step": _Rule(_is_set("perform_rl_step"), "swaps whole weights; leave it out"),
+    "--mtp-num-layers": _Rule(_is_set("mtp_num_layers"), "holds further copies of the embeddings"),
+    "--moe-router-enable-expert-bias": _Rule(_is_set("moe_router_enable_expert_bias"), "is updated with the gradients"),
+    "--delay-wgrad-compute": _Rule(_is_set("delay_wgrad_compute"), "computes gradients after a layer's backward"),
+    "--defer-embedding-wgrad-compute": _Rule(
+        _is_set("defer_embedding_wgrad_compute"), "computes gradients after the last backward"
+    ),
+    "--overlap-moe-expert-parallel-comm": _Rule(
+        _is_set("overlap_moe_expert_parallel_comm"), "calls parts of layers by themselves"
+    ),
+    "--gtp-weight-remat-size": _Rule(
+        lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
+        "shards the weights a second time, as do its expert counterpart and --tensor-parallel-num-weight-shards; leave "
+        "it out, and use zero3_size of --layerzero-config",
+    ),
+    "--moe-expert-rank-capacity-factor": _Rule(
+        _is_set("moe_expert_rank_capacity_factor"), "runs a step again when experts get too many tokens; leave it out"
+    ),
+    "--moe-router-load-balancing-type quantile_balancing": _Rule(
+        lambda args: "quantile_balancing" in (getattr(args, "moe_router_load_balancing_type", None) or ()),
+        "updates a bias of the routers with the gradients; use aux_loss or sinkhorn",
+    ),
+    "--optimizer-cuda-graph": _Rule(
+        _is_set("optimizer_cuda_graph"), "replays a step without its collectives; leave it out"
+    ),
+    "--save-params-interval": _Rule(
+        _is_set("save_params_interval"), "reads full weights, and a rank has some rows only; use --save-interval"
+    ),
+    "--logits-save-dir": _Rule(_is_set("logits_save_dir"), _HOOKS),
+    "--logits-load-dir": _Rule(_is_set("logits_load_dir"), _HOOKS),
+    "--fp8-format": _Rule(_is_set("fp8"), "would quantise gathered weights in each forward"),
+    "--fp4-format": _Rule(_is_set("fp4"), "would quantise gathered weights in each forward"),
+    "--cuda-graph-impl": _Rule(
+        lambda args: args.cuda_graph_impl != "none", "keeps the addresses of weights, which come and go; use none"
+    ),
+}
+
+
+def _refuse(args: Namespace) -> None:
+    found = [f"{flag} {rule.why}" for flag, rule in _RULES.items() if rule.asks(args)]
+    if found:
+        raise ValueError(f"not supported with layerzero: {'; '.join(found)}")

@@ -1,0 +1,215 @@
+"""Checkpoints of all pipeline stages and tensor ranks: a folder with a layerzero checkpoint for each model chunk.
+
+[Note: When a Megatron checkpoint exists]
+All parts are written into one hidden folder, ``.NAME.TOKEN.partial``. When all of them exist it gets a marker, which
+holds the token, and is renamed to ``NAME``. The token is drawn for each save and the same on all ranks, so that no job
+writes into or removes what another one writes; see [Note: Two jobs at one name] in ``checkpoint/atomic_files.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from layerzero.checkpoint.atomic_files import (
+    CheckpointError,
+    NameTaken,
+    make_folder,
+    new_token,
+    partial_of,
+    remove,
+    take_name,
+    write_file,
+)
+from layerzero.checkpoint.loading import PreparedLoad, prepare_load
+from layerzero.checkpoint.run_folder import clear_leftovers
+from layerzero.checkpoint.saving import save_with
+from layerzero.checkpoint.state_names import Apart
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.expert_names import experts_of
+from layerzero.megatron.global_layout import places_of
+from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
+from layerzero.megatron.parallel_groups import ProcessGroups, tell_all, together
+from layerzero.optimizers.ema import EMA
+
+__all__ = ["load", "save"]
+
+_MARKER = "complete"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[ShardedChunk],
+    optimizer: ShardedMegatronOptimizer | None = None,
+    extra: object = None,
+) -> None:
+    """Write a checkpoint of the whole model. All ranks must call this, between a step and the next forward.
+
+    Args:
+        path: a folder that does not exist yet, on a file system that all ranks share. It appears when all of it is on
+            the disk, and not before.
+        extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
+
+    Raises:
+        FileExistsError: there is something at `path`, also if another job has been faster.
+        CheckpointError: a rank could not write, with what it met; nothing is left at `path`.
+        TypeError, ValueError: what ``layerzero.checkpoint.save`` raises; RuntimeError on the ranks of other stages.
+    """
+    folder, groups = Path(path).absolute(), model_chunks[0].groups
+    experts = _experts("save", groups, model_chunks)
+    mine = new_token()
+    token = tell_all(groups, mine)[0]
+    first, partial = token == mine, partial_of(folder, token)
+    _together("save", groups, _make_room(folder, partial) if first else None)
+    parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
+    scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
+    failure: Exception | None = None
+    try:
+        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+            inner = None if optimizer is None else optimizer.sharded[index]
+            ema = None if optimizer is None else optimizer.emas[index]
+            average = None if ema is None else _stored_average(ema.state_dict(), apart)
+            known = {"places": places_of(chunk, apart), "chunks": len(model_chunks)}  # of this one; in this part
+            told = {"extra": extra, "grad_scaler": scale, "ema": average, **known}
+            save_with(apart, part, chunk, inner, told)
+    except Exception as error:
+        failure = error
+    try:
+        _together("save", groups, failure)
+        written = {part.name for of_rank in tell_all(groups, parts) for part in of_rank}
+        _together("save", groups, _publish(partial, folder, written, token) if first else None)
+    except Exception:
+        if first:
+            remove(partial)  # nobody else has a name for it
+        raise
+
+
+def load(
+    path: str | os.PathLike[str],
+    model_chunks: Sequence[ShardedChunk],
+    optimizer: ShardedMegatronOptimizer | None = None,
+) -> Any:
+    """Put a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; returns its `extra`.
+
+    Data-parallel and expert-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call
+    this.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ValueError: there is no complete checkpoint of this layout at `path`, a part
+            of it is damaged or does not fit, on whichever stage; nothing has been changed on any.
+    """
+    folder, groups = Path(path), model_chunks[0].groups
+    experts = _experts("load", groups, model_chunks)
+    failure: Exception | None = None
+    parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
+    if not (folder / _MARKER).exists():
+        failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
+    elif missing := [part.name for part in parts if not part.exists()]:
+        failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
+    _together("load", groups, failure)
+    prepared: list[PreparedLoad] = []
+    try:
+        for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
+            inner = None if optimizer is None else optimizer.sharded[index]
+            prepared.append(prepare_load(part, chunk, inner, apart=apart))
+    except Exception as error:
+        failure = error
+    _together("load", groups, failure)
+    result: Any = None
+    try:
+        for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
+            result = each.commit()
+            _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
+    except Exception as error:
+        failure = error
+    _together("load", groups, failure)
+    if optimizer is not None:
+        optimizer.load_scale(result["grad_scaler"])
+    return result["extra"]
+
+
+def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[Apart]:
+    """What of each chunk is something else on other data-parallel ranks."""
+    found: list[Apart] = []
+    failure: Exception | None = None
+    try:
+        found = [experts_of(chunk) for chunk in model_chunks]
+    except Exception as error:
+        failure = error
+    _together(call, groups, failure)
+    return found
+
+
+def _stored_average(state: Mapping[str, Any], apart: Apart) -> dict[str, Any]:
+    """An average's state, with the averages by stored name."""
+    return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
+
+
+def _take_average(ema: EMA | None, saved: Any, apart: Apart) -> None:
+    """Where the checkpoint has none, the next update copies the weights, as the first one does."""
+    if ema is not None and saved is None:
+        ema.n_averaged.zero_()
+    elif ema is not None:
+        own = {apart.stored(name): name for name in ema.state_dict()["averages"]}
+        here = {name: rows for name, rows in saved["averages"].items() if not apart.is_elsewhere(name)}
+        ema.load_state_dict({**saved, "averages": {own.get(name, name): rows for name, rows in here.items()}})
+
+
+def _make_room(folder: Path, partial: Path) -> Exception | None:
+    """Make the folder to write into; returns what is in the way."""
+    try:
+        if folder.name.startswith("."):
+            raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
+        if os.path.lexists(folder):
+            whole = (folder / _MARKER).exists()
+            raise FileExistsError(f"{NameTaken.at(folder)}" + ("" if whole else ". (It holds none that is complete.)"))
+        make_folder(folder.parent)
+        partial.mkdir()
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
+    """Make a checkpoint of the parts in `partial`; returns what is in the way."""
+
+    def is_there() -> bool:
+        try:
+            return (folder / _MARKER).read_text() == token
+        except OSError:
+            return False
+
+    try:
+        if missing := sorted(part for part in written if not (partial / part).is_dir()):
+            raise CheckpointError(f"{partial} lacks {missing}, seen from the first rank: do all ranks share it?")
+        write_file(partial / _MARKER, [token.encode()])
+        take_name(partial, folder, is_there)
+    except (OSError, CheckpointError) as error:
+        return error
+    try:
+        clear_leftovers(folder / _MARKER)
+    except OSError as error:  # the new checkpoint is there
+        warnings.warn(f"what a dead save has left in {folder.parent} could not be removed: {error}", stacklevel=3)
+    return None
+
+
+def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """:func:`together`, with the same kind of error on all ranks where they can turn to another path for it."""
+    try:
+        together(f"layerzero.megatron.{call}", groups, failure)
+    except RuntimeError as error:
+        for kind in (FileExistsError, FileNotFoundError, NameTaken, CheckpointError):
+            if failure is None and f": {kind.__name__}: " in str(error):
+                raise kind(str(error)) from None
+        raise
+
+
+def _part(groups: ProcessGroups, chunk: int) -> str:
+    tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
+    sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
+    return f"layout-{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"

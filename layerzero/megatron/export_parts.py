@@ -1,0 +1,170 @@
+"""The parts of a checkpoint of :func:`layerzero.megatron.save` as one model, in one process and without Megatron."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_of, publish_file, remove
+from layerzero.checkpoint.contents_checks import StoredTensor
+from layerzero.checkpoint.dcp_storage import Contents, check_entry, opened, pieces
+from layerzero.checkpoint.safetensors_writer import write_safetensors
+from layerzero.checkpoint.whole_model_files import model_keys
+from layerzero.megatron.global_layout import layer_of, module_name
+
+__all__ = ["export_model", "holds_parts"]
+
+_MARKER = "complete"
+
+_MOST_CHUNKS = 1000  # of a rank's model, of which a checkpoint may speak
+
+
+def holds_parts(path: str | os.PathLike[str]) -> bool:
+    """The folder is one of :func:`layerzero.megatron.save`."""
+    return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of one part."""
+
+    manifest: Manifest
+    tensor: StoredTensor
+    key: str
+
+    def read(self) -> Tensor:
+        found = []
+        for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
+            path = self.manifest.path_of(name)
+            with opened(path) as file:
+                check_entry(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
+                found += list(pieces(file, self.key, sizes, self.tensor.dtype))
+        return torch.cat(found) if self.tensor.shape else found[0]
+
+
+@dataclass
+class _Whole:
+    """A tensor of the whole model, and the rows of parts that it is made of, by where they go."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: dict[tuple[int, ...], tuple[_Stored, int, int]] = field(default_factory=dict)
+
+    def build(self) -> Tensor:
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        if not self.shape:
+            return next(iter(self.pieces.values()))[0].read().to(self.dtype)
+        read: dict[int, Tensor] = {}  # by part: a tensor may have several runs of rows
+        filled = 0
+        for offset, (stored, first, stop) in self.pieces.items():
+            if id(stored) not in read:
+                read[id(stored)] = stored.read()
+            rows = read[id(stored)][first:stop]
+            region = tuple(slice(start, start + size) for start, size in zip(offset, rows.shape, strict=True))
+            whole[region] = rows.to(self.dtype)
+            filled += rows.numel()
+        if filled != math.prod(self.shape):
+            raise CheckpointError(
+                f"parts hold {filled} elements of a tensor of {math.prod(self.shape)}: some are missing"
+            )
+        return whole
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    averages: bool = False,
+) -> None:
+    """Write the parts of all tensor ranks and pipeline stages as one safetensors file.
+
+    Names and shapes are those of Megatron's model on one rank, its padded vocabulary included. One tensor at a time is
+    in memory.
+
+    Args:
+        dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
+        averages: the averages of the weights instead of the weights, for all that are averaged.
+
+    Raises:
+        FileExistsError: there is something at `out`.
+        FileNotFoundError, CheckpointError: parts are missing or damaged; names them.
+        ValueError: the checkpoint does not say where parameters belong, or has no averages.
+    """
+    target = Path(out).absolute()
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already")
+    found: dict[str, _Whole] = {}
+    for part in _parts(Path(path)):
+        _add(found, part, dtype, averages=averages)
+    order = sorted(found, key=lambda name: -found[name].dtype.itemsize)
+    header = {name: (found[name].shape, found[name].dtype) for name in order}
+    partial = partial_of(target, new_token())
+    with ExitStack() as stack:
+        stack.callback(remove, partial)
+        write_safetensors(partial, header, ([found[name].build()] for name in order))
+        publish_file(partial, target)
+        stack.pop_all()
+
+
+def _parts(folder: Path) -> Iterator[Path]:
+    parts = sorted(folder.glob("layout-*"))
+    if not parts:
+        raise FileNotFoundError(f"{folder} has no parts of a checkpoint of layerzero.megatron.save")
+    for part in parts:
+        if part.name.partition("-tensor-")[0] != parts[0].name.partition("-tensor-")[0]:
+            raise CheckpointError(f"{folder} holds parts of two layouts: {parts[0].name} and {part.name}")
+    tensor, stages = (int(size) for size in parts[0].name.split("-")[1:3])
+    missing = [
+        f"tensor-{rank:03d}-stage-{stage:03d}"
+        for rank in range(tensor)
+        for stage in range(stages)
+        if not any(f"-tensor-{rank:03d}-stage-{stage:03d}-" in part.name for part in parts)
+    ]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}")
+    yield from parts
+
+
+def _add(found: dict[str, _Whole], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+    manifest = Manifest.read(part)
+    manifest.verify()
+    contents = Contents.read(manifest)
+    extra = contents.document["extra"]
+    if not isinstance(extra, dict):
+        raise ValueError(f"{part} was not saved by layerzero.megatron.save")
+    stem, count = part.name.rpartition("-")[0], extra.get("chunks", 0)
+    if not isinstance(count, int) or not 0 <= count < _MOST_CHUNKS:
+        raise CheckpointError(f"{part} says that it has {count!r} chunks")
+    chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(count)]
+    if missing := [chunk.name for chunk in chunks if not chunk.is_dir()]:
+        raise CheckpointError(f"{part.parent} lacks {', '.join(missing)}")
+    places = extra.get("places", {"because": "it was saved by an older version"})
+    if "because" in places:
+        raise ValueError(f"{part} does not say where its parameters belong in the whole model: {places['because']}")
+    renamed = {layer_of(name): layer_of(place["name"]) for name, place in places.items() if layer_of(name)}
+    for name, key in model_keys(contents, averages=averages).items():
+        tensor = contents.tensors[key]
+        own = module_name(name)
+        stored = _Stored(manifest, tensor, key)
+        layer = layer_of(own)
+        # A buffer is the same on all tensor ranks.
+        place = places.get(own) or {
+            "name": renamed.get(layer, layer) + own.removeprefix(layer),
+            "shape": tensor.shape,
+            "pieces": [[0, tensor.shape[0] if tensor.shape else 1, [0] * len(tensor.shape)]],
+        }
+        whole_name, shape, rows = (place[what] for what in ("name", "shape", "pieces"))
+        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        whole = found.setdefault(whole_name, _Whole(tuple(shape), cast))
+        if whole.shape != tuple(shape):
+            raise CheckpointError(f"{part}: {own} is a part of {list(shape)}, other parts say {list(whole.shape)}")
+        for first, stop, offset in rows:
+            whole.pieces.setdefault(tuple(offset), (stored, first, stop))

@@ -1,0 +1,150 @@
+"""The process groups of a rank: Megatron's own, and a ZeRO-3 group inside its data-parallel one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.process_groups import groups_so_far, mesh_group
+from layerzero.device.accelerator import default_device_type
+from layerzero.megatron.versions import unsupported_version, version
+
+__all__ = ["NOT_FOUND", "ProcessGroups", "process_groups", "tell_all", "together"]
+
+NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Groups that one rank belongs to; from :func:`process_groups`.
+
+    Attributes:
+        zero1: all data-parallel ranks of this pipeline stage and tensor rank, context parallel ones included.
+        zero3: the consecutive members of `zero1`, this rank among them, that share the compute weights.
+        tensor, pipeline: Megatron's.
+        model: the tensor and pipeline ranks that hold one copy of the model together.
+        embedding: the pipeline stages that hold the word embeddings; None where this rank's does not.
+        expert_zero1: those of `zero1` that hold the same experts; None where all of them do.
+        expert_zero3: those of `zero3` that do, and share the compute weights of these experts; None likewise.
+    """
+
+    zero1: dist.ProcessGroup
+    zero3: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    model: dist.ProcessGroup
+    embedding: dist.ProcessGroup | None
+    expert_zero1: dist.ProcessGroup | None = None
+    expert_zero3: dist.ProcessGroup | None = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        return dist.get_rank(self.pipeline) == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return dist.get_rank(self.pipeline) == self.pipeline.size() - 1
+
+
+def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
+    """The groups of this rank. Every rank must call this, after Megatron has made its own.
+
+    Args:
+        zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
+            Context parallel ranks count, tensor and pipeline ranks do not. 1 gives ZeRO-1. For the ZeRO-3 group to stay
+            in a node, at most the ranks of a node divided by the tensor-parallel size.
+        pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
+            parallelism, `expt_dp`); None: the groups of ``megatron.core.parallel_state``.
+
+    Raises:
+        TypeError, ValueError: `zero3_size` does not divide the data-parallel ranks, nor a multiple of the
+            expert-parallel ones or a part of them; or ranks ask for different ones.
+        RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
+    """
+    if pg_collection is None:
+        from megatron.core import parallel_state  # noqa: PLC0415
+
+        zero1 = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        model = parallel_state.get_model_parallel_group()
+        embedding = parallel_state.get_embedding_group(check_initialized=False)
+        experts = parallel_state.get_expert_data_parallel_group()
+    else:
+        zero1, tensor, pipeline = pg_collection.dp_cp, pg_collection.tp, pg_collection.pp
+        model, embedding = pg_collection.mp, pg_collection.embd
+        experts = getattr(pg_collection, "expt_dp", None)
+    ranks = sorted(dist.get_process_group_ranks(zero1))
+    alike = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
+    failure = unsupported_version() or _failure(zero3_size, ranks, alike)
+    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks", "megatron-core": version()}
+    size = zero3_size if failure is None else 1
+    start = ranks.index(dist.get_rank()) // size * size
+    node = ranks[start : start + size]
+    made = groups_so_far(node, [rank for rank in node if rank in alike])
+    agree("layerzero.megatron.process_groups", fields, ranks=ranks, groups=made, failure=failure)
+    device_type = default_device_type()
+    if f"{device_type}:" not in dist.get_backend_config(zero1):
+        device_type = "cpu"
+    zero3 = mesh_group(node, like=zero1, device_type=device_type)
+    expert_zero3 = None
+    if len(alike) < len(ranks):
+        own = [rank for rank in node if rank in alike]
+        expert_zero3 = mesh_group(own, like=experts, device_type=device_type)
+    if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
+        embedding = None
+    expert_zero1 = None if expert_zero3 is None else experts
+    return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
+
+
+def together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """All ranks of all copies of the model have come here; an error on all of them if one has failed."""
+    text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
+    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+        said: list[str | None] = [None] * group.size()
+        dist.all_gather_object(said, text, group=group)
+        text = text or next((theirs for theirs in said if theirs), None)
+    if failure is not None:
+        raise failure
+    if text:
+        raise RuntimeError(text)
+
+
+def tell_all(groups: ProcessGroups, fact: Any) -> list[Any]:
+    """What each rank of all copies of the model has said, the same list on all of them."""
+    said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
+    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, said, group=group)
+        said = [each for several in heard for each in several]
+    return [fact for _, fact in sorted(said, key=lambda each: each[0])]
+
+
+def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> Exception | None:
+    """Args: alike: those of the data-parallel ranks that hold the same experts."""
+    if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
+        return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
+    if not {*alike} <= {*ranks}:
+        return ValueError(
+            f"the ranks {list(alike)} hold the same experts, but are not all among the data-parallel ranks "
+            f"{list(ranks)} of this pipeline stage and tensor rank: use expert_tensor_parallel_size as "
+            "tensor_model_parallel_size"
+        )
+    world, apart = len(ranks), len(ranks) // len(alike)
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    if zero3_size < 1 or world % zero3_size:
+        return ValueError(
+            f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (times context-parallel ones) of "
+            f"this pipeline stage and tensor rank; use one of {divisors}"
+        )
+    if zero3_size % apart and apart % zero3_size:
+        fitting = [d for d in divisors if d % apart == 0 or apart % d == 0]
+        return ValueError(
+            f"zero3_size={zero3_size} does not fit expert_model_parallel_size={apart}: some experts would be shared by "
+            f"more ranks of a ZeRO-3 group than others; use one of {fitting}"
+        )
+    return None

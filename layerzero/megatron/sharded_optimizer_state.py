@@ -1,0 +1,363 @@
+"""The sharded state dict of an optimizer, in the forms that Megatron's own optimizers have.
+
+[Note: Three forms]
+- Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
+- In 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, and masters under ``fp32_param``.
+- With ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: as that, but all masters under ``param``.
+Experts that are others on other data-parallel ranks have an optimizer of their own in Megatron, the second of a chain:
+then what is saved is ``{0: ..., 1: ...}``, each in one of these forms.
+
+In all of them a tensor's key is ``optimizer.state.<what it is>.<parameter's key>``, and parameters share a step count.
+An average of the weights is under ``ema``, which Megatron's optimizers do not ask for, and so leave where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch import Tensor
+
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.managed_param import Member
+from layerzero.megatron.chunk import ShardedChunk
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, together
+from layerzero.megatron.sharded_model_state import describe
+from layerzero.optimizers.compatibility import state_after_a_step
+from layerzero.optimizers.ema import EMA
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["Stepped", "chained_states", "load_states", "sharded_states"]
+
+_RESHARDABLE = "fully_reshardable"
+_TENSORS = "param_state"  # where tensors are, by chunk and name
+_MASTERS = ("param", "fp32_param")
+_AVERAGE = "ema"
+_IDENTITY = param_group_identifier_keys  # identifies Megatron's parameter groups; the keys differ between releases
+
+
+class Stepped(NamedTuple):
+    """A chunk and what steps it."""
+
+    chunk: ShardedChunk
+    optimizer: ShardedOptimizer
+    ema: EMA | None = None
+    experts: bool | None = None  # only groups of expert-parallel parameters, or only others; None: all of them
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
+
+    def members(self, group: Mapping[str, Any]) -> Iterator[Member]:
+        """The sharded parameters of one of the optimizer's groups."""
+        runtime = runtime_of(self.chunk)
+        for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
+            member = runtime.parameters.member_of(parameter)
+            if member is None:
+                raise NotImplementedError(
+                    f"the optimizer steps {name!r}, which is not sharded; use layerzero.megatron.save and load"
+                )
+            yield member
+
+
+class _Common(NamedTuple):
+    """What is not sharded."""
+
+    groups: list[dict[str, Any]]
+    steps: set[float]
+    in_16_bits: bool
+
+
+# Saving, and what is to be loaded
+
+
+def chained_states(pairs: Sequence[Stepped], *, metadata: Mapping[str, Any] | None, **how: Any) -> dict[Any, Any]:
+    """What :func:`sharded_states` says of two optimizers, the second one of experts. All ranks must call this."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
+
+    chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
+    states = [sharded_states(each, metadata=metadata, **how) for each in chain]
+    if not any(pair.groups for pair in chain[1]):  # on this stage
+        return states[0]
+    if not (metadata or {}).get("chained_optim_avoid_prefix", False):
+        for index, state in enumerate(states):
+            add_prefix_for_sharding(state, f"chained_{index}.")
+    return dict(enumerate(states))
+
+
+def sharded_states(
+    pairs: Sequence[Stepped],
+    *,
+    is_loading: bool,
+    metadata: Mapping[str, Any] | None,
+    grad_scaler: Mapping[str, Any] | None,
+    groups: ProcessGroups,
+) -> dict[str, Any]:
+    """What the optimizer's ``sharded_state_dict`` returns. All ranks must call this."""
+    kind = (metadata or {}).get("distrib_optim_sharding_type")
+    tensors: dict[str, Any] = {}
+    common = _Common([], set(), False)
+    averaged: int | None = None
+    failure: Exception | None = None
+    try:
+        if kind not in (None, _RESHARDABLE):
+            raise NotImplementedError(
+                f"distrib_optim_sharding_type={kind!r} is about the buffers of Megatron's own distributed optimizer; "
+                f"use {_RESHARDABLE!r}"
+            )
+        for index, pair in enumerate(pairs):
+            tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
+        averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
+        low = any(_in_16_bits(member) for pair in pairs for member in runtime_of(pair.chunk).members.values())
+        common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
+    except Exception as error:
+        failure = error
+    together("the optimizer's sharded_state_dict", groups, failure)
+    common = _agreed(common, groups.model)
+    # See [Note: Three forms].
+    inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
+    for step in common.steps:  # one at most
+        inner["state"] = {"common_step": torch.tensor(step)}
+        inner["param_groups"] = [{**group, "step": int(step)} for group in common.groups]
+    of_members: dict[str, Any] = {_TENSORS: tensors} if tensors else {}
+    if averaged is not None:
+        of_members[_AVERAGE] = {"n_averaged": averaged}
+    if kind is None and not common.in_16_bits:
+        return {**inner, **of_members}
+    state = {"optimizer": inner, **of_members}
+    if grad_scaler is not None:
+        state["grad_scaler"] = dict(grad_scaler)
+    if kind is not None:
+        state["param_state_sharding_type"] = kind
+    return state
+
+
+def _tensors(
+    pair: Stepped, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+) -> dict[str, Any]:
+    """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
+    _, described = describe(pair.chunk.module, runtime_of(pair.chunk).members.values(), metadata)
+    state = pair.optimizer.state_dict()["state"]
+    averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
+    result: dict[str, Any] = {}
+    for group in pair.groups:
+        kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
+        dtypes = {key: value.dtype for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+        if not is_loading and group.get("step") is not None:
+            steps.add(float(group["step"]))
+        for member in pair.members(group):
+            if is_loading:
+                # Memory of its own: nothing is changed before all is loaded.
+                rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+            elif kept and not state:  # steps have been skipped for what overflowed, and there has been no other
+                rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
+                steps.add(0.0)
+            else:
+                # Plain SGD, for one, keeps nothing.
+                rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
+            if member.name in averages:
+                rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
+            if kind is not None or _in_16_bits(member):
+                masters = "fp32_param" if kind is None else "param"
+                rows[masters] = torch.empty_like(member.master) if is_loading else member.master
+            where = described[member.name]
+            entries = {key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
+            if entries:  # what is empty would count as not sharded, and differ between ranks
+                result[_place(index, member)] = entries
+    return result
+
+
+def _rows_of_state(member: Member, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
+    if state is None:
+        raise ValueError(
+            f"{member.name!r} has not been stepped yet, and Megatron's format has one count of steps for all; "
+            "save once all have been used, or use layerzero.megatron.save"
+        )
+    rows = {}
+    for key, value in state.items():
+        if key == "step":
+            steps.add(float(value))
+        elif isinstance(value, RowShardedTensor):
+            rows[key] = plain(value)
+        elif value is not None:
+            raise NotImplementedError(
+                f"optimizer state {key!r} of {member.name!r} is not of the parameter's shape, and Megatron's format "
+                "has no place for it; use layerzero.megatron.save and load"
+            )
+    return rows
+
+
+def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Parameter groups of several chunks or stages as those of one optimizer."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in (group for groups in lists for group in groups):
+        settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
+        if found.setdefault(_identity(group), settings) != settings:
+            raise ValueError(
+                f"two parameter groups with the same {', '.join(_IDENTITY)} have different settings, and Megatron's "
+                "format tells groups apart by these only; use layerzero.megatron.save and load"
+            )
+    return list(found.values())
+
+
+def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
+    """The same on all ranks of the model."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, common, group=group)
+    steps = {step for theirs in said for step in theirs.steps}
+    if len(steps) > 1:
+        raise ValueError(
+            f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, and Megatron's "
+            "format has one count for all; use layerzero.megatron.save and load"
+        )
+    return _Common(_merged([theirs.groups for theirs in said]), steps, any(theirs.in_16_bits for theirs in said))
+
+
+# After loading
+
+
+@torch.no_grad()
+def load_states(pairs: Sequence[Stepped], state: Mapping[Any, Any]) -> None:
+    """Take what ``megatron.core.dist_checkpointing.load`` has put into a sharded state dict."""
+    state = _unchained(state)
+    inner = state.get("optimizer", state)
+    saved, step = inner["param_groups"], _common_step(inner)
+    plans = []
+    for index, pair in enumerate(pairs):
+        tensors = state.get(_TENSORS, {})  # none where nothing is kept
+        values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
+        settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
+        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
+            _refuse_lost_state(pair, group, found, values)
+        plans.append((pair, values, settings))
+    for pair, values, settings in plans:
+        _take_average(pair.ema, values, state.get(_AVERAGE, {}))
+        for member in _all_members(pair):
+            for key in _MASTERS:
+                if (master := values[member.name].pop(key, None)) is not None:
+                    member.parameter.copy_(master)
+        groups = []
+        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
+            names = pair.optimizer.parameter_names(group)
+            like, counting = state_after_a_step(pair.optimizer.inner, group, _device(pair))
+            if step is not None and "step" in like:
+                for name in names:
+                    values[name]["step"] = _as(like["step"], step)
+            groups.append({**group, **found, "params": names})
+            if step is not None and "step" in counting:
+                groups[-1]["step"] = _as(counting["step"], step)
+        pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+
+
+def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Of two optimizers, as if they had been one."""
+    if 0 not in state:
+        return state
+    parts = [state[index] for index in sorted(state)]
+    inner = [part.get("optimizer", part) for part in parts]
+    steps = {step for each in inner if (step := _common_step(each)) is not None}
+    if len(steps) > 1:
+        raise ValueError(f"experts and other parameters were saved after different numbers of steps: {sorted(steps)}")
+    merged = {
+        "state": {"common_step": steps.pop()} if steps else {},
+        "param_groups": [group for each in inner for group in each["param_groups"]],
+    }
+    rest = {key: value for key, value in parts[0].items() if key not in ("state", "param_groups")}
+    tensors = {place: values for part in parts for place, values in part.get(_TENSORS, {}).items()}
+    return {**rest, "optimizer": merged, _TENSORS: tensors}
+
+
+def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
+    """Where the checkpoint has no average, the next update copies the weights, as the first one does."""
+    found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
+    if ema is None:
+        return
+    rows = {name: plain(average) for name, average in ema.state_dict()["averages"].items()}
+    if any(found[name] is None for name in rows):
+        ema.n_averaged.zero_()
+        return
+    for name, average in rows.items():
+        average.copy_(plain(found[name]))
+    ema.n_averaged.fill_(int(said.get("n_averaged", 1)))
+
+
+def _found(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
+    if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
+        raise ValueError(
+            f"the checkpoint has no {', '.join(missing)} of {member.name!r}; load it without the optimizer"
+        )
+    return dict(values)
+
+
+def _refuse_lost_state(
+    pair: Stepped, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raise where the checkpoint's settings let the optimizer keep more than its own did, such as momentum."""
+    kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
+    tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+    for name in pair.optimizer.parameter_names(group):
+        if lost := sorted(tensors - values[name].keys()):
+            changed = {key: value for key, value in found.items() if group[key] != value}
+            raise ValueError(
+                f"the checkpoint was saved with {', '.join(lost)} of {name!r}, which the optimizer does not keep with "
+                f"its own settings. Build it with those of the checkpoint, which differ in {changed}"
+            )
+
+
+def _common_step(inner: Mapping[str, Any]) -> float | None:
+    counts = {float(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
+    if (common := inner.get("state", {}).get("common_step")) is not None:
+        counts.add(float(common))
+    if len(counts) > 1:
+        raise ValueError(f"parameter groups were saved after different numbers of steps: {sorted(counts)}")
+    return next(iter(counts), None)
+
+
+def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a saved group says of the settings that `group` has."""
+    found = [other for other in saved if _identity(other) == _identity(group)]
+    if not found:
+        wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
+        raise ValueError(f"the checkpoint has no parameter group with {wanted}")
+    return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
+
+
+_HOW = ("foreach", "fused", "capturable")  # how, not what
+
+
+def _as(like: Any, step: float) -> Any:
+    """A count of steps of the kind that the optimizer keeps."""
+    return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
+
+
+# Shared
+
+
+def _all_members(pair: Stepped) -> Iterator[Member]:
+    return (member for group in pair.optimizer.param_groups for member in pair.members(group))
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def _place(index: int, member: Member) -> str:
+    return f"{index}.{member.name}"
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in _IDENTITY)
+
+
+def _in_16_bits(member: Member) -> bool:
+    return member.leaf.dtype != member.master.dtype
+
+
+def _device(pair: Stepped) -> torch.device:
+    return runtime_of(pair.chunk).topology.device

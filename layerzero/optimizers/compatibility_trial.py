@@ -1,0 +1,371 @@
+"""Experiments with an optimizer: does it do to rows, or to whole parameters one by one, what it does to all together?
+
+Small parameters are stepped together in one optimizer. Then in one optimizer a rank: cut into rows, as
+:func:`shard_model` cuts them, unevenly, into single rows, into none; or whole, each on one of the ranks, one after the
+other, and none on the last rank. Gradients change their scale by orders of
+magnitude, have zeros, and point the same way on the whole, so that estimates of a distance or a rate move on.
+Afterwards the parameters must agree, and so must every number that the optimizer keeps for itself: one that is computed
+from all elements differs from rank to rank long before the parameters show it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from layerzero.optimizers.apex import apex_class, prepared
+from layerzero.optimizers.optimizer_copy import twin_of, unhooked
+from layerzero.optimizers.placeholders import placeholder
+from layerzero.optimizers.split_step import Turn, step_in_turns
+
+__all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of", "steps_stacks_apart"]
+
+_RANKS = 4
+_STEPS = 24  # more than the warm-ups and intervals of common defaults
+_SEED = 20
+# What is trained, and where ranks 0 to 3 cut it. Matrices, vectors, kernels; single rows, and ranks without any.
+_CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
+    (7, 6): (0, 3, 4, 4, 7),
+    (9,): (0, 0, 4, 5, 9),
+    (4, 3, 2): (0, 1, 1, 4, 4),
+    (1, 5): (0, 0, 0, 1, 1),
+    (3, 2, 2, 2): (0, 1, 2, 2, 3),
+    (2, 4): (0, 0, 1, 2, 2),
+}
+_LEAST_RATE = 1e-3  # schedules start at 0, where nothing could be seen
+
+
+class CouldNotTry(Exception):
+    """The experiment itself has failed: nothing is known about the optimizer."""
+
+
+class _Data(NamedTuple):
+    cuts: list[tuple[int, ...]]  # of each parameter
+    start: list[Tensor]  # the parameters
+    pull: list[Tensor]  # what all gradients have in common
+    noise: list[list[Tensor]]  # by step
+    scales: list[float]  # by step
+
+    def cut(self, rank: int) -> _Data:
+        """The rows of one rank."""
+
+        def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, self.cuts, strict=True)]
+
+        return _Data(self.cuts, rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
+
+
+class _Outcome(NamedTuple):
+    parameters: list[list[Tensor]]  # by group
+    numbers: dict[str, float]  # that the optimizer keeps for itself, by where
+    states: list[Any]  # of the parameters, one after the other
+
+
+def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
+    """How the optimizer's work on rows differs from its work on whole parameters; None where it does not.
+
+    The optimizer, its parameters and torch's random numbers stay as they are.
+
+    Args:
+        kind: try groups of this kind only; None: all together.
+
+    Raises:
+        CouldNotTry: a copy of the optimizer could not be made or stepped.
+    """
+    data = _data(device, list(_CUTS))
+    groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, kind_of(group))]
+    if not groups:
+        return None
+    with _random_numbers_kept(device), _uncompiled():
+        whole = _run_whole(optimizer, groups, data)
+        try:
+            ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
+        except Exception as error:
+            raise CouldNotTry(
+                f"small parameters could be stepped, their rows on several ranks could not: {_said(error)}"
+            ) from error
+    return _compare(whole, ranks, data, [False] * len(groups))
+
+
+def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
+    """How the optimizer's work differs where one rank alone updates each parameter; None where it does not.
+
+    Args:
+        whole_kinds: of the groups whose parameters have owners; those of others are cut into rows.
+
+    Raises:
+        CouldNotTry: as :func:`difference`, also with parameters that have as many dims as the optimizer's own.
+    """
+    own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
+    fitting = [shape for shape in _CUTS if len(shape) in own]
+    try:
+        return _try_owners(optimizer, device, whole_kinds, list(_CUTS))
+    except CouldNotTry:
+        if not fitting or len(fitting) == len(_CUTS):
+            raise
+    return _try_owners(optimizer, device, whole_kinds, fitting)
+
+
+def _try_owners(
+    optimizer: Optimizer, device: torch.device, whole_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
+) -> str | None:
+    data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
+    owned = [kind_of(group) in whole_kinds for group in groups]
+    with _random_numbers_kept(device), _uncompiled():
+        whole = _run_whole(optimizer, groups, data)
+        try:
+            ranks = [
+                _run(optimizer, groups, [data if own else data.cut(rank) for own in owned], owned, rank)
+                for rank in range(_RANKS)
+            ]
+        except Exception as error:
+            raise CouldNotTry(
+                f"small parameters could be stepped together, one after the other they could not: {_said(error)}"
+            ) from error
+    return _compare(whole, ranks, data, owned)
+
+
+def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
+    """The optimizer treats each matrix of a stack by itself: two halves, each alone, are stepped as the whole is.
+
+    What it keeps for the stack must be what it keeps for the halves, too. And it must step a stack of no matrices: of
+    few, a rank may have none. False where it cannot be tried.
+
+    Args:
+        dims: of the stack.
+    """
+    data = _data(device, [shape for shape in _CUTS if len(shape) == dims])
+    groups = _kinds_of_groups(optimizer)
+    if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
+        return False
+    data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
+    with _random_numbers_kept(device), _uncompiled():
+        try:
+            whole = _run_whole(optimizer, groups, data)
+            parts = [[data.cut(part)] * len(groups) for part in range(3)]
+            *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
+            if _compare(whole, halves, data, [False] * len(groups)) is not None:
+                return False
+            return all(map(_is_of_halves, whole.states, *(half.states for half in halves)))
+        except Exception:
+            return False
+
+
+def _is_of_halves(whole: Any, *halves: Any) -> bool:
+    """What is kept for a stack is what is kept for its halves."""
+    if isinstance(whole, Tensor) and whole.ndim:
+        parts = torch.cat([torch.as_tensor(half) for half in halves])
+        return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)
+    if isinstance(whole, (Mapping, list, tuple)):
+        keys = whole.keys() if isinstance(whole, Mapping) else range(len(whole))
+        return all(len(half) == len(whole) for half in halves) and all(
+            _is_of_halves(whole[key], *(half[key] for half in halves)) for key in keys
+        )
+    if isinstance(whole, (int, float, Tensor)):
+        return all(math.isclose(whole, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
+    return all(half == whole for half in halves)
+
+
+def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
+    try:
+        return _run(optimizer, groups, [data] * len(groups))
+    except Exception as error:
+        raise CouldNotTry(f"stepping small parameters failed with {_said(error)}") from error
+
+
+def _owner_of(index: int) -> int:
+    """The last rank owns nothing."""
+    return index % (_RANKS - 1)
+
+
+def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.random.fork_rng(devices=[index], device_type=device.type)
+
+
+def _seed(device: torch.device) -> None:
+    """Of this device and the CPU only: torch.manual_seed would leave seeds for devices that are not in use yet."""
+    torch.default_generator.manual_seed(_SEED)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(_SEED)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Kernels of torch.compile would be compiled for each small shape. Who compiles has imported its front end."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    start, pull = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
+    noise = [[draw(shape) * 0.1 for shape in shapes] for _ in range(_STEPS)]
+    return _Data(
+        [_CUTS[shape] for shape in shapes], start, pull, noise, [10.0 ** ((step * 5) % 7 - 4) for step in range(_STEPS)]
+    )
+
+
+def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of which each differs from the others in more than its rates: one for each layer is common."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        kinds.setdefault(kind_of(group), group)
+    return list(kinds.values())
+
+
+def kind_of(group: Mapping[str, Any]) -> str:
+    """The settings of a group, but for its rates."""
+    ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
+    rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
+    return repr((sorted(ours.items()), bool(decay), type(rate)))
+
+
+def _run(
+    optimizer: Optimizer,
+    groups: Sequence[dict[str, Any]],
+    data: Sequence[_Data],
+    owned: Sequence[bool] = (),
+    rank: int = 0,
+    *,
+    replaces_empty: bool = True,
+) -> _Outcome:
+    """Step small parameters in a copy of the optimizer.
+
+    Args:
+        data: by group.
+        owned: by group: only what `rank` owns is stepped, half of it one after the other. None: all of it is stepped.
+        replaces_empty: step placeholders for parameters without rows; see [Note: Parameters without rows].
+    """
+    _seed(data[0].start[0].device)
+    ours = [
+        [
+            torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
+            for start in each.start
+        ]
+        for each in data
+    ]
+    twin = twin_of(optimizer, list(zip(groups, ours, strict=True)))
+    for group in twin.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            rate.clamp_(min=_LEAST_RATE)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = max(float(rate), _LEAST_RATE)
+    if callable(begin := getattr(twin, "train", None)):  # optimizers with weights of their own for evaluation
+        begin()
+    step = prepared(twin, partial(unhooked(type(twin).step), twin))
+    for number, scale in enumerate(data[0].scales):
+        for parameters, each in zip(ours, data, strict=True):
+            for index, parameter in enumerate(parameters):
+                noise = each.noise[number][index]
+                gradient = (each.pull[index] + noise) * scale
+                if parameter.shape != gradient.shape:  # a placeholder
+                    parameter.grad = torch.zeros_like(parameter)
+                    continue
+                if number % 6 == 3:
+                    gradient = gradient * (noise > 0)
+                parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
+        if any(owned):
+            step_in_turns(twin, step, _turns(twin, ours, owned, rank))
+        else:
+            step()
+    states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]
+    trained = [
+        [
+            parameter.detach() if start.numel() else start
+            for parameter, start in zip(parameters, each.start, strict=True)
+        ]
+        for parameters, each in zip(ours, data, strict=True)
+    ]
+    return _Outcome(trained, dict(_numbers(twin, ours, trained)), states)
+
+
+def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
+    """Take the gradients of what others own, and of half of what `rank` owns; the latter come one after the other."""
+    later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
+    for group, parameters, own in zip(twin.param_groups, ours, owned, strict=True):
+        for index, parameter in enumerate(parameters):
+            is_mine, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
+            if own and is_mine and is_later:
+                later.append((group, parameter, parameter.grad))
+            if own and (is_later or not is_mine):
+                parameter.grad = None
+    return _one_by_one(later)
+
+
+def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[Turn]:
+    for group, parameter, gradient in later:
+        parameter.grad = gradient
+        yield group, parameter
+        parameter.grad = None
+
+
+def _numbers(
+    twin: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[str, float]]:
+    yield from _numbers_in("an attribute", vars(twin))
+    yield from _numbers_in("the state of all", {k: v for k, v in twin.state.items() if not isinstance(k, Tensor)})
+    for at, (group, ours, rows) in enumerate(zip(twin.param_groups, parameters, trained, strict=True)):
+        yield from _numbers_in(f"parameter group {at}", group)
+        for index, parameter in enumerate(ours):
+            values = twin.state.get(parameter)
+            if isinstance(values, Mapping) and rows[index].numel():
+                yield from _numbers_in(f"the state of parameter {index} of group {at}", values, parameter.shape)
+
+
+def _numbers_in(where: str, values: Mapping[Any, Any], shape: torch.Size | None = None) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, float):
+            yield f"{key!r} in {where}", value
+        elif isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and value.shape != shape:
+            yield f"{key!r} in {where}", value.item()
+
+
+def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
+    moved = False
+    for at, parameters in enumerate(whole.parameters):
+        for index, parameter in enumerate(parameters):
+            if owned[at]:
+                together = ranks[_owner_of(index)].parameters[at][index]
+            else:
+                together = torch.cat([rank.parameters[at][index] for rank in ranks])
+            if not (parameter.isfinite().all() and together.isfinite().all()):
+                raise CouldNotTry("stepping small parameters made them infinite or NaN")
+            moves = (parameter - data.start[index]).abs()
+            moved = moved or bool(moves.any())
+            # Half a thousandth of what the element has moved, or the rounding of as many additions to it.
+            allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
+            if bool(((parameter - together).abs() > allowed).any()):
+                kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
+                if owned[at]:
+                    return f"{kind} got other updates where it was stepped without the others"
+                return f"{kind} and the same cut into rows got different updates"
+    what = "parameters" if any(owned) else "rows"
+    for where, value in whole.numbers.items():
+        for rank in ranks:
+            other = rank.numbers.get(where, value)
+            both_nan = math.isnan(value) and math.isnan(other)
+            if not (both_nan or math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-12)):
+                return f"{where} depends on which {what} it sees ({value:.6g} with all, {other:.6g} with some)"
+    if not moved:
+        raise CouldNotTry(f"{_STEPS} steps on small parameters changed none of them")
+    return None

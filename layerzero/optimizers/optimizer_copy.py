@@ -1,0 +1,128 @@
+"""A copy of an optimizer that steps other parameters, and shares nothing that changes with the original.
+
+[Note: Copying an optimizer]
+torch's ``Optimizer.__getstate__`` keeps defaults, state and groups only: ``copy.copy`` and ``copy.deepcopy`` drop every
+other attribute, which most optimizers outside of torch have. So the attributes themselves are copied, deep, with what
+belongs to the original's parameters already in the memo: neither parameters nor their state are ever copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from layerzero.dtensor.sharded_tensor import plain
+
+__all__ = ["inner_optimizers", "twin_of", "unhooked"]
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
+# What stands for something outside of the optimizer.
+_SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
+
+
+def twin_of(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
+    """An optimizer of the same class, attributes and settings over other parameters.
+
+    Args:
+        optimizer: stays as it is.
+        groups: settings of a group of the optimizer, its ``"params"`` included, and the parameters that take its place.
+
+    Parameters get a state like one of their group has, if any: some optimizers make it when they are built.
+
+    Raises:
+        Exception: an attribute cannot be copied; whatever its own copying raises.
+    """
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    memo: dict[int, Any] = {id(optimizer.state): state}
+    shown = []
+    for settings, parameters in groups:
+        given = list(settings["params"])
+        memo.update({id(old): parameters[index % len(parameters)] for index, old in enumerate(given)})
+        memo[id(settings["params"])] = list(parameters)
+        kept = next((old for old in given if optimizer.state.get(old)), None)
+        if kept is not None:
+            for parameter in parameters:
+                values = optimizer.state[kept].items()
+                state[parameter] = {key: _like(value, kept, parameter) for key, value in values}
+        shown.append((settings, list(parameters)))
+    # Whatever else refers to a parameter must not copy it.
+    others = [old for group in optimizer.param_groups for old in group["params"]]
+    for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
+        memo.setdefault(id(old), groups[0][1][0])
+    memo[id(optimizer.param_groups)] = [
+        {**{key: _copied(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
+        for settings, parameters in shown
+    ]
+    twin: Optimizer = _blank(optimizer, memo)
+    _fill(twin, optimizer, memo)
+    return twin
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that an optimizer holds in its attributes, as one does that wraps another."""
+    found = []
+    for value in vars(optimizer).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        found += [each for each in values if isinstance(each, Optimizer) and each is not optimizer]
+    return found
+
+
+def unhooked(step: Any) -> Any:
+    """An optimizer class's ``step`` without the hooks that torch puts around it, which include the global ones."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
+
+
+def _blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
+    memo[id(optimizer)] = twin = object.__new__(type(optimizer))
+    return twin
+
+
+def _fill(twin: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+    for inner in inner_optimizers(optimizer):
+        if id(inner) not in memo:
+            memo.setdefault(id(inner.state), defaultdict(dict))
+            _fill(_blank(inner, memo), inner, memo)
+    for key, value in vars(optimizer).items():
+        if key in _HOOKS:
+            vars(twin)[key] = OrderedDict()
+        elif key != "step":  # a scheduler has replaced it, bound to the original
+            vars(twin)[key] = _copied(value, memo)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, _SHARED):
+        return value
+    if isinstance(value, Tensor) and not value.is_leaf:
+        value = value.detach()
+    return copy.deepcopy(value, memo)
+
+
+def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
+    """A parameter's state, for another parameter: a tensor of its shape, or a copy of what has none."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value = plain(value.detach())
+    if value.ndim and value.shape == plain(old).shape:
+        first = value.flatten()[:1]
+        return torch.full_like(parameter, float(first) if first.numel() else 0.0, dtype=value.dtype)
+    return value.clone()

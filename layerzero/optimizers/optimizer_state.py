@@ -1,0 +1,125 @@
+"""The state and settings of an optimizer, cut to rows and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
+from layerzero.engine.managed_param import Member
+from layerzero.optimizers.owner_step import Owned
+
+__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain", "kept", "number", "on", "show"]
+
+
+Holder = Member | Owned | None  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
+
+
+def show(value: Any, holder: Holder) -> Any:
+    """An entry of a parameter's state, as others see it."""
+    if isinstance(holder, Owned):
+        if isinstance(value, (list, tuple)):
+            return type(value)(show(item, holder) for item in value)
+        shape = holder.true_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
+        return value if shape is None else sharded(value, holder.span_of(shape), Watch())
+    member = holder
+    if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
+        return sharded(value, member.span, Watch())
+    return value
+
+
+HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # settings of a group that say how, not what
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a setting of a group can be compared between ranks without waiting for a device."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.device.type == "cpu"
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(each, Tensor) is False and is_plain(each) for each in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def number(value: Any) -> Any:
+    """Return a setting in one form for equal values: numbers as floats, also those in tensors of one element."""
+    if isinstance(value, (list, tuple)):
+        return [number(each) for each in value]
+    value = value.item() if isinstance(value, Tensor) else value
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def few(names: Iterable[str]) -> str:
+    some = sorted(names)
+    return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
+
+
+def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    return (key in one) != (key in other) or bool(one[key] != other[key])
+
+
+def kept(current: Any, saved: Any) -> Any:
+    """A loaded hyperparameter; a tensor of one number keeps its identity, which compiled steps and graphs hold."""
+    if isinstance(current, Tensor) and current.ndim == 0:
+        return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
+    return saved.clone() if isinstance(saved, Tensor) else saved
+
+
+def on(value: Any, master: Tensor) -> Any:
+    return value.to(master.device) if isinstance(value, Tensor) else value
+
+
+def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a 0-dim parameter, with what belongs to its one row told from plain numbers, such as step counts.
+
+    Args:
+        example: the state of a row, which has a dim there.
+    """
+    rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
+    return {
+        key: value.reshape(1) if key in rows and type(value) is Tensor and value.ndim == 0 else value
+        for key, value in values.items()
+    }
+
+
+def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
+    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
+    if isinstance(holder, Owned):
+        own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
+        return own if holder.is_mine else {}
+    return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
+
+
+def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_whole(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value.clone() if isinstance(value, Tensor) and copy else value
+    device = owned.member.master.device
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+        if not value._local_tensor.span.cut_like(owned.span_of(value.shape)):
+            raise ValueError(
+                f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
+            )
+        return plain(value).to(device, copy=copy)
+    whole, face = (value.full_tensor() if isinstance(value, DTensor) else value), owned.span_of(value.shape).face
+    return (whole if face is None else whole[face.box]).to(device).clone()
+
+
+def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
+        return value.clone() if isinstance(value, Tensor) and copy else value
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+        if not value._local_tensor.span.cut_like(member.span):
+            raise ValueError(
+                f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
+            )
+        return plain(value).to(member.master.device, copy=copy)
+    try:
+        return rows_of(value, member.span).to(member.master.device).clone()
+    except ValueError as error:
+        raise ValueError(f"state {key!r}: {error}") from error

@@ -1,0 +1,90 @@
+"""The ranks that put whole parameters together.
+
+[Note: Cells]
+All ZeRO-1 rows of an owned parameter, or of the part of it that the data-parallel ranks share, lie in one node: on the
+ranks of a ZeRO-3 group. Where a further axis has cut the matrices (tensor parallel), the other parts are on the ZeRO-3
+groups beside it. All of these are the parameter's cell: its ranks send their rows to the owner, in one exchange. A
+further axis on which ranks have copies, or other matrices of one stack, puts nothing together: at each of its places
+there is an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from layerzero.comm.collectives import Lane
+from layerzero.comm.mesh_info import Topology
+from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.layout.owner_layout import Across
+
+__all__ = ["Cell", "across", "cell_across", "cell_of", "places_across"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """See [Note: Cells]."""
+
+    topology: Topology
+    axis: int | None  # the further one that is put together
+    lane: Lane
+    order: tuple[tuple[int, int], ...]  # by rank of the lane: s, and the place on the axis
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.lane.group)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's."""
+        return self.order[self.lane.rank]
+
+
+def cell_of(topology: Topology) -> Cell:
+    """A ZeRO-3 group alone."""
+    order = tuple((s, 0) for s in range(topology.zero3_size))
+    return Cell(topology, None, topology.zero3_gather, order)
+
+
+def places_across(topology: Topology, face: Face, axis: int) -> dict[int, tuple[int, int]]:
+    """A ZeRO-3 group and those beside it on an axis of `face`. By rank: s, and the place on the axis."""
+    grid = topology.grid
+    table = face.shown.mesh  # by places on the further axes, s, r
+    for at in reversed(range(face.mesh.ndim)):
+        if at != axis:
+            table = table.select(at, face.place_on(at))
+    of_node = table[..., grid.r].tolist()  # by the place on the axis, s
+    return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
+
+
+def cell_across(topology: Topology, axis: int, places: Mapping[int, tuple[int, int]]) -> Cell:
+    """Of the ranks of :func:`places_across`. All ranks of the model must call this."""
+    ranks = sorted(places)
+    kind = topology.mesh.device_type
+    group = topology.groups.new(ranks, like=topology.zero3_gather.group, device_type=kind)
+    lane = Lane.over("owners", "across", group, topology.ledger, kind)
+    return Cell(topology, axis, lane, tuple(places[rank] for rank in ranks))
+
+
+def across(name: str, face: Face | None, *, stacks_apart: bool) -> Across | None:
+    """Along which further axis a parameter is put together; None: along none.
+
+    Args:
+        stacks_apart: the optimizer treats each matrix of such a parameter, a stack, by itself.
+
+    Raises:
+        ValueError: along several.
+    """
+    if face is None:
+        return None
+    cut = {axis: dim for axis in range(face.mesh.ndim) if (dim := face.cut_by(axis)) is not None}
+    if stacks_apart and len(face.shape) > 2:
+        cut = {axis: dim for axis, dim in cut.items() if dim > 0}
+    if len(cut) > 1:
+        raise ValueError(
+            f"the optimizer needs whole parameters, and {name!r} is cut along {len(cut)} axes beside the data-parallel "
+            "ones, of which one can be put together: use an element-wise optimizer for it"
+        )
+    return next((Across(axis, face.mesh.size(axis), face.joined(axis)) for axis in cut), None)

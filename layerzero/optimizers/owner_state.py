@@ -1,0 +1,93 @@
+"""The state of owned parameters as all ranks see it: only the owner knows what there is, and tells the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layerzero.comm.model_ranks import Everyone
+from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.sharded_tensor import sharded
+from layerzero.optimizers.owner_step import Owned
+
+__all__ = ["with_what_others_own"]
+
+
+def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], everyone: Everyone) -> dict[str, Any]:
+    """A state by name, complete on all ranks: of what others own, sharded tensors without rows, and numbers.
+
+    Args:
+        state: what this rank has, its tensors as they are shown.
+        everyone: all of these ranks call this.
+
+    Raises:
+        TypeError: the state of an owned parameter holds something that is neither a tensor nor a number.
+    """
+    here = {_place(each): each for each in owned}
+    mine = {
+        place: state[each.member.name] for place, each in here.items() if each.is_mine and each.member.name in state
+    }
+    text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
+    told: dict[str, dict[str, Any]] = {}
+    for said in everyone.share_texts(text):
+        told |= json.loads(said)
+    if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
+        raise TypeError(wrong[0])
+    complete = dict(state)
+    for place, each in here.items():
+        if place in told and place not in mine:
+            entries, device = told[place].items(), everyone.topology.device
+            complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
+    return {name: complete[name] for name in sorted(complete)}
+
+
+def _place(owned: Owned) -> str:
+    """Names a parameter, and of the owners that it has where further axes put nothing together, this rank's."""
+    span, axis = owned.member.span, owned.owner.axis
+    if span.face is None:
+        return f"{span.name} of {span.topology.ranks}"
+    return f"{span.name} at {[span.face.place_on(at) for at in range(span.face.mesh.ndim) if at != axis]}"
+
+
+def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {key: _entry(f"optimizer.state.{name}.{key}", value) for key, value in values.items()}
+    except TypeError as error:
+        return {"wrong": str(error)}
+
+
+def _entry(path: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        if value.ndim and not isinstance(value, DTensor):
+            raise TypeError(
+                f"{path} has shape {list(value.shape)}: its parameter is a stack of which ranks have matrices, "
+                "and of its state only what is one part a matrix can be told"
+            )
+        number = value.item() if value.ndim == 0 else None
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "number": number}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if type(value) in (list, tuple):
+        kind = type(value).__name__
+        return {kind: [_entry(f"{path}.{index}", item) for index, item in enumerate(value)]}
+    raise TypeError(
+        f"{path} is a {type(value).__name__}; of whole parameters, only tensors, numbers and lists of them can be told"
+    )
+
+
+def _made(entry: Mapping[str, Any], owned: Owned, device: torch.device) -> Any:
+    if "value" in entry:
+        return entry["value"]
+    for kind in (list, tuple):
+        if kind.__name__ in entry:
+            return kind(_made(item, owned, device) for item in entry[kind.__name__])
+    dtype = getattr(torch, entry["dtype"])
+    if not entry["shape"]:
+        return torch.tensor(entry["number"], dtype=dtype)
+    rows = torch.empty(0, *entry["shape"][1:], dtype=dtype, device=device)
+    return sharded(rows, owned.span_of(entry["shape"]), Watch())

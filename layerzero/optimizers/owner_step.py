@@ -1,0 +1,327 @@
+"""Parameters that one rank updates whole: how it gets them, steps them, and gives their rows back.
+
+[Note: Rounds of owners]
+All ZeRO-1 rows of an owned parameter lie in one cell (owner_groups.py), on several of its ranks. In each round every
+rank of the cell gets one of the parameters that it owns, the heaviest first: the others send it their rows of the
+master and of the final gradient, all at once, it steps, and sends the rows of the master back. So all ranks compute at
+the same time, each has one whole parameter and its gradient, and nothing leaves the cell. A parameter whose rows are
+all on their owner is where it should be, and is stepped together with what is element-wise.
+
+Who owns what, who has a gradient and the order are the same on all ranks of a cell, and so are the exchanges. A rank is
+in several cells where parameters are on several meshes, or cut by further axes; it goes through them in one order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from layerzero.comm.agreement import has_peers
+from layerzero.comm.collectives import Exchange, send_pieces
+from layerzero.comm.model_ranks import Everyone, reduce_over
+from layerzero.device.buffer_pools import BufferPool, Size
+from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.engine.managed_param import Member
+from layerzero.layout.owner_layout import Owner, work_of
+from layerzero.optimizers.owner_groups import Cell
+from layerzero.optimizers.split_step import Turn, step_in_turns
+
+__all__ = ["Owned", "buffers_of_rounds", "by_cell", "step_owned"]
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """One parameter that its owner updates whole."""
+
+    member: Member
+    owner: Owner
+    cell: Cell  # the ranks that it is put together from, where this one is at the owner's node
+    group: MutableMapping[str, Any]  # of the inner optimizer
+    master: Tensor  # what the inner optimizer has in its group: this rank's rows, and the whole while the owner steps
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The owner's, in its cell."""
+        return self.owner.s, self.owner.t
+
+    @property
+    def is_near(self) -> bool:
+        """Its rows are in this rank's cell."""
+        return self.owner.r == self.member.span.topology.grid.r
+
+    @property
+    def is_mine(self) -> bool:
+        return self.is_near and self.place == self.cell.place
+
+    @property
+    def is_at_home(self) -> bool:
+        """All rows are on the owner."""
+        return self.numel_on(self.owner.s) == self.numel
+
+    @property
+    def leads(self) -> bool:
+        """Of the owners at different places of further axes, which have copies or other matrices, it is the first."""
+        face = self.member.span.face
+        axes = () if face is None else range(face.mesh.ndim)
+        return face is None or not any(face.place_on(axis) for axis in axes if axis != self.owner.axis)
+
+    @property
+    def weight(self) -> tuple[int, str]:
+        """Its place in the order: the heaviest first."""
+        return -work_of(self.shape), self.member.name
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """That the owner has whole."""
+        face, axis = self.member.span.face, self.owner.axis
+        return self.member.span.shape if face is None or axis is None else face.joined(axis)
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    def rows_on(self, s: int) -> range:
+        """The rows of its own part that a rank of the owner's cell has."""
+        span = self.member.span
+        k = s * span.topology.replicas + self.owner.r
+        return range(span.bounds[k], span.bounds[k + 1])
+
+    def numel_on(self, s: int) -> int:
+        return len(self.rows_on(s)) * int(torch.Size(self.member.span.shape[1:]).numel())
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """Of a parameter that is put together along a further axis: the rows of each rank of the cell."""
+        face, axis = self.member.span.face, self.owner.axis
+        assert face is not None and axis is not None
+        dim = face.cut_by(axis)
+        assert dim is not None
+        parts = whole.view(self.shape).chunk(face.mesh.size(axis), dim)
+        rows = [(t, self.rows_on(s)) for s, t in self.cell.order]
+        return [parts[t][each.start : each.stop] for t, each in rows]
+
+    # Its state
+
+    def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Of a tensor in the state: its shape if all matrices of a stack were here.
+
+        None where the stack is cut into matrices, and the tensor cannot be.
+        """
+        face = self.member.span.face
+        if face is None or not self._cut_into_matrices(face):
+            return tuple(shape)
+        return (face.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
+
+    def _cut_into_matrices(self, face: Face) -> bool:
+        return any(face.cut_by(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
+
+    def span_of(self, shape: Sequence[int]) -> RowSpan:
+        """How a tensor of the optimizer's state, of that true shape, is spread: all rows are on the owner."""
+        span, topology = self.member.span, self.member.span.topology
+        k = self.owner.s * topology.replicas + self.owner.r
+        face = span.face
+        if face is not None:
+            face = face.of_state(shape, axis=self.owner.axis, place=self.owner.t)
+            shape = [each.stop - each.start for each in face.box]
+        bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
+        return RowSpan(self.member.name, tuple(shape), bounds, topology, face)
+
+
+def by_cell(owned: Iterable[Owned]) -> dict[Cell, list[Owned]]:
+    """In one order on all ranks, whatever that of the parameters is: by name."""
+    found: dict[Cell, list[Owned]] = {}
+    for each in sorted(owned, key=lambda each: each.member.name):
+        found.setdefault(each.cell, []).append(each)
+    return found
+
+
+def buffers_of_rounds(owned: Iterable[Owned]) -> Counter[Size]:
+    """What the rounds of these parameters borrow at once, by size; see :func:`_largest`."""
+    most: Counter[Size] = Counter()
+    for cell, members in by_cell(owned).items():
+        counts: Counter[Size] = Counter()
+        for dtype, sizes in _largest(members, cell).items():
+            counts.update((numel, dtype) for numel in sizes)
+        most |= counts
+    return most
+
+
+def _largest(owned: Iterable[Owned], cell: Cell) -> dict[torch.dtype, list[int]]:
+    """By dtype, the elements of what is borrowed.
+
+    The largest parameter that this rank gets whole, its gradient, the most rows that it sends at once; where parts are
+    put together along a further axis, also what it receives. Whichever take part in a step, so that each step borrows
+    the same.
+    """
+    away = [each for each in owned if each.is_near and not each.is_at_home]
+    found = {}
+    for dtype in {each.member.master.dtype for each in away}:
+        whole, rows = 0, dict.fromkeys(cell.order, 0)  # rows: by owner
+        for each in away:
+            if each.member.master.dtype == dtype:
+                whole = max(whole, each.numel if each.is_mine else 0)
+                rows[each.place] = max(rows[each.place], each.numel_on(cell.place[0]))
+        found[dtype] = [whole, whole, sum(rows.values()), *([] if cell.axis is None else [whole])]
+    return found
+
+
+def step_owned(
+    inner: Optimizer, owned: Sequence[Owned], everyone: Everyone, pool: BufferPool, take_step: Callable[[], Any]
+) -> None:
+    """Step what has a gradient, the `owned` ones whole.
+
+    Args:
+        inner: its groups hold this rank's rows, with their final gradients.
+        everyone: these ranks must call this together.
+        pool: lends memory for a whole parameter and its gradient.
+    """
+    turns: list[Iterator[Turn]] = []
+    cells = by_cell(owned)
+    _require_gradients_alike(cells, everyone)
+    for cell, members in cells.items():
+        away: list[tuple[Owned, Tensor]] = []  # in this cell, with this rank's rows of the gradient
+        for each in members:
+            gradient = each.master.grad
+            if gradient is None or (each.is_mine and each.is_at_home):
+                continue
+            each.master.grad = None
+            if each.is_near and not each.is_at_home:
+                away.append((each, gradient))
+        turns.append(_turns(away, _largest(members, cell), cell, pool))
+    step_in_turns(inner, take_step, chain.from_iterable(turns))
+
+
+def _require_gradients_alike(cells: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> None:
+    """Raise RuntimeError on all ranks where those of a cell would send each other the rows of different parameters.
+
+    One number tells: what the ranks of a cell add is 0 together if they have the same gradients.
+    """
+    near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.lane.size > 1}
+    if not near or not has_peers(everyone.ranks):
+        return
+    number = torch.zeros(1, dtype=torch.int64)
+    for index, (cell, members) in enumerate(near.items()):
+        there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
+        digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
+        number += digest * (cell.lane.size - 1 if cell.lane.rank == 0 else -1)
+    reduce_over(everyone.control_lanes, number, dist.ReduceOp.SUM, Exchange.AGREE)
+    if number.any():
+        raise RuntimeError(_unlike(near, everyone))
+
+
+def _has_gradient(owned: Owned) -> bool:
+    return owned.master.grad is not None
+
+
+def _unlike(near: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> str:
+    """What to say of a parameter that has a gradient on some ranks of its cell only; all ranks say the same."""
+    own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
+    with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for told in everyone.share_texts(json.dumps(own)):
+        for ranks, name, has in json.loads(told):
+            with_gradient[name, tuple(ranks)] += has
+    name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
+    return (
+        f"{name!r} is updated whole, and has a gradient on {with_gradient[name, ranks]} of the {len(ranks)} ranks that "
+        "put it together: set .grad to None, or to a tensor, on all of them"
+    )
+
+
+def _turns(
+    away: Sequence[tuple[Owned, Tensor]], largest: Mapping[torch.dtype, Sequence[int]], cell: Cell, pool: BufferPool
+) -> Iterator[Turn]:
+    """See [Note: Rounds of owners]."""
+    for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
+        by_owner: dict[tuple[int, int], list[tuple[Owned, Tensor]]] = {place: [] for place in cell.order}
+        for each, gradient in sorted(away, key=lambda one: one[0].weight):
+            if gradient.dtype == dtype:
+                by_owner[each.place].append((each, gradient))
+        rounds = [_Round(chosen, cell) for chosen in zip_longest(*by_owner.values())]
+        buffers = [pool.take(numel, dtype) for numel in largest[dtype]]
+        try:
+            for played in rounds:
+                yield from played.play(*buffers)
+        finally:
+            for buffer in buffers:
+                pool.give(buffer)
+
+
+class _Round:
+    """One parameter for each rank of the cell, or none.
+
+    Args:
+        chosen: by the owner's rank in the cell: the parameter, and this rank's rows of its gradient.
+    """
+
+    def __init__(self, chosen: Sequence[tuple[Owned, Tensor] | None], cell: Cell) -> None:
+        s, _ = cell.place
+        own = chosen[cell.lane.rank]
+        self._chosen = [each for each in chosen if each is not None]
+        self._mine = None if own is None else own[0]
+        self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
+        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in cell.order]
+        self._lane, self._s = cell.lane, s
+        self.sent, self.received = sum(self._to_each), sum(self._from_each)
+
+    def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
+        """Have this rank's parameter whole for a while; the tensors are memory for it.
+
+        Args:
+            received: for what comes from the ranks of the cell, where it is not the whole in its order.
+        """
+        whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
+        received = None if received is None else received[: self.received]
+        self._collect(whole, rows, received, [each.member.master for each, _ in self._chosen])
+        self._collect(gradient, rows, received, [part for _, part in self._chosen])
+        if self._mine is not None:
+            member, master = self._mine.member, self._mine.master
+            master.data, master.grad = whole.view(self._mine.shape), gradient.view(self._mine.shape)
+            try:
+                yield self._mine.group, master
+            finally:
+                master.grad = None
+                master.data = member.master
+        if received is not None:
+            for place, part in self._places(whole, received):
+                place.copy_(part)
+        sent = whole if received is None else received
+        splits = {"from_each": self._to_each, "to_each": self._from_each}
+        send_pieces(self._lane, Exchange.HAND_BACK, rows, sent, **splits, name=self._name).wait()
+        for part, (each, _) in zip(self._pieces(rows), self._chosen, strict=True):
+            each.member.master.copy_(part.view(each.member.master.shape))
+
+    def _collect(self, whole: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
+        for place, part in zip(self._pieces(rows), parts, strict=True):
+            place.copy_(part.reshape(-1))
+        splits = {"from_each": self._from_each, "to_each": self._to_each}
+        into = whole if received is None else received
+        send_pieces(self._lane, Exchange.COLLECT, into, rows, **splits, name=self._name).wait()
+        if received is not None:
+            for place, part in self._places(whole, received):
+                part.copy_(place)
+
+    @property
+    def _name(self) -> str:
+        return "" if self._mine is None else self._mine.member.name
+
+    def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What comes from each rank of the cell, and where it belongs in this rank's parameter."""
+        if self._mine is not None:
+            pieces = self._mine.pieces(whole)
+            for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
+                yield came.view(piece.shape), piece
+
+    def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
+        """Of this rank's rows: those of each parameter of the round."""
+        return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

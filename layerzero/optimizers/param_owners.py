@@ -1,0 +1,298 @@
+"""Which parameters of an optimizer have owners, and the other cuts of the ZeRO-1 shards that this takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.process_groups import groups_so_far
+from layerzero.device.buffer_pools import Size
+from layerzero.engine.handle import Handle
+from layerzero.engine.managed_param import Member
+from layerzero.engine.runtime import Runtime
+from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
+from layerzero.estimates.specs import planned_again
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.owner_layout import Across, Owner, plan_owners
+from layerzero.optimizers.compatibility_trial import kind_of, steps_stacks_apart
+from layerzero.optimizers.owner_groups import across, cell_across, cell_of, places_across
+from layerzero.optimizers.owner_state import with_what_others_own
+from layerzero.optimizers.owner_step import Owned, buffers_of_rounds, step_owned
+from layerzero.optimizers.torch_state_dict import asked_by_torch
+
+__all__ = ["Ownership"]
+
+_Key = tuple[Topology, int | None]  # of a cell: where it is, and the further axis that is put together
+
+
+class Ownership:
+    """The parameters of one optimizer that are updated whole.
+
+    Every rank must make it, and those that it needs whole have owners then.
+
+    Args:
+        inner: the wrapped optimizer, with its groups.
+        whole_kinds: the kinds of its groups that need whole parameters; see compatibility.py.
+
+    Attributes:
+        owned: by id of the sharded parameter.
+    """
+
+    def __init__(self, runtime: Runtime, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
+        self.owned: dict[int, Owned] = {}
+        self._runtime = runtime
+        self._inner = inner
+        self._whole_kinds = frozenset(whole_kinds)
+        self._known_kinds = {kind_of(group) for group in inner.param_groups}
+        held = [p for group in inner.param_groups if kind_of(group) in self._whole_kinds for p in group["params"]]
+        self._asked: set[str] = set()  # the names of what has owners as this optimizer needs them
+        self._ask([member for p in held if (member := runtime.parameters.member_of(p)) is not None])
+
+    def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[Member, Tensor]]) -> None:
+        """A group has come, with these parameters and their masters. Every rank must call this.
+
+        Groups of a kind that has not been tried out are taken to need whole parameters if any do.
+        """
+        kind = kind_of(group)
+        if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
+            return
+        self._ask([member for member, _ in members if member.name not in self._asked])
+        for member, master in members:
+            owner = self._runtime.owners[member.name]
+            cell = self._runtime.cells[member.span.topology, owner.axis]
+            self.owned[id(member.parameter)] = Owned(member, owner, cell, group, master)
+        self._foresee()
+
+    def _ask(self, members: Sequence[Member]) -> None:
+        if members:
+            _own(self._runtime, members, self._inner)
+        self._asked |= {member.name for member in members}
+
+    def follow(self) -> None:
+        """Owners may have changed."""
+        owners, cells = self._runtime.owners, self._runtime.cells
+        for key, each in self.owned.items():
+            owner = owners[each.member.name]
+            cell = cells[each.member.span.topology, owner.axis]
+            self.owned[key] = replace(each, owner=owner, cell=cell)
+        self._foresee()
+
+    def _foresee(self) -> None:
+        """Optimizers step one after the other, and when nothing is being reduced: the most of each will do."""
+        pool = self._runtime.buffers.scratch
+        pool.foreseen = Counter(pool.foreseen) | buffers_of_rounds(self.owned.values())
+
+    def step(self, take_step: Callable[[], Any]) -> None:
+        """Step the whole optimizer."""
+        if not self.owned:
+            take_step()
+            return
+        runtime = self._runtime
+        step_owned(self._inner, list(self.owned.values()), runtime.everyone, runtime.buffers.scratch, take_step)
+
+    def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state by name, with the entries that only owners know. Every rank must call this if there are owners."""
+        if not self.owned:
+            return dict(state)
+        if asked_by_torch():
+            raise NotImplementedError(
+                f"torch.distributed.checkpoint.state_dict cannot have the state of {type(self._inner).__name__}, which "
+                "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
+                "every rank"
+            )
+        return with_what_others_own(state, list(self.owned.values()), self._runtime.everyone)
+
+    def refuse(self, method: str) -> None:
+        """Raise RuntimeError if a method of the optimizer would find rows for whole parameters."""
+        if self.owned:
+            raise RuntimeError(
+                f"{method}() of {type(self._inner).__name__} cannot be called here: it would find this rank's rows, "
+                "but the optimizer works on whole parameters, which are together only while it steps"
+            )
+
+
+@torch.no_grad()
+def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> None:
+    """Let each of these parameters, and of those that have one already, have an owner. Every rank must call this.
+
+    What an optimizer has whole already may be a part to this one: matrices of a stack. Then all of them get more.
+
+    Args:
+        optimizer: needs them whole.
+
+    Raises:
+        RuntimeError: rows would have to move that something refers to already; nothing is changed then.
+        ValueError: ranks ask for different parameters, or have found that other ones must be put together, or what
+            further axes have cut cannot be.
+    """
+    names = {*runtime.owners, *(member.name for member in members)}
+    to_ask = [member for member in members if _may_be_a_part(member, runtime.owners.get(member.name))]
+    if names == set(runtime.owners) and not to_ask:
+        return
+    plan: dict[Handle, FlatLayout] = {}
+    owners: dict[str, Owner] = {}
+    moved: list[Handle] = []
+    put_together: dict[str, Across] = {}
+    new_cells: dict[_Key, dict[int, tuple[int, int]]] = {}
+    failure: Exception | None = None
+    try:
+        before = _put_together(runtime)
+        put_together = before | _to_put_together(to_ask, optimizer, runtime.topology.device)
+        changes = names != set(runtime.owners) or put_together != before
+        if changes:
+            plan, owners = _plan(runtime, names, put_together)
+            moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
+            runtime.notice_interrupt()
+            runtime.gradients.heed_user()
+            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
+        new_cells = _new_cells(runtime, owners)
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    told = sorted((name, along.axis, along.size) for name, along in put_together.items())
+    agree(
+        "parameters that an optimizer needs whole",
+        {"names": sorted(names), "put together along further axes": told},
+        ranks=runtime.everyone.ranks,
+        groups=groups_so_far(*(sorted(places) for places in new_cells.values() if places)),
+        failure=failure,
+    )
+    if not changes:
+        return
+    runtime.cells |= {
+        (topology, axis): cell_of(topology) if axis is None else cell_across(topology, axis, places)
+        for (topology, axis), places in new_cells.items()
+    }
+    if any(layout.bounds for layout in plan.values()):  # on all ranks alike, wherever rows move
+        runtime.refreshes.launch_due()
+        runtime.refreshes.launch_edited()
+    for handle in moved:
+        handle.finish_refresh()
+        handle.recut(plan[handle])
+    runtime.owners = owners
+    runtime.buffers.scratch.foreseen = _scratch_again(runtime)
+    for each in runtime.optimizers:
+        each.rows_have_moved()  # type: ignore[attr-defined]
+
+
+def _plan(
+    runtime: Runtime, names: Collection[str], put_together: Mapping[str, Across]
+) -> tuple[dict[Handle, FlatLayout], dict[str, Owner]]:
+    """The layouts of all handles, and the owners by name."""
+    plan: dict[Handle, FlatLayout] = {}
+    owners: dict[str, Owner] = {}
+    for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
+        handles = [handle for handle in runtime.handles if handle.topology is topology]
+        owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
+        _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], put_together)
+        cuts = plan_owners(
+            [handle.layout for handle in handles],
+            owned,
+            replicas=topology.replicas,
+            zero3_size=topology.zero3_size,
+            across=put_together,
+        )
+        plan |= zip(handles, cuts.layouts, strict=True)
+        owners |= cuts.owners
+    return plan, owners
+
+
+def _may_be_a_part(member: Member, owner: Owner | None) -> bool:
+    """A further axis cuts what the owner has, or would have."""
+    face, axis = member.span.face, None if owner is None else owner.axis
+    return face is not None and any(face.cut_by(at) is not None for at in range(face.mesh.ndim) if at != axis)
+
+
+def _put_together(runtime: Runtime) -> dict[str, Across]:
+    """By name, the owned parameters that are put together along a further axis."""
+    found: dict[str, Across] = {}
+    for name, owner in runtime.owners.items():
+        face = runtime.members[name].span.face
+        if face is not None and owner.axis is not None:
+            found[name] = Across(owner.axis, face.mesh.size(owner.axis), face.joined(owner.axis))
+    return found
+
+
+def _to_put_together(members: Iterable[Member], optimizer: Optimizer, device: torch.device) -> dict[str, Across]:
+    """By name, those of these parameters that this optimizer needs put together along a further axis."""
+    found: dict[str, Across] = {}
+    apart: dict[int, bool] = {}  # by dims: the optimizer treats each matrix of a stack by itself
+    for member in members:
+        face = member.span.face
+        assert face is not None
+        dims = len(face.shape)
+        if dims > 2 and dims not in apart:
+            apart[dims] = steps_stacks_apart(optimizer, device, dims)
+        along = across(member.name, face, stacks_apart=apart.get(dims, False))
+        if along is not None:
+            found[member.name] = along
+    return found
+
+
+def _new_cells(runtime: Runtime, owners: Mapping[str, Owner]) -> dict[_Key, dict[int, tuple[int, int]]]:
+    """The cells that are to be made for these owners, in one order on all ranks; of which ranks, and their places."""
+    found: dict[_Key, dict[int, tuple[int, int]]] = {}
+    for name, owner in sorted(owners.items()):
+        topology, face, axis = runtime.members[name].span.topology, runtime.members[name].span.face, owner.axis
+        if (topology, axis) not in {*runtime.cells, *found}:
+            found[topology, axis] = {} if face is None or axis is None else places_across(topology, face, axis)
+    return found
+
+
+def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, Across]) -> None:
+    """Raise ValueError where places of an axis along which parts are put together have different layouts."""
+    members = [member for handle in handles for member in handle.members]
+    axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
+    for member in members:
+        face = member.span.face
+        for axis, name in axes.items() if face is not None else ():
+            assert face is not None
+            dim, size = face.cut_by(axis), face.mesh.size(axis)
+            if dim is not None and face.joined(axis)[dim] % size:
+                raise ValueError(
+                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape {list(face.shape)} "
+                    f"in a unit with such ones, is cut unevenly along dim {dim} over {size} ranks, which is not "
+                    "supported: use a size that they divide, or an element-wise optimizer for all of its unit"
+                )
+
+
+def _scratch_again(runtime: Runtime) -> Counter[Size]:
+    total = Scratch(Counter(), Counter())
+    planned = planned_again(runtime.units)
+    for over in dict.fromkeys(unit.over for unit in planned):
+        units = [unit for unit in planned if unit.over is over]
+        handles = [handle for unit in units for handle in unit.handles]
+        total = total.plus(plan_scratch(handles, runtime.config, units[0].where))
+    return total.scratch
+
+
+def _require_untouched(runtime: Runtime, moved: Iterable[Handle], owned: set[str]) -> None:
+    """Nothing refers to rows that are going to move."""
+    if runtime.config.offload_optimizer:
+        raise NotImplementedError(
+            "offload_optimizer=True is for optimizers that update rows, and this one needs whole parameters: use "
+            "offload_optimizer=False, or an element-wise optimizer"
+        )
+    names = {member.name for handle in moved for member in handle.members} | owned
+    if runtime.views:
+        raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")
+    if any(runtime.members[name].parameter.grad is not None for name in names):
+        raise RuntimeError(
+            "this optimizer needs whole parameters, whose rows have to move to their owners, but there are gradients "
+            "already: call shard_optimizer before the first backward, or model.zero_grad() before it"
+        )
+    for optimizer in runtime.optimizers:
+        held = optimizer.state_by_name()  # type: ignore[attr-defined]
+        if stepped := sorted(name for name in names if name in held):
+            raise RuntimeError(
+                "this optimizer needs whole parameters, whose rows have to move to their owners, but another one has "
+                f"state for {stepped[0]!r}: call shard_optimizer (and add_param_group) for all before the first step, "
+                "and load their states afterwards"
+            )

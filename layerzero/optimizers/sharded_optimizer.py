@@ -1,0 +1,490 @@
+"""The optimizer around an optimizer: reduce, update, refresh.
+
+[Note: Two faces of a parameter group]
+The wrapped optimizer and the wrapper share their group dictionaries, so that a scheduler may hold either. Groups list
+sharded parameters, which schedulers, clipping and people expect. Only while the wrapped optimizer steps do they list
+the masters, plain tensors, on which fused and foreach kernels run at full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from layerzero.device.accelerator import refuse_capture
+from layerzero.dtensor.row_shard_spec import RowSpan, refuse_apart
+from layerzero.dtensor.sharded_tensor import plain
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.managed_param import Member
+from layerzero.engine.param_view import View
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
+from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
+from layerzero.optimizers.optimizer_state import (
+    HOW,
+    Holder,
+    by_rows,
+    cut_state,
+    differ,
+    few,
+    is_plain,
+    kept,
+    number,
+    on,
+    show,
+)
+from layerzero.optimizers.owner_step import Owned
+from layerzero.optimizers.param_owners import Ownership
+from layerzero.optimizers.pipelined_step import update
+from layerzero.optimizers.placeholders import Placeholders
+from layerzero.optimizers.state_view import StateView
+from layerzero.optimizers.torch_state_dict import asked_by_torch, by_own_names, first_state, numbered
+from layerzero.optimizers.wrapped_optimizer import (
+    AroundAnother,
+    CountedSteps,
+    MasterState,
+    Writes,
+    final_rows,
+    note_edits,
+    require_one_kind,
+    require_unedited,
+    step_once,
+)
+
+__all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+
+def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool | None = None) -> ShardedOptimizer:
+    """Make an optimizer update the masters of a sharded model.
+
+    The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
+    hyperparameters survive, and state that it has gathered before is cut like its parameters. Step through what this
+    returns; stepping the old object raises. All ranks must call this.
+
+    Args:
+        optimizer: any torch optimizer that updates each element by itself, fused and foreach variants included; or each
+            parameter by itself, as Muon does: such a parameter is updated whole, by the rank that then owns it.
+        model: from :func:`shard_model`.
+        elementwise: the optimizer updates each element by itself. None: found out, by name or by trying a copy on small
+            parameters. True: your word is taken. False: it updates each parameter by itself, on your word. See
+            ``docs/optimizers.md``.
+
+    Raises:
+        ValueError: the optimizer mixes parameters or could not be tried out, or holds parameters that the model does
+            not own.
+        RuntimeError: it needs whole parameters, and there are gradients already, or another optimizer has made a step.
+
+    Example::
+
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("the optimizer has been through shard_optimizer already")
+    runtime = runtime_of(model)
+    whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
+    if runtime.config.offload_optimizer:
+        refuse_host(optimizer)
+    return ShardedOptimizer(optimizer, runtime, whole_kinds)
+
+
+def _trained(runtime: Runtime, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that an optimizer steps: masters of trained parameters, and trained ignored parameters."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            member = runtime.parameters.member_of(parameter)
+            yield parameter if member is None else member.master
+
+
+class ShardedOptimizer(AroundAnother):
+    """Made by :func:`shard_optimizer`. A torch ``Optimizer`` over sharded parameters.
+
+    Other public attributes are those of the wrapped optimizer. Its methods (``train`` and ``eval`` of schedule-free
+    ones) work on the masters; what they change is refreshed before the next forward, so that all ranks must call them.
+
+    Attributes:
+        inner: the wrapped optimizer; its state is keyed by plain tensors, this rank's rows.
+        state: the same state, keyed by sharded parameter.
+    """
+
+    def __init__(self, inner: Optimizer, runtime: Runtime, whole_kinds: Collection[str] = ()) -> None:
+        self.inner = inner
+        self._counted = CountedSteps(runtime.topology.ledger.steps)
+        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
+        self._runtime = runtime
+        self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
+        self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
+        self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
+        self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
+        self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        self._placeholders = Placeholders()
+        self._ownership = Ownership(runtime, inner, whole_kinds)
+        old_groups, old_state = inner.param_groups, inner.state
+        inner.param_groups, inner.state = [], MasterState(old_state)
+        old_parameters = [list(group["params"]) for group in old_groups]
+        try:
+            super().__init__(old_groups, inner.defaults)
+        except Exception:
+            inner.param_groups, inner.state = old_groups, old_state
+            raise
+        self.param_groups = inner.param_groups
+        self.state = StateView(inner, self._master_of)  # type: ignore[assignment]
+        for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
+            for parameter, master in zip(old, masters, strict=True):
+                if parameter in old_state:
+                    member = runtime.parameters.member_of(parameter)
+                    holder = None if member is None else self._holder_of(member.parameter)
+                    if values := self._cut(old_state[parameter], holder, group):
+                        inner.state[master] = values
+        runtime.optimizers.add(self)
+
+    # One step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Reduce what is unreduced, update the masters, launch the refresh.
+
+        Args:
+            closure: evaluates the loss and its gradients once, before the update.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning rates or other
+                settings differed between ranks in one of the last two steps.
+        """
+        refuse_capture(self._runtime.topology.device, "optimizer.step()")
+        if View.AVERAGES in self._runtime.views:
+            raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
+        if torn := self._runtime.torn or self.torn:
+            raise RuntimeError(torn)
+        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self._runtime.complete_gradients()
+        self._runtime.gradients.settings.require_equal()
+        self._runtime.micro_batches.note_step()
+        if self.guard is not None and not self.guard(self):
+            return loss
+        with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
+            names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
+
+            def update_all(take_step: Callable[[], Any]) -> None:
+                update(self.inner, self._ownership, names, self._runtime, refresh, prepared(self.inner, take_step))
+
+            step_once(self.inner, update_all)
+        self._counted.take()
+        self._runtime.gradients.settings.note_step(self._settings)
+        return loss
+
+    def _settings(self) -> list[list[tuple[str, Any]]]:
+        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
+        names = sorted(set(self.defaults) - set(HOW))
+        return [
+            [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
+            for group in self.param_groups
+        ]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
+        self._runtime.notice_interrupt()
+        self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
+        parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        if set_to_none or self._runtime.gradients.failed:
+            for parameter in parameters:
+                parameter.grad = None
+        if set_to_none:
+            return
+        self._runtime.complete_gradients()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
+
+    @contextmanager
+    def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
+        # See [Note: Two faces of a parameter group].
+        shown = [group["params"] for group in self.param_groups]
+        try:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                for parameter, master in zip(parameters, masters, strict=True):
+                    if master is not parameter:
+                        master.grad = None if parameter.grad is None else rows_of(parameter.grad)
+                group["params"] = masters
+            with self._placeholders.replacing(self._without_rows(), self.inner.state):
+                yield
+        finally:
+            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+                group["params"] = parameters
+                for parameter, master in zip(parameters, masters, strict=True):
+                    if master is not parameter:
+                        master.grad = None
+
+    def _without_rows(self) -> list[Tensor]:
+        """Return the empty masters that the optimizer must not step; see placeholders.py."""
+        if is_elementwise_by_name(self.inner):
+            return []
+        masters = [self._master_of[key] for key in self._member_at if key not in self._ownership.owned]
+        return [master for master in masters if not master.numel()]
+
+    def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
+        require_unedited(self.param_groups, self.inner.param_groups, self._shown)
+        self._ownership.refuse(method.__name__)
+        refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
+        parameters = [member.parameter for member in self._member_at.values()]
+        writes = Writes(
+            chain.from_iterable(self._masters),
+            partial(note_edits, parameters),
+            refusal if View.AVERAGES in self._runtime.views else None,
+        )
+        with self._groups_of_masters(final_rows), writes:
+            return method(*args, **kwargs)
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of sharded parameters (or of the model's parameters from before sharding)."""
+        require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        require_one_kind(
+            self.inner, param_group, [p for p in parameters if self._runtime.parameters.is_ignored(p)], parameters
+        )
+        shown: list[Tensor] = []
+        masters: list[Tensor] = []
+        members: list[Member | None] = []
+        refuse_dtypes(self.inner, _trained(self._runtime, parameters))
+        for parameter in parameters:
+            member = self._runtime.parameters.member_of(parameter)
+            if member is None and not self._runtime.parameters.is_ignored(parameter):
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
+                    "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
+                    "modules before shard_model"
+                )
+            shown.append(parameter if member is None else member.parameter)
+            masters.append(self._master_for(parameter, member))
+            members.append(member)
+        self.inner.add_param_group({**param_group, "params": masters})
+        group = self.inner.param_groups[-1]
+        self._masters.append(group["params"])
+        self._shown.append(list(shown))
+        group["params"] = shown
+        try:
+            self._ownership.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
+        except Exception:
+            for known in (self.inner.param_groups, self._masters, self._shown):
+                known.pop()
+            for parameter in shown:
+                del self._master_of[id(parameter)]
+                self._member_at.pop(id(parameter), None)
+            raise
+
+    def rows_have_moved(self) -> None:
+        """Masters lie elsewhere, and other ranks may own what is updated whole."""
+        for key, member in self._member_at.items():
+            self._master_of[key].data = member.master
+        self._ownership.follow()
+
+    def _master_for(self, parameter: Tensor, member: Member | None) -> Tensor:
+        if member is None:  # ignored by shard_model: stepped as it is
+            self._master_of[id(parameter)] = parameter
+            return parameter
+        key = id(member.parameter)
+        if key in self._master_of:
+            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer")
+        master = nn.Parameter(member.master, requires_grad=member.parameter.requires_grad)
+        self._master_of[key] = master
+        self._member_at[key] = member
+        return master
+
+    # State by name
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by parameter name.
+
+        Returns:
+            ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
+            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state. Where
+            parameters are updated whole, every rank must call this: tensors of their state are sharded tensors all of
+            whose rows are on the owner. To ``torch.distributed.checkpoint.state_dict``, by number: see
+            [Note: torch's get_state_dict].
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        by_number, state = asked_by_torch(), {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.state or (by_number and parameter.requires_grad):
+                    holder = self._holder_of(parameter)
+                    values = {key: show(value, holder) for key, value in self.state[parameter].items()}
+                    if values or not by_number:
+                        state[self._name(parameter)] = values
+        state = self._ownership.with_what_others_own(state)
+        groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        result = numbered(result) if by_number else result
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+        """Gather the full state in the form of a plain optimizer of the unsharded model.
+
+        A plain optimizer with the same groups loads it, and so does :meth:`load_state_dict` on every rank. Tensors are
+        gathered one by one. Every rank must call this, also if parameters are updated whole (Muon).
+
+        Args:
+            cpu: put the tensors into host memory.
+            rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
+
+        Returns:
+            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, torch's own form,
+            with full plain tensors.
+
+        Raises:
+            ValueError: ranks hold different parameters under the same names (experts that are not DTensors).
+
+        Example::
+
+            state = optimizer.full_state_dict()
+            if torch.distributed.get_rank() == 0:
+                plain_optimizer.load_state_dict(state)
+        """
+        everyone = self._runtime.everyone
+        spans = (member.span for member in self._member_at.values())
+        refuse_apart("ShardedOptimizer.full_state_dict", spans, everyone.size)
+        keeps = not rank0_only or everyone.is_first
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, DTensor):  # all ranks, in one order
+                value = value.full_tensor()  # type: ignore[no-untyped-call]
+            if not keeps or not isinstance(value, Tensor):
+                return value if keeps else None
+            copy = value.detach().clone()
+            return copy.cpu() if cpu else copy
+
+        named = by_own_names(self.state_dict(), self, self._model)
+        state = {name: tree_map(gathered, dict(named["state"][name])) for name in sorted(named["state"])}
+        return numbered({**named, "state": state}) if keeps else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+
+        Any name of a tied parameter will do, and so will the numbers of an optimizer that is not sharded. Groups are
+        matched by the names of their parameters: each takes the hyperparameters of the saved groups that held them.
+        `foreach`, `fused` and `capturable`, which say how and not what is computed, stay as they are.
+
+        Raises:
+            ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
+                different hyperparameters; nothing is changed then.
+        """
+        self._load(state_dict, copy=True)
+
+    @torch.no_grad()
+    def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """:meth:`load_state_dict` that may keep the given tensors instead of copies of them."""
+        self._load(state_dict, copy=False)
+
+    def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, loaded)
+            loaded = loaded if changed is None else changed
+        loaded = by_own_names(loaded, self, self._model)
+        groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
+        place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(place)):
+            raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
+        new_state = {}
+        for name, values in loaded["state"].items():
+            parameter, group = place[name]
+            holder = self._holder_of(parameter)
+            cut = self._cut(values, holder, group, copy=copy)
+            if holder is None:
+                cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
+            if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
+                cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
+            if not isinstance(holder, Owned) or holder.is_mine:
+                new_state[self._master_of[id(parameter)]] = cut
+        self.inner.state.clear()
+        self.inner.state.update(new_state)
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: kept(group.get(key), value) for key, value in saved.items()})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _cut(
+        self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
+    ) -> dict[str, Any]:
+        if isinstance(holder, Member) and not holder.span.shape:
+            values = by_rows(values, first_state(self.inner, group, holder.master))
+        return cut_state(values, holder, copy=copy)
+
+    def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """The hyperparameters that some saved groups give to the parameters of `group`.
+
+        Raises:
+            ValueError: no saved group has one of the parameters, or two that have them differ.
+        """
+        missing = {self._name(parameter) for parameter in group["params"]}
+        names, found = set(missing), None
+        for saved in saved_groups:
+            if not names & set(saved["params"]):
+                continue
+            missing -= set(saved["params"])
+            settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
+            if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
+                raise ValueError(
+                    f"the parameters of one group, {few(names)}, were saved in groups with different {', '.join(odd)}"
+                )
+            found = settings
+        if missing:
+            raise ValueError(f"no saved parameter group holds {few(missing)}")
+        return found or {}
+
+    def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
+        """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
+        return [self._name(parameter) for parameter in group["params"]]
+
+    def state_by_name(self) -> dict[str, Mapping[str, Any]]:
+        """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
+        return {self._name(parameter): self.state[parameter] for parameter in self.state}
+
+    def owned(self, name: str) -> Owned | None:
+        """The parameter that :meth:`state_dict` calls so, if one rank updates it, and has all of its state."""
+        return next((each for each in self._ownership.owned.values() if each.member.name == name), None)
+
+    def span_of_state(self, name: str, shape: Sequence[int]) -> RowSpan | None:
+        """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""
+        member = self._runtime.members.get(name)
+        holder = None if member is None else self._holder_of(member.parameter)
+        if not shape or holder is None:
+            return None
+        return holder.span_of(shape) if isinstance(holder, Owned) else holder.span
+
+    def _holder_of(self, parameter: Tensor) -> Holder:
+        return self._ownership.owned.get(id(parameter)) or self._member_at.get(id(parameter))
+
+    def _name(self, parameter: Tensor) -> str:
+        member = self._member_at.get(id(parameter))
+        if member is not None:
+            return member.name
+        return next(name for name, own in self._model.named_parameters() if own is parameter)

@@ -1,0 +1,237 @@
+"""How the wrapper treats the optimizer inside: hooks that run once, its methods and state, groups that nobody edits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layerzero.dtensor.sharded_tensor import LocalRows, RowShardedTensor, plain
+from layerzero.optimizers.optimizer_copy import unhooked
+
+__all__ = [
+    "AroundAnother",
+    "CountedSteps",
+    "MasterState",
+    "Writes",
+    "final_rows",
+    "note_edits",
+    "require_one_kind",
+    "require_unedited",
+    "step_once",
+]
+
+_OWN = ("inner", "defaults", "state", "param_groups")  # that both optimizers have
+
+
+class CountedSteps:
+    """Counts an optimizer's steps as ``"taken"``, and as ``"skipped"`` gradients that are forgotten without one.
+
+    A scaler that has met an overflow steps nothing, and tells nobody.
+    """
+
+    def __init__(self, counter: Counter[str]) -> None:
+        self._counter = counter
+        self._stepped = True  # since gradients were forgotten last
+        self._backwards = 0  # before they were
+
+    def take(self) -> None:
+        self._counter["taken"] += 1
+        self._stepped = True
+
+    def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
+        """`backwards`: so far. Without another, gradients that are there have been zeroed before, and not stepped."""
+        is_new = not self._stepped and backwards > self._backwards
+        if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
+            self._counter["skipped"] += 1
+        self._stepped, self._backwards = False, backwards
+
+
+class AroundAnother(Optimizer):
+    """An optimizer whose other public attributes and methods are those of the one inside."""
+
+    inner: Optimizer
+
+    def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        # Private ones tell others how to treat this very object: GradScaler asks fused optimizers for such a mark.
+        if name.startswith("_") or "inner" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.inner, name)
+        if inspect.ismethod(value) and value.__self__ is self.inner:
+            return functools.wraps(value)(functools.partial(self.call_inner, value))
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self)
+        if is_own or name not in vars(self.inner):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
+
+
+def step_once(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+    """``inner.step()`` with the instance's own hooks, without torch's global ones, which see the wrapper's step.
+
+    Args:
+        update: calls what it is given, which steps `inner`, once or in parts; None: once.
+    """
+    update = update or _at_once
+    replaced = vars(inner).get("step")
+    bare = unhooked(type(inner).step)
+    if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
+        update(inner.step)  # somebody else's
+        return
+    if replaced is not None:
+        inner._opt_called = True  # type: ignore[attr-defined]  # all that a scheduler's replacement does
+    args: tuple[Any, ...] = (inner,)
+    kwargs: dict[str, Any] = {}
+    for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
+        changed = pre_hook(inner, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    try:
+        update(functools.partial(bare, *args, **kwargs))
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(_MIXED.format(name=type(inner).__name__)) from error
+    for post_hook in list(inner._optimizer_step_post_hooks.values()):
+        post_hook(inner, args, kwargs)
+
+
+def _at_once(take_step: Callable[[], Any]) -> None:
+    take_step()
+
+
+_MIXED = (
+    "{name} updates all tensors of a parameter group at once, and cannot do so where sharded parameters (plain tensors "
+    "inside layerzero) and DTensors of another framework are in one group. Give the DTensors in ignored_params an "
+    "optimizer of their own, which is stepped as it is, or a parameter group of their own"
+)
+
+
+def require_one_kind(
+    inner: Optimizer, group: Mapping[str, Any], ignored: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> None:
+    """Raise ValueError where one foreach or fused call would get plain tensors and DTensors.
+
+    Args:
+        inner: the optimizer that the group is for.
+        group: settings that differ from its defaults.
+        ignored: those of the group's parameters that are stepped as they are.
+        parameters: all of the group.
+    """
+    foreign = sum(isinstance(parameter, DTensor) for parameter in ignored)
+    settings = {**inner.defaults, **group}
+    if 0 < foreign < len(parameters) and (settings.get("foreach") or settings.get("fused")):
+        raise ValueError(_MIXED.format(name=type(inner).__name__))
+
+
+def require_unedited(
+    groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
+) -> None:
+    """Raise RuntimeError unless `groups` list the parameters that went through the wrapper, group by group."""
+    if groups is not inner:
+        raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
+    if len(groups) != len(known):
+        raise RuntimeError(
+            f"there are {len(groups)} parameter groups, of which layerzero knows {len(known)}. {_WAY_OUT}"
+        )
+    for index, (group, parameters) in enumerate(zip(groups, known, strict=True)):
+        now = group["params"]
+        if len(now) != len(parameters) or any(a is not b for a, b in zip(now, parameters, strict=True)):
+            raise RuntimeError(
+                f"the parameters of group {index} were changed from {_shapes(parameters)} to {_shapes(now)}. {_WAY_OUT}"
+            )
+
+
+_WAY_OUT = (
+    "param_groups was edited after shard_optimizer, which cannot see that: undo it, and add parameters with "
+    "optimizer.add_param_group(...), stop training some with parameter.requires_grad_(False) on all ranks, or build a "
+    "new optimizer and call shard_optimizer on it"
+)
+
+
+def _shapes(parameters: Sequence[Tensor]) -> str:
+    some = ", ".join(str(list(parameter.shape)) for parameter in parameters[:4])
+    return f"{len(parameters)} of shapes {some}{', ...' if len(parameters) > 4 else ''}"
+
+
+class MasterState(defaultdict[Tensor, Any]):
+    """The inner optimizer's state, by master. Asked for a sharded parameter's it would make an empty one, and go on."""
+
+    def __init__(self, former: Mapping[Any, Any]) -> None:
+        """With what `former` holds for the whole optimizer, not by parameter."""
+        super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
+
+    def __missing__(self, key: Tensor) -> Any:
+        if isinstance(key, RowShardedTensor):
+            raise RuntimeError(
+                "a method of optimizer.inner was called, which finds no state for sharded parameters: call it on the "
+                "optimizer that shard_optimizer returned"
+            )
+        return super().__missing__(key)
+
+
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, tells before the first operation that writes to the memory of given tensors.
+
+    Args:
+        tell: is called then.
+        refusal: raise RuntimeError with it instead.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = False
+        self._tell = tell
+        self._memory = {each.untyped_storage()._cdata for each in tensors if not isinstance(each, DTensor)}
+        self._refusal = refusal
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and not self._seen and self._writes(func, args, kwargs):
+            if self._refusal is not None:
+                raise RuntimeError(self._refusal)
+            self._seen = True
+            self._tell()
+        return func(*args, **kwargs)
+
+    def _writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
+                if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.untyped_storage()._cdata in self._memory:
+                    return True
+        return False
+
+
+def final_rows(gradient: Tensor) -> Tensor | None:
+    """This rank's rows of a gradient; None where it is not reduced yet, as a method between steps may find it."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    withheld = isinstance(local, LocalRows) and local.watch is not None and local.watch.forbidden is not None
+    return None if withheld else plain(gradient)
+
+
+def note_edits(parameters: Iterable[Tensor]) -> None:
+    """The masters of all these sharded parameters may be about to be written to, in a way that nobody watches."""
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalRows)
+        if parameter._local_tensor.watch is not None:
+            parameter._local_tensor.watch.edit()

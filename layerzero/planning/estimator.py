@@ -1,0 +1,284 @@
+"""What one choice of settings costs: memory to the byte, bytes on each axis, and a simulated step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.config import LayerZeroConfig
+from layerzero.estimates.memory_estimate import on_device
+from layerzero.estimates.specs import PlannedUnit
+from layerzero.planning.cluster import Cluster
+from layerzero.planning.compute_cost import Load
+from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning.sim_program import Operation, computations_in, exchanges_in
+from layerzero.planning.sim_schedules import Peer, Sharding, Work, layerzero_program, peer_program
+from layerzero.planning.simulator import Machine, Outcome, simulate
+
+__all__ = ["LAYERZERO", "PEERS", "Choice", "Row", "Workshop"]
+
+LAYERZERO = "layerzero"
+PEERS = ("FSDP2", "HSDP", "ZeRO-1")
+_STATE = 2  # numbers that AdamW keeps for an element, in the dtype of its master
+_UPDATED = 7  # numbers that it reads and writes for one: master, gradient and state; all but the gradient
+_STEPS = 2  # that are simulated; the last one counts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of a row."""
+
+    scheme: str
+    zero3_size: int
+    accumulation: str = "sharded"
+    offload_grads: bool = False
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    reduce_dtype: torch.dtype = torch.float32
+    micro_batches: int = 1
+
+    @property
+    def offload(self) -> str:
+        chosen = {"grads": self.offload_grads, "optimizer": self.offload_optimizer, "params": self.offload_params}
+        return "+".join(name for name, on in chosen.items() if on) or "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice of settings on a cluster. Bytes and seconds are of one rank.
+
+    Attributes:
+        memory: by kind, as :func:`layerzero.memory` predicts them, with ``optimizer`` (AdamW) and, where it is known
+            how much, ``activations``, which is an estimate.
+        peak: the most on the device at any time in a step, all of these together.
+        host: bytes in the host's memory.
+        room: bytes of an accelerator for the model.
+        excess: bytes by which the peak is more than that; 0: it fits.
+        host_excess: the same of the node's host memory, for all of its ranks.
+        sent: bytes in a step, by axis: ``zero3`` and ``replica``.
+        between: bytes in a step that leave the node, by its ranks.
+        step: seconds, simulated.
+        parts: of them: ``forward``, ``backward``, ``update``, ``add``, and by exchange what is waited for; ``launch``.
+        tokens: a second, on all ranks; 0: it is not known how many a micro-batch has.
+        price: for a day of the cluster; 0: not known.
+    """
+
+    choice: Choice
+    memory: dict[str, int]
+    peak: int
+    host: int
+    room: float
+    excess: float
+    host_excess: float
+    sent: dict[str, float]
+    between: float
+    step: float
+    parts: dict[str, float]
+    tokens: float
+    price: float
+
+    @property
+    def fits(self) -> bool:
+        return not self.excess and not self.host_excess
+
+
+@dataclass(frozen=True)
+class _Timed:
+    step: float
+    parts: dict[str, float]
+    sent: dict[str, float]
+    between: float
+
+    def plus(self, other: _Timed, times: float) -> _Timed:
+        def together(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
+            return {name: mine.get(name, 0.0) + times * its.get(name, 0.0) for name in [*mine, *(its.keys() - mine)]}
+
+        return _Timed(
+            self.step + times * other.step,
+            together(self.parts, other.parts),
+            together(self.sent, other.sent),
+            self.between + times * other.between,
+        )
+
+
+@dataclass
+class Workshop:
+    """Makes the rows of one model on one cluster."""
+
+    paper: Paper
+    load: Load
+    cluster: Cluster
+    param_dtype: torch.dtype
+    units: object = None
+    called: str = ""  # the units of a model whose modules are not here, by the name to paste
+    _timed: dict[tuple[Choice, int], _Timed] = field(default_factory=dict)
+
+    def config(self, choice: Choice) -> LayerZeroConfig:
+        """What ``shard_model`` would be given."""
+        return LayerZeroConfig(
+            zero3_size=choice.zero3_size,
+            units=self.units,  # type: ignore[arg-type]
+            mp_policy=MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=choice.reduce_dtype),
+            accumulation=choice.accumulation,
+            offload_grads=choice.offload_grads,
+            offload_optimizer=choice.offload_optimizer,
+            offload_params=choice.offload_params,
+            node_memory="off" if self.cluster.device == "cpu" else "auto",
+        )
+
+    def row(self, choice: Choice) -> Row:
+        cluster = self.cluster
+        memory, peak = self._memory(choice)
+        activations = round(self.load.activation_bytes)
+        if activations:
+            memory["activations"] = activations
+        host = sum(memory.values()) - on_device(memory)
+        timed = self.timed(choice)
+        tokens = self.load.tokens * choice.micro_batches * cluster.ranks
+        return Row(
+            choice=choice,
+            memory=memory,
+            peak=peak + activations,
+            host=host,
+            room=cluster.room,
+            excess=max(0.0, peak + activations - cluster.room),
+            host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
+            sent=timed.sent,
+            between=timed.between,
+            step=timed.step,
+            parts=timed.parts,
+            tokens=tokens / timed.step,
+            price=24 * cluster.price * cluster.ranks,
+        )
+
+    def _memory(self, choice: Choice) -> tuple[dict[str, int], int]:
+        if choice.scheme != LAYERZERO:
+            return self._memory_of_peer(choice)
+        config, units = self.config(choice), self.planned(choice)
+        found = foreseen(units, config)
+        where = "host_optimizer" if config.offload_optimizer else "optimizer"
+        memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
+        return memory, found.peak + memory.get("optimizer", 0)
+
+    def _memory_of_peer(self, choice: Choice) -> tuple[dict[str, int], int]:
+        """By formula: no padding, and of what is gathered and reduced two units at once, the root beside them."""
+        over = self._shared_over(choice)
+        numel = sum(work.numel for work in self.works())
+        root, *others = sorted((work.numel for work in self.works()), reverse=True)
+        largest = max(others, default=0.0)
+        element = self.param_dtype.itemsize
+        memory = {"masters": 4 * numel / over, "gradients": 4 * numel / over, "optimizer": 8 * numel / over}
+        if choice.scheme == "ZeRO-1":
+            memory = {"weights": element * numel, "gradients": 4 * numel, "masters": memory["masters"]}
+            memory["optimizer"] = 8 * numel / over
+            gathered = 0.0
+        else:
+            gathered = (root + 2 * largest) * element + (root + largest) * choice.reduce_dtype.itemsize
+        memory["gathered"] = gathered
+        whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
+        return whole, sum(whole.values())
+
+    def _shared_over(self, choice: Choice) -> int:
+        return self.cluster.accelerators if choice.scheme == "HSDP" else self.cluster.ranks
+
+    def planned(self, choice: Choice) -> list[PlannedUnit]:
+        where = where_of(
+            self.cluster.ranks,
+            choice.zero3_size,
+            on_device=self.cluster.device != "cpu",
+            offload_params=choice.offload_params,
+        )
+        return self.paper.units(self.config(choice), where)
+
+    def works(self, units: Sequence[PlannedUnit] | None = None) -> list[Work]:
+        """What units hold, with the padding of planned ones, and compute."""
+        if units is None:
+            numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
+        else:
+            numels = {unit.name: float(sum(handle.layout.numel for handle in unit.handles)) for unit in units}
+        speed = self.cluster.tflops * 1e12
+        return [
+            Work(
+                name or "the root",
+                numel,
+                self.load.flops(name) / speed,
+                self.load.backward_flops(name) / speed,
+            )
+            for name, numel in numels.items()
+        ]
+
+    def timed(self, choice: Choice) -> _Timed:
+        """From the third micro-batch on, each takes as long as the one before: nothing is in flight between them."""
+        most = min(choice.micro_batches, 3)
+        simulated = self._simulated(choice, most)
+        if choice.micro_batches <= most:
+            return simulated
+        difference = simulated.plus(self._simulated(choice, most - 1), -1.0)
+        return simulated.plus(difference, choice.micro_batches - most)
+
+    def _simulated(self, choice: Choice, micro_batches: int) -> _Timed:
+        key = replace(choice, micro_batches=1), micro_batches
+        if key not in self._timed:
+            machine, program = self.program(replace(choice, micro_batches=micro_batches))
+            self._timed[key] = _timed(program, simulate(program, machine), machine)
+        return self._timed[key]
+
+    def program(self, choice: Choice) -> tuple[Machine, list[Operation]]:
+        """Of some steps, and the machine that it runs on."""
+        cluster = self.cluster
+        if choice.scheme in ("FSDP2", "HSDP"):
+            over = self._shared_over(choice)
+            peer = Peer(
+                over=over,
+                replicas=cluster.ranks // over,
+                micro_batches=choice.micro_batches,
+                compute=self.param_dtype.itemsize,
+                reduce=choice.reduce_dtype.itemsize,
+                update=self._update(sum(work.numel for work in self.works()) / over, in_host=False),
+            )
+            return cluster.machine(over), list(peer_program(self.works(), peer, steps=_STEPS))
+        works = self.works(self.planned(choice)) if choice.scheme == LAYERZERO else self.works()
+        own = sum(work.numel for work in works) / cluster.ranks
+        sharding = Sharding(
+            ranks=cluster.ranks,
+            zero3_size=choice.zero3_size,
+            micro_batches=choice.micro_batches,
+            accumulation=choice.accumulation,
+            compute=self.param_dtype.itemsize,
+            reduce=choice.reduce_dtype.itemsize,
+            replica_reduce=choice.reduce_dtype.itemsize,
+            offload_grads=choice.offload_grads,
+            offload_optimizer=choice.offload_optimizer,
+            offload_params=choice.offload_params,
+            root_stays=cluster.device != "cpu",
+            adds_hop1=cluster.device == "cpu",
+            update=self._update(own, in_host=choice.offload_optimizer),
+            memory_speed=cluster.memory_speed * 1e9,
+        )
+        return cluster.machine(choice.zero3_size), list(layerzero_program(works, sharding, steps=_STEPS))
+
+    def _update(self, numel: float, *, in_host: bool) -> float:
+        """Seconds in which so many elements are updated."""
+        speed = self.cluster.host_memory_speed / self.cluster.accelerators if in_host else self.cluster.memory_speed
+        return 4 * _UPDATED * numel / (speed * 1e9)
+
+
+def _timed(program: Iterable[Operation], outcome: Outcome, machine: Machine) -> _Timed:
+    parts: defaultdict[str, float] = defaultdict(float)
+    sent = {"zero3": 0.0, "replica": 0.0}
+    between = 0.0
+    for operation in program:
+        for computation in computations_in(operation):
+            parts[computation.what[0] or "add"] += computation.seconds / _STEPS
+        for exchange in exchanges_in(operation):
+            if exchange.axis in sent:
+                sent[exchange.axis] += exchange.bytes / _STEPS
+            between += machine.sent_between(exchange) / machine.node_size / _STEPS
+    for kind, seconds in outcome.waits[-1].items():
+        parts[kind] += seconds
+    parts["launch"] = outcome.step - sum(parts.values())
+    return _Timed(outcome.step, dict(parts), sent, between)

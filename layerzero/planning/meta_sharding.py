@@ -1,0 +1,82 @@
+"""A model as :func:`layerzero.shard_model` would shard it, on paper: real units and real padding, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layerzero.config import LayerZeroConfig
+from layerzero.device.buffer_pools import bytes_of_buffers
+from layerzero.estimates.memory_estimate import Foreseen, foresee
+from layerzero.estimates.scratch_buffers import plan_scratch
+from layerzero.estimates.specs import PlannedUnit, Where
+from layerzero.layout.shard_grid import Extent, Grid
+from layerzero.sharding.build_units import plan_handles
+from layerzero.sharding.unit_selection import partition
+
+__all__ = ["Paper", "foreseen", "optimizer_bytes", "where_of"]
+
+_STEP = 4  # bytes of a counter of steps
+
+
+class _OnPaper:
+    """A mesh of which nothing is asked but its ranks."""
+
+    mesh = torch.tensor([0])
+
+
+def where_of(
+    ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
+) -> Where:
+    """A rank that exchanges on NCCL, or on gloo where it computes on the CPU."""
+    grid = Grid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
+    return Where(
+        grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
+    )
+
+
+class Paper:
+    """A model, cut into units once, to be sharded in many ways."""
+
+    def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
+        if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
+            raise ValueError(f"parameter {odd[0]!r} is a DTensor: plan the part of the model that one rank has")
+        mesh = cast(DeviceMesh, _OnPaper())
+        self.plans = partition(
+            model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
+        )
+
+    def units(self, config: LayerZeroConfig, where: Where) -> list[PlannedUnit]:
+        """The root first."""
+        ranks, found = where.grid.data_parallel, []
+        for plan in self.plans:
+            module = plan.called[0]
+            handles = plan_handles(plan, config, where, averaged=ranks, has_face=lambda parameter: False)
+            reshards = config.reshards(plan.name, module, where.grid.zero3_size)
+            found.append(PlannedUnit(plan.name, tuple(handles), where, reshards))
+        return found
+
+
+def foreseen(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> Foreseen:
+    """Memory of the rank that `units` are planned for."""
+    where = units[0].where
+    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
+    return foresee(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
+
+
+def optimizer_bytes(units: Sequence[PlannedUnit], numbers: int) -> int:
+    """Of the state of an optimizer that keeps so many numbers for an element, and one for each parameter."""
+    total = 0
+    for unit in units:
+        grid = unit.where.grid
+        for handle in unit.handles:
+            if handle.trainable:
+                mine = grid.range_of(handle.layout, Extent.RANK)
+                sizes = [len(range(max(s.offset, mine.start), min(s.end, mine.stop))) for s in handle.layout.slots]
+                total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
+    return total

@@ -1,0 +1,183 @@
+"""From "what is it" to "which settings": :func:`plan`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Units
+from layerzero.config.yaml_file import dtype_named
+from layerzero.planning.cluster import Cluster
+from layerzero.planning.compute_cost import Load
+from layerzero.planning.estimator import LAYERZERO, PEERS, Choice, Row, Workshop
+from layerzero.planning.meta_sharding import Paper
+from layerzero.planning.plan_report import Plan
+from layerzero.planning.transformer_shapes import Sizes, TransformerBlock, read_config
+from layerzero.sharding.unit_selection import block_classes
+
+__all__ = ["plan"]
+
+Model = nn.Module | Callable[[], nn.Module] | Sizes | str | os.PathLike[str]
+_ALIKE = 0.03  # seconds that differ by no more are called equal: the simpler settings win
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    *,
+    units: Units = None,
+    tokens: int = 4096,
+    sequence: int | None = None,
+    micro_batches: Iterable[int] = (1, 4, 16),
+    zero3_sizes: Iterable[int] | None = None,
+    accumulations: Iterable[str] = ACCUMULATIONS,
+    offload: bool | None = None,
+    param_dtype: torch.dtype | str = torch.bfloat16,
+    reduce_dtypes: Iterable[torch.dtype | str] = (torch.float32, torch.bfloat16),
+    recompute: bool = True,
+    activation_bytes: float = 0.0,
+) -> Plan:
+    """Memory, traffic and step times of a model on a cluster, for many settings, and which of them to take.
+
+    Memory is to the byte what :func:`layerzero.memory` predicts in a run, as it comes from the same formulas; only
+    activations are an estimate. Times are simulated: see ``docs/planning.md`` for what is assumed, and how far that was
+    from what was measured. No process group is needed, and no memory for the model.
+
+    Args:
+        model: a module, best on meta; a function without arguments that builds one, which is called on meta; or
+            :class:`layerzero.planning.Sizes`; or the path of a Hugging Face ``config.json``.
+        cluster: :class:`layerzero.planning.Cluster`.
+        units: as in :func:`layerzero.shard_model`; None: the blocks of sizes, ``"auto"`` where that finds some.
+        tokens: of a rank's micro-batch.
+        sequence: tokens of one sequence; None: `tokens`.
+        micro_batches: A, numbers to try, of one step.
+        zero3_sizes: S, to try; None: the divisors of a node, and all ranks.
+        accumulations, reduce_dtypes: to try. A reduce dtype is for both hops.
+        offload: True: try `offload_grads`, `offload_optimizer` and both, each also with `offload_params`. None: try the
+            first three if the model does not fit without them, and `offload_params` if it still does not fit.
+        recompute: blocks keep their inputs alone for the backward (activation checkpointing).
+        activation_bytes: of a rank's micro-batch; for models of sizes, 0 stands for an estimate.
+
+    Raises:
+        TypeError, ValueError: something that cannot be planned; says what, and what can.
+
+    Example::
+
+        cluster = layerzero.planning.Cluster(nodes=16, accelerators=8, memory=80, between=400)
+        found = layerzero.plan(layerzero.planning.read_config("config.json"), cluster)
+        print(found)
+        print(found.best)
+    """
+    if tokens < 1 or (sequence is not None and not 1 <= sequence <= tokens):
+        raise ValueError(f"tokens={tokens}, sequence={sequence}: a micro-batch has at least one, and whole sequences")
+    dtype = dtype_named("a dtype", param_dtype)
+    sizes = _sizes_of(model)
+    built = _built(model if sizes is None else sizes)
+    if units is None:
+        units = {TransformerBlock} if sizes is not None else "auto" if block_classes(built) else None
+    called = "" if sizes is None else "Block" if isinstance(model, Sizes) else "auto"
+    paper = Paper(built, LayerZeroConfig(units=units))
+    if sizes is not None:
+        load = Load.of_sizes(
+            sizes, paper.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
+        )
+        load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
+    else:
+        load = Load.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
+    shop = Workshop(paper, load, cluster, dtype, units, called)
+    counts = sorted(set(micro_batches))
+    if not counts or counts[0] < 1:
+        raise ValueError(f"micro_batches={counts}; give numbers of at least 1")
+    reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
+    rows: list[Row] = []
+    for size in _sizes_to_try(zero3_sizes, cluster):
+        for mode, wire, count in itertools.product(_modes(accumulations, size), reduce, counts):
+            choice = Choice(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
+            rows.append(shop.row(choice))
+            if offload or (offload is None and not rows[-1].fits):
+                combined = [
+                    replace(choice, offload_grads=grads, offload_optimizer=optimizer)
+                    for grads, optimizer in ((True, False), (False, True), (True, True))
+                ]
+                found = [shop.row(each) for each in combined]
+                if offload or not any(row.fits for row in found):
+                    found += [shop.row(replace(each, offload_params=True)) for each in (choice, *combined)]
+                rows += found
+    rows.sort(key=lambda row: (not row.fits, -row.tokens))
+    peers = [
+        shop.row(
+            Choice(name, 1 if name == "ZeRO-1" else cluster.accelerators, "full", reduce_dtype=wire, micro_batches=n)
+        )
+        for name in PEERS
+        for n in counts
+        for wire in reduce
+    ]
+    numel = sum(parameter.numel() for parameter in built.parameters())
+    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), _best(rows), shop)
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    """The fastest that fits; of those that are hardly slower, the fewest micro-batches, then extras, then bytes."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    fast = [row for row in fitting if row.tokens >= (1 - _ALIKE) * fitting[0].tokens]
+
+    def simplicity(row: Row) -> tuple[object, ...]:
+        choice = row.choice
+        return (
+            choice.micro_batches,
+            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
+            choice.reduce_dtype is not torch.float32,
+            row.peak,
+        )
+
+    return min(fast, key=simplicity)
+
+
+def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
+    if asked is None:
+        node = cluster.accelerators
+        return sorted({*(size for size in range(1, node + 1) if node % size == 0), cluster.ranks})
+    sizes = sorted(set(asked))
+    if wrong := [size for size in sizes if size < 1 or cluster.ranks % size]:
+        raise ValueError(f"zero3_size={wrong[0]} does not divide the {cluster.ranks} ranks of the cluster")
+    return sizes
+
+
+def _modes(asked: Iterable[str], zero3_size: int) -> list[str]:
+    modes = list(asked)
+    if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
+        raise ValueError(f"accumulation={wrong[0]!r}; use {' or '.join(ACCUMULATIONS)}")
+    return modes if zero3_size > 1 else modes[:1]  # they are the same there
+
+
+def _sizes_of(model: Model) -> Sizes | None:
+    if isinstance(model, Sizes):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        return read_config(Path(model))
+    return None
+
+
+def _built(model: Any) -> nn.Module:
+    if isinstance(model, Sizes):
+        return model.build()
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise TypeError(f"model must be a module, a function that builds one, Sizes or a path, got {model!r}")
+    with torch.device("meta"):
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise TypeError(
+            f"{getattr(model, '__name__', model)}() must return a torch.nn.Module, got {type(built).__name__}"
+        )
+    return built

@@ -1,0 +1,312 @@
+"""What a rank does in a step, written down from the settings: of layerzero, and of models of its peers.
+
+layerzero's is the engine's own order of launches and waits for units that are called one after the other; a test
+compares it with what the engine records. Those of the peers are written down from what their papers and manuals say;
+they are models of peers, not measurements, and are given what favours them: prefetch of one unit, separate lanes that
+overlap, no padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+from layerzero.planning.sim_program import (
+    Compute,
+    Exchange,
+    Launch,
+    Operation,
+    Reduce,
+    Settle,
+    StepEnd,
+    Wait,
+)
+
+__all__ = ["Peer", "Sharding", "Work", "layerzero_program", "peer_program"]
+
+_MASTER = 4  # bytes of an element of masters, accumulators and final gradients
+_PARTS = 8  # of an optimizer's step, behind each of which some units are refreshed; see optimizers/pipelined_step.py
+
+
+@dataclass(frozen=True)
+class Work:
+    """A unit: what it holds, and the seconds that it computes in a micro-batch. The root comes first."""
+
+    name: str
+    numel: float  # elements of its full buffer, padding included
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The settings that decide a schedule; dtypes in bytes of an element."""
+
+    ranks: int
+    zero3_size: int
+    micro_batches: int
+    accumulation: str = "sharded"
+    compute: int = 2
+    reduce: int = 4
+    replica_reduce: int = 4
+    prefetch: int = 1
+    offload_grads: bool = False
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    root_stays: bool = True  # gathered from forward to backward, as on devices
+    adds_hop1: bool = False  # each rank adds up what hop 1 brings, as on gloo: gradients travel as they were computed
+    update: float = 0.0  # seconds of the optimizer
+    memory_speed: float = float("inf")  # bytes a second of what is added up
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.zero3_size
+
+    @property
+    def hop1(self) -> int:
+        """Bytes of an element in hop 1."""
+        return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
+
+    @property
+    def waits_whole(self) -> bool:
+        """Gradients wait between micro-batches as they have landed."""
+        return self.accumulation == "full" or self.zero3_size == 1
+
+
+def layerzero_program(units: Sequence[Work], sharding: Sharding, *, steps: int = 2) -> Iterator[Operation]:
+    """Steps one after the other; the first one has nothing from before to wait for."""
+    rank = _Rank(units, sharding)
+    for _ in range(steps):
+        yield from rank.step()
+
+
+class _Rank:
+    def __init__(self, units: Sequence[Work], sharding: Sharding) -> None:
+        self.units = list(units)
+        self.how = sharding
+        self._number = 0
+        self._span = 0
+        self._gathers: dict[str, int] = {}
+        self._refreshes: dict[str, int] = {}
+        self._stores: list[int] = []  # of accumulators to the host, oldest first
+        self._agreement: int | None = None
+        self._owes = False
+
+    def step(self) -> Iterator[Operation]:
+        how = self.how
+        for index in range(how.micro_batches):
+            last = index + 1 == how.micro_batches
+            yield from self._forward()
+            yield from self._backward(first=index == 0, last=last)
+        yield from self._settle()
+        if self._agreement is not None:
+            yield Wait(self._agreement)
+        self._agreement = self._take()
+        yield Launch(Exchange("agree", "", "control", "control", how.ranks, 0.0), self._agreement)
+        yield from self._update()
+        yield StepEnd()
+
+    def _forward(self) -> Iterator[Operation]:
+        begun = 0
+        for index, unit in enumerate(self.units):
+            begun = yield from self._gather_ahead(self.units, begun, index)
+            if not index:
+                yield from self._settle()
+            yield from self._wait_for(unit)
+            if index:
+                yield self._compute("forward", unit, unit.forward)
+        yield self._compute("forward", self.units[0], self.units[0].forward)
+        if self.how.root_stays and self._gathering:
+            self._gathers[self.units[0].name] = -1
+
+    def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
+        order = [self.units[0], *self.units[:0:-1]]
+        begun = 0
+        for index, unit in enumerate(order):
+            begun = yield from self._gather_ahead(order, begun, index)
+            yield from self._wait_for(unit)
+            yield self._compute("backward", unit, unit.backward)
+            if index:
+                yield from self._reduce(unit, first=first, last=last)
+        yield from self._reduce(self.units[0], first=first, last=last)
+
+    @property
+    def _gathering(self) -> bool:
+        return self.how.zero3_size > 1 or self.how.offload_params
+
+    def _gather_ahead(self, order: Sequence[Work], begun: int, index: int) -> Generator[Operation, None, int]:
+        """Launch the gathers of the units up to `index`, and of those ahead of it; how many have begun."""
+        how = self.how
+        until = min(index + 1 + (how.prefetch if self._gathering else 0), len(order))
+        for unit in order[begun:until]:
+            if unit.name in self._refreshes:
+                yield Wait(self._refreshes.pop(unit.name))
+            if self._gathering and unit.name not in self._gathers:
+                self._gathers[unit.name] = self._take()
+                if how.offload_params:  # on the lane of the gather, which comes after it
+                    up = Exchange(
+                        "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
+                    )
+                    yield Launch(up, self._gathers[unit.name])
+                    if how.zero3_size == 1:
+                        continue
+                    self._gathers[unit.name] = self._take()
+                sent = unit.numel * how.compute * _share(how.zero3_size)
+                exchange = Exchange("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
+                yield Launch(exchange, self._gathers[unit.name])
+        return max(begun, until)
+
+    def _wait_for(self, unit: Work) -> Iterator[Operation]:
+        number = self._gathers.pop(unit.name, -1)
+        if number >= 0:
+            yield Wait(number)
+
+    def _reduce(self, unit: Work, *, first: bool, last: bool) -> Iterator[Operation]:
+        how = self.how
+        if last or not how.waits_whole:
+            chain, additions = self._hops(unit, last=last)
+            if chain:
+                yield Reduce(tuple(chain), tuple(additions))
+                self._owes = True
+        if how.offload_grads and (how.waits_whole or how.replicas > 1):
+            # In before they are added to, out before the next micro-batch; two slabs, so that two units are under way.
+            waits = unit.numel / (1 if how.waits_whole else how.zero3_size) * _MASTER
+            if not first:
+                yield from self._copy("fetch", unit, waits, "from host")
+            if not last:
+                yield from self._copy("store", unit, waits, "to host")
+
+    def _copy(self, kind: str, unit: Work, nbytes: float, lane: str) -> Iterator[Operation]:
+        if len(self._stores) == 2:
+            yield Wait(self._stores.pop(0))
+        self._stores.append(self._take())
+        yield Launch(Exchange(kind, unit.name, "host", lane, 1, nbytes), self._stores[-1])
+
+    def _hops(self, unit: Work, *, last: bool) -> tuple[list[Exchange], list[Compute]]:
+        how = self.how
+        chain: list[Exchange] = []
+        node = unit.numel / how.zero3_size
+        if how.zero3_size > 1:
+            sent = unit.numel * how.hop1 * _share(how.zero3_size)
+            chain.append(Exchange("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
+        if last and how.replicas > 1:
+            sent = node * how.replica_reduce * _share(how.replicas)
+            chain.append(Exchange("hop2", unit.name, "replica", "replica", how.replicas, sent))
+        additions = [self._addition(each, node if each.kind == "hop1" else node / how.replicas) for each in chain]
+        if last and how.offload_optimizer and chain:
+            own = unit.numel / how.ranks
+            chain.append(Exchange("down", unit.name, "host", "to host", 1, own * _MASTER))
+            additions.append(Compute(0.0, ("add", f"down {unit.name}"), self._next_span()))
+        return chain, additions
+
+    def _addition(self, exchange: Exchange, numel: float) -> Compute:
+        """Reads what has come and the sum, writes the sum."""
+        seconds = 3 * _MASTER * numel / self.how.memory_speed
+        return Compute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
+
+    def _settle(self) -> Iterator[Operation]:
+        if self._owes:
+            yield Settle()
+        self._owes = False
+
+    def _update(self) -> Iterator[Operation]:
+        how, units = self.how, self.units
+        total = sum(unit.numel for unit in units)
+        span = self._next_span()
+        part, waiting = 0.0, []
+        for index, unit in enumerate(units):
+            part += unit.numel
+            waiting.append(unit)
+            if part < total / _PARTS and index + 1 < len(units):
+                continue
+            yield Compute(how.update * part / total, ("update", "optimizer"), span)
+            for each in waiting:
+                yield from self._refresh(each)
+            part, waiting = 0.0, []
+
+    def _refresh(self, unit: Work) -> Iterator[Operation]:
+        how = self.how
+        if how.offload_optimizer:  # on the lane of the refresh, which comes after it
+            self._refreshes[unit.name] = self._take()
+            up = Exchange("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
+            yield Launch(up, self._refreshes[unit.name])
+        if how.replicas > 1:
+            self._refreshes[unit.name] = self._take()
+            sent = unit.numel / how.zero3_size * how.compute * _share(how.replicas)
+            refresh = Exchange("refresh", unit.name, "replica", "replica", how.replicas, sent)
+            yield Launch(refresh, self._refreshes[unit.name])
+        if how.offload_params:
+            self._refreshes[unit.name] = self._take()
+            down = Exchange("store", unit.name, "host", "replica", 1, unit.numel / how.zero3_size * how.compute)
+            yield Launch(down, self._refreshes[unit.name])
+
+    def _compute(self, phase: str, unit: Work, seconds: float) -> Compute:
+        return Compute(seconds, (phase, unit.name), self._next_span())
+
+    def _next_span(self) -> int:
+        self._span += 1
+        return self._span
+
+    def _take(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def _share(ranks: int) -> float:
+    """Of a buffer: what a rank sends of it in a gather or a reduction among so many."""
+    return (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A scheme without the split of layerzero: FSDP over all ranks, or HSDP inside nodes."""
+
+    over: int  # ranks that share weights, gradients and optimizer state
+    replicas: int
+    micro_batches: int
+    compute: int = 2
+    reduce: int = 4
+    update: float = 0.0
+
+
+def peer_program(units: Sequence[Work], peer: Peer, *, steps: int = 2) -> Iterator[Operation]:
+    root = units[0]
+    number = span = 0
+
+    def gather(unit: Work) -> Launch:
+        sent = peer.compute * unit.numel * _share(peer.over)
+        return Launch(Exchange("gather", unit.name, "zero3", "gather", peer.over, sent), number)
+
+    def reduction(unit: Work, *, last: bool) -> Reduce:
+        sent = peer.reduce * unit.numel * _share(peer.over)
+        chain = [Exchange("reduce", unit.name, "zero3", "reduce", peer.over, sent)]
+        if last and peer.replicas > 1:
+            crossing = 2 * peer.reduce * unit.numel / peer.over * _share(peer.replicas)
+            chain.append(Exchange("all-reduce", unit.name, "replica", "replica", peer.replicas, crossing))
+        return Reduce(tuple(chain), tuple(Compute(0.0) for _ in chain))
+
+    for _ in range(steps):
+        for micro_batch in range(peer.micro_batches):
+            last = micro_batch + 1 == peer.micro_batches
+            for phase, order in (("forward", units), ("backward", units[:0:-1])):
+                first = number
+                for index, unit in enumerate(order):
+                    # One unit ahead of the one that computes. The root stays gathered from forward to backward.
+                    for ahead in range(number - first, min(index + 2, len(order))):
+                        yield gather(order[ahead])
+                        number += 1
+                    yield Wait(first + index)
+                    if phase == "backward" and not index:
+                        yield Compute(root.backward, ("backward", root.name), span)
+                    if unit is not root:
+                        seconds = unit.forward if phase == "forward" else unit.backward
+                        yield Compute(seconds, (phase, unit.name), span)
+                    span += 1
+                    if phase == "backward":
+                        yield reduction(unit, last=last)
+                if phase == "forward":
+                    yield Compute(root.forward, ("forward", root.name), span)
+            yield reduction(root, last=last)
+            yield Settle()
+        yield Compute(peer.update, ("update", "optimizer"), span)
+        yield StepEnd()

@@ -1,0 +1,343 @@
+"""A machine, and the simulation of a program on it.
+
+All ranks run the same program at the same speed, so one of them is simulated. A rank has a processor, a link inside
+its node, and a share of its node's link to the other nodes. Whatever uses one of them at the same time gets an equal
+part of it. The exchanges of a lane run one after the other; each takes its latency first, then puts its bytes on the
+links and what they cost on the processor, all at the same time. Copies to and from the host's memory have a link too.
+
+[Note: What crosses the nodes]
+Ranks are consecutive, and a ring or a hierarchical exchange over whole nodes enters and leaves each node once, whatever
+the number of ranks in it. An exchange over the replicas has a group for each rank that holds another part of the
+weights: with one rank of each node in it where weights are shared by whole nodes, with several where by parts of nodes.
+The groups of a node share its link, so each gets a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from layerzero.engine.reduction_queue import IN_FLIGHT
+from layerzero.planning.sim_program import (
+    Compute,
+    Exchange,
+    Launch,
+    Operation,
+    Reduce,
+    Settle,
+    StepEnd,
+    Wait,
+    What,
+)
+
+__all__ = ["Machine", "Outcome", "Span", "simulate"]
+
+_ALL_REDUCES = ("all-reduce", "norm")
+_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of an exchange; those beyond it go their way
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds in bytes and seconds.
+
+    Attributes:
+        node_size: ranks of a node.
+        inside: bytes a second that a rank sends inside its node.
+        between: bytes a second that a node sends to the others.
+        inside_latency, between_latency: of one of the steps of an exchange.
+        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2(n) or ``"ring"`` n - 1 steps, and twice as
+            many where all get the sum.
+        launch: seconds of the host for each exchange.
+        processor_per_byte: seconds that a rank's processor works for each byte that it sends. On a CPU with sockets,
+            exchanges compete with the model for the cores.
+        zero3_size: ranks that share the weights; 0: those of a node.
+        host: bytes a second that a rank copies to or from the host's memory.
+    """
+
+    node_size: int
+    inside: float
+    between: float
+    inside_latency: float = 0.0
+    between_latency: float = 0.0
+    steps: str = "direct"
+    launch: float = 0.0
+    processor_per_byte: float = 0.0
+    zero3_size: int = 0
+    host: float = math.inf
+
+    def crosses(self, exchange: Exchange) -> bool:
+        """It leaves the node."""
+        apart = (self.zero3_size or self.node_size) if exchange.axis == "replica" else 1
+        return exchange.ranks * apart > self.node_size
+
+    def sent_between(self, exchange: Exchange) -> float:
+        """Bytes that a node sends to others for an exchange of all of its ranks."""
+        if not self.crosses(exchange):
+            return 0.0
+        groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
+        return groups * exchange.bytes
+
+    def latency(self, exchange: Exchange) -> float:
+        n = exchange.ranks
+        if exchange.axis == "host":
+            return 0.0
+        steps = {"direct": min(1, n - 1), "log": math.ceil(math.log2(n)), "ring": n - 1}[self.steps]
+        passes = 2 if exchange.kind in _ALL_REDUCES else 1
+        return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
+
+    def demands(self, exchange: Exchange) -> dict[str, float]:
+        """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
+        if not exchange.bytes:
+            return {}
+        if exchange.axis == "host":
+            return {"host": exchange.bytes / self.host} if math.isfinite(self.host) else {}
+        found = {"processor": exchange.bytes * self.processor_per_byte}
+        found["between"] = self.sent_between(exchange) / self.between
+        alone = exchange.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
+        if not (self.crosses(exchange) and alone):  # no other rank of the node is in its group
+            found["inside"] = exchange.bytes / self.inside
+        return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
+
+
+class Span(NamedTuple):
+    """Something that the machine did; seconds since the start."""
+
+    what: str  # "compute", or the kind of an exchange
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Outcome:
+    seconds: float = 0.0  # until the host has ended its program
+    step_ends: list[float] = field(default_factory=list)
+    waits: list[Counter[str]] = field(default_factory=list)  # by step: seconds that were waited for a kind of exchange
+    spans: list[Span] = field(default_factory=list)  # in the order of their ends
+    computed: float = 0.0  # seconds of computations, by themselves
+    waited: float = 0.0  # seconds in which the host waited for exchanges
+    busy: Counter[str] = field(default_factory=Counter)  # by resource: seconds in which it was used
+    calls: Counter[str] = field(default_factory=Counter)  # by exchange
+    bytes: Counter[str] = field(default_factory=Counter)  # by exchange, that the rank sent
+
+    @property
+    def step(self) -> float:
+        """Seconds of the last step, which has met the exchanges that the one before it left in flight."""
+        return self.step_ends[-1] - self.step_start
+
+    @property
+    def step_start(self) -> float:
+        """When the last step began."""
+        return self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
+
+
+def simulate(program: Iterable[Operation], machine: Machine) -> Outcome:
+    """Run a program; the same program on the same machine gives the same outcome."""
+    host = _Host(machine)
+    for operation in program:
+        host.do(operation)
+    host.outcome.seconds = host.world.now
+    return host.outcome
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something that takes time: a latency, then seconds of each of some resources, all at once."""
+
+    latency: float
+    demands: dict[str, float]
+    what: str = "compute"
+    name: str = ""
+    began: float = 0.0
+    then: Callable[[], None] | None = None  # when it ends
+
+    @property
+    def done(self) -> bool:
+        return not self.latency and not self.demands
+
+
+class _World:
+    """Virtual time, and what is under way in it."""
+
+    def __init__(self, machine: Machine, outcome: Outcome) -> None:
+        self.now = 0.0
+        self._machine = machine
+        self._outcome = outcome
+        self._active: list[_Task] = []
+        self._lanes: defaultdict[str, deque[_Task]] = defaultdict(deque)
+
+    def launch(self, exchange: Exchange, then: Callable[[], None] | None = None) -> _Task:
+        self._outcome.calls[exchange.kind] += 1
+        self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
+        latency, demands = self._machine.latency(exchange), self._machine.demands(exchange)
+        task = _Task(latency, demands, exchange.kind, exchange.unit, then=then)
+        self._queue(exchange.lane, task)
+        return task
+
+    def compute(self, seconds: float, what: What = ("", "")) -> None:
+        task = _computing(seconds, what)
+        self._begin(task)
+        self.until(lambda: task.done)
+
+    def compute_beside(self, thread: str, seconds: float, what: What, then: Callable[[], None]) -> None:
+        """A thread computes, after all that it was given before."""
+        task = _computing(seconds, what)
+        task.then = then
+        self._queue(thread, task)
+
+    def _queue(self, lane: str, task: _Task) -> None:
+        waiting = self._lanes[lane]
+        waiting.append(task)
+        if len(waiting) == 1:
+            self._begin(task)
+            self._drop_done()
+
+    def _begin(self, task: _Task) -> None:
+        task.began = self.now
+        self._active.append(task)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        self._drop_done()
+        while not done():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To the next moment at which something ends."""
+        users: Counter[str] = Counter()
+        for task in self._active:
+            if not task.latency:
+                users.update(task.demands.keys())
+        span = min(
+            min((seconds * users[resource] for resource, seconds in task.demands.items()), default=math.inf)
+            if not task.latency
+            else task.latency
+            for task in self._active
+        )
+        near = span * (1 + 1e-12)  # what ends at once but for rounding
+        for task in self._active:
+            if task.latency:
+                task.latency = task.latency - span if task.latency > near else 0.0
+                continue
+            for resource, seconds in list(task.demands.items()):
+                if seconds * users[resource] <= near:
+                    del task.demands[resource]
+                else:
+                    task.demands[resource] = seconds - span / users[resource]
+        for resource in users:
+            self._outcome.busy[resource] += span  # type: ignore[assignment]
+        self.now += span
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        """End what is done, and begin what waited for it: on its lane, and what follows from it."""
+        ended = [task for task in self._active if task.done]
+        while ended:
+            self._active = [task for task in self._active if not task.done]
+            for task in ended:
+                if self.now > task.began:
+                    self._outcome.spans.append(Span(task.what, task.name, task.began, self.now))
+            for lane in self._lanes.values():
+                while lane and lane[0].done:
+                    lane.popleft()
+                    if lane:
+                        self._begin(lane[0])
+            for task in ended:
+                then, task.then = task.then, None
+                if then is not None:
+                    then()
+            ended = [task for task in self._active if task.done]
+
+
+def _computing(seconds: float, what: What) -> _Task:
+    return _Task(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
+
+
+class _Running:
+    """A reduction under way, which goes on by itself; see [Note: What a recording leaves open].
+
+    Attributes:
+        landed: exchanges that have been added up.
+    """
+
+    def __init__(self, reduction: Reduce, world: _World, launch: float) -> None:
+        self.landed = 0
+        self.exchanges = reduction.exchanges
+        self._additions = reduction.additions
+        self._world = world
+        self._launch = launch
+        self._send()
+
+    def _send(self) -> None:
+        self._world.launch(self.exchanges[self.landed], self._add)
+
+    def _add(self) -> None:
+        exchange, addition = self.exchanges[self.landed], self._additions[self.landed]
+        last = self.landed + 1 == len(self.exchanges)
+        seconds = addition.seconds + (0.0 if last else self._launch)
+        self._world.compute_beside(f"{exchange.axis} sums", seconds, addition.what, self._land)
+
+    def _land(self) -> None:
+        self.landed += 1
+        if self.landed < len(self.exchanges):
+            self._send()
+
+
+class _Host:
+    def __init__(self, machine: Machine) -> None:
+        self.outcome = Outcome()
+        self.world = _World(machine, self.outcome)
+        self._machine = machine
+        self._tasks: dict[int, _Task] = {}
+        self._running: list[_Running] = []
+        self._waits: Counter[str] = Counter()
+
+    def do(self, operation: Operation) -> None:
+        if isinstance(operation, Compute):
+            self._compute(operation)
+        elif isinstance(operation, Launch):
+            self.world.compute(self._machine.launch)
+            self._tasks[operation.number] = self.world.launch(operation.exchange)
+        elif isinstance(operation, Wait):
+            task = self._tasks.pop(operation.number)
+            self._wait(lambda: task.done, task.what)
+        elif isinstance(operation, Reduce):
+            if operation.exchanges[0].kind == "hop2":  # one order on its lane
+                self._wait_for([each for each in self._under_way(0) if each.exchanges[0].kind != "hop2"], 0)
+            self.world.compute(self._machine.launch)
+            self._running.append(_Running(operation, self.world, self._machine.launch))
+            for place in range(len(operation.exchanges)):
+                self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
+        elif isinstance(operation, Settle):
+            for place in range(max((len(running.exchanges) for running in self._running), default=0)):
+                self._make_room(place, 0)
+            self._running.clear()
+        elif isinstance(operation, StepEnd):
+            self.outcome.step_ends.append(self.world.now)
+            self.outcome.waits.append(self._waits)
+            self._waits = Counter()
+
+    def _compute(self, operation: Compute) -> None:
+        self.outcome.computed += operation.seconds
+        self.world.compute(operation.seconds, operation.what)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        before = self.world.now
+        self.world.until(done)
+        self.outcome.waited += self.world.now - before
+        self._waits[what] += self.world.now - before  # type: ignore[assignment]
+
+    def _under_way(self, place: int) -> list[_Running]:
+        """Those whose exchange of this place is, oldest first."""
+        return [each for each in self._running if each.landed <= place < len(each.exchanges)]
+
+    def _make_room(self, place: int, most: int) -> None:
+        """As layerzero/engine/reduction_queue.py."""
+        under_way = self._under_way(place)
+        self._wait_for(under_way[: max(0, len(under_way) - most)], place)
+
+    def _wait_for(self, each: Iterable[_Running], place: int) -> None:
+        for running in each:
+            self._wait(lambda running=running: running.landed > place, running.exchanges[place].kind)  # type: ignore[misc]

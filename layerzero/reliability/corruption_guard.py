@@ -1,0 +1,301 @@
+"""Bits that change while nobody writes them: noticed between two steps, and located.
+
+[Note: At rest]
+Between two steps nobody writes masters and moments; between a backward and the step nobody but the user writes the
+final gradients. Who writes by torch changes the version of the tensor, who edits a parameter is seen by its watch. So
+where the memory, the version and the edits are the same, and the sum is not, a bit has flipped by itself.
+
+[Note: A step that is repeated]
+Compute weights are made of masters, and gradients of both and the batches. While masters and state are what the step
+before has left, a step that was refused is repeated with the bits that it should have had. What is wrong again after it
+was made anew lies in memory that does not keep it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.dtensor.sharded_tensor import LocalRows, plain
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.reliability.bits import sum64
+from layerzero.reliability.fingerprint import Corruption, compare
+
+__all__ = ["BitGuard", "SilentCorruption", "guard_bits"]
+
+_LOG = logging.getLogger("layerzero")
+_MADE_ANEW = ("compute weights", "gradient")  # of masters, and of the batches of a step
+_REPEAT = "Masters and optimizer state are sound: call recover() of the guard, and repeat the step"
+_LOAD = "Load the last checkpoint, and look at the memory of that machine"
+_LOGGED = "The step goes on with them, as the guard only logs: load the last checkpoint"
+
+
+class SilentCorruption(RuntimeError):
+    """Raised on all ranks, before the next step.
+
+    Attributes:
+        corruptions: what was found, the same on all ranks.
+        recoverable: masters and optimizer state are sound, and only the step that was refused has computed with what is
+            wrong: :meth:`BitGuard.recover`, and repeat the step.
+    """
+
+    def __init__(
+        self, corruptions: tuple[Corruption, ...], *, recoverable: bool = False, again: bool = False, way_out: str = ""
+    ) -> None:
+        self.corruptions, self.recoverable = corruptions, recoverable
+        self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
+        said = "; ".join(map(str, corruptions))
+        text = f"layerzero: bits have changed by themselves: {said}. "
+        if again:
+            text = f"layerzero: bits were made anew, and are wrong again, as in memory that is broken: {said}. "
+        super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
+
+    def __reduce__(self) -> Any:
+        return partial(SilentCorruption, **self._how), (self.corruptions,)
+
+
+def guard_bits(
+    model: nn.Module, *optimizers: ShardedOptimizer, every: int = 100, on_found: Literal["raise", "log"] = "raise"
+) -> BitGuard:
+    """From here on, look for flipped bits in every `every`-th step.
+
+    Before that step updates anything, all replicas' compute weights are compared with each other and with the masters
+    (:func:`layerzero.fingerprint`), masters and optimizer state with what the step before has left, and gradients with
+    what the backward has left. All ranks must call this. Steps in between cost nothing.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+        optimizers: all of the model's, in the order in which they step.
+        every: steps. What flips in a step that is not looked at is noticed only where it stays visible: 1 notices all.
+        on_found: "log" goes on.
+
+    Example::
+
+        guard = layerzero.guard_bits(model, optimizer, every=100)
+        ...
+        try:
+            optimizer.step()
+        except layerzero.SilentCorruption:
+            guard.recover()  # raises again where that cannot be
+            ...  # the same batches again, forward and backward
+            optimizer.step()
+    """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a positive int, got {every!r}")
+    if on_found not in ("raise", "log"):
+        raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
+    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
+        raise TypeError("guard_bits takes optimizers from layerzero.shard_optimizer")
+    runtime = runtime_of(model)
+    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+        raise ValueError("an optimizer belongs to another model")
+    return BitGuard(runtime, optimizers, every, on_found == "raise")
+
+
+class _Resting(NamedTuple):
+    """A tensor that nobody should write, as it was."""
+
+    address: int
+    version: int
+    edits: int
+    sum: Tensor
+
+
+def _graded(gradient: Tensor) -> _Resting:
+    """A final gradient, of which everybody who writes it tells its watch."""
+    rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
+    edits = rows.watch.edits if isinstance(rows, LocalRows) and rows.watch is not None else 0
+    tensor = plain(gradient)
+    return _Resting(tensor.data_ptr(), 0, edits, sum64(tensor))
+
+
+def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Called with each final gradient."""
+    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
+    return found.kind, found.ranks, found.parameter
+
+
+class BitGuard:
+    """Made by :func:`guard_bits`.
+
+    Attributes:
+        looked: how often so far.
+        found: everything that was found.
+    """
+
+    def __init__(self, runtime: Runtime, optimizers: tuple[ShardedOptimizer, ...], every: int, raises: bool) -> None:
+        self.looked = 0
+        self.found: list[Corruption] = []
+        self._runtime = runtime
+        self._optimizers = optimizers
+        self._every = every
+        self._raises = raises
+        self._steps = 0
+        self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
+        self._refused: SilentCorruption | None = None  # the last step, with this
+        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # for the step that is to be repeated
+        self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
+        self._hooks: list[Any] = [
+            optimizers[0].register_step_pre_hook(self._before_step),
+            optimizers[-1].register_step_post_hook(self._after_step),
+        ]
+        self._listened: set[str] = set()  # parameters
+        self._listen()
+
+    def close(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def recover(self) -> None:
+        """After :class:`SilentCorruption`: make compute weights anew from the masters, and forget the gradients.
+
+        Repeat the step then, with the same batches: it has the bits that it should have had, where the loop draws no
+        random numbers and forwards change no buffers. All ranks must call this.
+
+        Raises:
+            SilentCorruption: masters or optimizer state are wrong; weights that steps do not write may have been wrong
+                for longer than this step; or compute weights are wrong again, as memory that does not keep what is
+                written is.
+            RuntimeError: nothing was found, or the guard only logs.
+        """
+        refused = self._refused
+        if refused is None:
+            raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentCorruption")
+        if not refused.recoverable:
+            raise refused
+        for optimizer in self._runtime.optimizers:
+            optimizer.zero_grad()
+        for member in self._runtime.members.values():
+            member.parameter.grad = None
+        self._runtime.refreshes.launch()
+        self._made_anew |= {_place(each) for each in refused.corruptions}
+        self._refused = self._look()
+        if self._refused is not None:
+            raise self._refused
+        if dist.get_rank() == self._runtime.everyone.ranks[0]:
+            names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
+            _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
+
+    def _listen(self) -> None:
+        """To final gradients, of whatever is trained by now: torch takes no hooks on what is frozen."""
+        for name, member in self._runtime.members.items():
+            if member.parameter.requires_grad and name not in self._listened:
+                self._hooks.append(_hook_on(member.parameter, self._on_gradient(name)))
+                self._listened.add(name)
+
+    @property
+    def _is_due(self) -> bool:
+        """The next step is looked at."""
+        return (self._steps + 1) % self._every == 0
+
+    def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            if self._is_due and parameter.grad is not None:
+                self._resting["gradient", name] = _graded(parameter.grad)
+
+        return note
+
+    def _before_step(self, *_: object) -> None:
+        if self._is_due:
+            self.looked += 1
+            found = self._look()
+            self._refused = found if self._raises else None
+            if self._refused is not None:
+                raise self._refused
+            self._made_anew.clear()
+            if found is not None and dist.get_rank() == self._runtime.everyone.ranks[0]:
+                _LOG.error("%s", found)
+        self._steps += 1
+        self._resting.clear()
+
+    def _look(self) -> SilentCorruption | None:
+        same = self._at_rest_since()
+        sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
+        found = compare(self._runtime, self._changed(same), sound).corruptions
+        self.found += found
+        if not found:
+            return None
+        if not self._raises:
+            return SilentCorruption(found, way_out=_LOGGED)
+        again = any(_place(each) in self._made_anew for each in found)
+        # Steps refresh what they may update: of the rest nobody knows since when it is wrong.
+        kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
+        if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
+            way_out = (
+                f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
+                "checkpoint from before, and look at the memory of that machine"
+            )
+            return SilentCorruption(found, way_out=way_out)
+        return SilentCorruption(found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again)
+
+    def _after_step(self, *_: object) -> None:
+        if self._is_due:
+            self._listen()
+            for (kind, name), tensor in self._tensors():
+                self._resting[kind, name] = self._at_rest(tensor, name)
+
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """Masters and optimizer state of this rank."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for name in optimizer.parameter_names(group):
+                    if name in self._runtime.members:
+                        yield ("masters", name), self._runtime.members[name].master
+            for name, values in optimizer.state_by_name().items():
+                for key, value in values.items():
+                    if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
+                        yield (f"optimizer state {key!r}", name), value
+
+    def _at_rest(self, tensor: Tensor, name: str) -> _Resting:
+        handle = self._handle_of.get(name)
+        edits = 0 if handle is None else handle.watch.edits
+        return _Resting(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
+
+    def _at_rest_since(self) -> dict[tuple[str, str], bool]:
+        """Of what nobody has written, whether it is as it was."""
+        before = self._resting
+        now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
+        for key in before:
+            if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
+                now[key] = _graded(gradient)
+        same = [key for key, is_now in now.items() if is_now[:3] == before[key][:3]]
+        if not same:
+            return {}
+        wrong = torch.stack([(before[key].sum != now[key].sum).to("cpu", non_blocking=False) for key in same]).tolist()
+        # A gradient of zeros: zero_grad(set_to_none=False).
+        return {
+            key: not is_wrong or bool(key[0] == "gradient" and now[key].sum == 0)
+            for key, is_wrong in zip(same, wrong, strict=True)
+        }
+
+    def _changed(self, same: Mapping[tuple[str, str], bool]) -> list[Corruption]:
+        """What is not as it was, though nobody has written it."""
+        found = []
+        for (kind, name), is_same in same.items():
+            if not is_same:
+                handle = self._handle_of.get(name)
+                said = "its sum has changed, and nobody has written it"
+                found.append(Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, said))
+        return found
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """None while it is not final: another backward has begun to add to it, inside no_sync."""
+        gradient = self._runtime.members[name].parameter.grad
+        rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
+        if not isinstance(rows, LocalRows) or rows.watch is None or rows.watch.forbidden is not None:
+            return None
+        return gradient

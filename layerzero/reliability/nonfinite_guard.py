@@ -1,0 +1,188 @@
+"""Steps with gradients that are not finite: skipped, or refused, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero.dtensor.lazy_grad import plain_access
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.runtime import Runtime
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.reliability.own_gradients import OwnGradients, whose
+from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
+
+__all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
+
+_LOG = logging.getLogger("layerzero")
+
+
+class NonFiniteGradients(RuntimeError):
+    """Raised on all ranks, before anything is stepped; names ranks, parameters and handles."""
+
+
+def guard_steps(
+    model: nn.Module,
+    *optimizers: ShardedOptimizer,
+    nonfinite: Literal["skip", "raise"] = "skip",
+    skips: int = 10,
+    locate: bool = True,
+    extra_groups: Sequence[dist.ProcessGroup] = (),
+) -> StepGuard:
+    """From here on, ``step()`` updates nothing where a gradient is NaN or infinite on any rank.
+
+    All ranks must call this. Each step then costs one read of this rank's final gradients, one number that all ranks
+    exchange, and the host's waiting for it; each reduction one read of what is sent. A loss scaler looks first, and
+    skips for itself.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+        optimizers: all of the model's, from :func:`layerzero.shard_optimizer`: where one skips, all do.
+        nonfinite: "skip" leaves parameters and state as they are, logs what was found, and raises after `skips` skips
+            in a row. "raise" raises at once.
+        skips: how many in a row are taken for an accident.
+        locate: look at each rank's own gradients, too, to say whose it was.
+        extra_groups: process groups with other parts of the model (tensor or pipeline parallel), which skip as well.
+
+    Example::
+
+        guard = layerzero.guard_steps(model, optimizer, skips=5)
+        ...
+        optimizer.step()  # may skip
+        print(guard.skipped)
+    """
+    if nonfinite not in ("skip", "raise"):
+        raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}')
+    if not isinstance(skips, int) or skips < 1:
+        raise ValueError(f"skips must be a positive int, got {skips!r}")
+    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
+        raise TypeError("guard_steps takes optimizers from layerzero.shard_optimizer")
+    runtime = runtime_of(model)
+    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+        raise ValueError("an optimizer belongs to another model; guard those of each model by themselves")
+    if any(optimizer.guard is not None for optimizer in optimizers):
+        raise ValueError("an optimizer is guarded already; close() its guard first")
+    return StepGuard(runtime, optimizers, 1 if nonfinite == "raise" else skips + 1, locate, tuple(extra_groups))
+
+
+class StepGuard:
+    """Made by :func:`guard_steps`.
+
+    Attributes:
+        skipped: steps of the first optimizer that were left out so far.
+        in_a_row: of them, those since the last step that was made.
+        found: what was found last, as a sentence; empty: nothing yet.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizers: tuple[ShardedOptimizer, ...],
+        patience: int,
+        locate: bool,
+        extra_groups: tuple[dist.ProcessGroup, ...],
+    ) -> None:
+        self.skipped = 0
+        self.in_a_row = 0
+        self.found = ""
+        self._optimizers = optimizers
+        self._patience = patience  # this many in a row are an error
+        self._everyone = runtime.everyone
+        self._asked: list[ShardedOptimizer] = []  # in this round: since a forward, each of them once
+        self._refusing = False  # in this round, one has been told to skip
+        self._extra_groups = extra_groups
+        self._own = OwnGradients(runtime.handles) if locate else None
+        self._members = tuple(runtime.members.values())
+        self._due = runtime.gradients.due
+        self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
+        for optimizer in optimizers:
+            optimizer.guard = self.lets_pass
+
+    def close(self) -> None:
+        """Step whatever comes, as before."""
+        for optimizer in self._optimizers:
+            optimizer.guard = None
+        self._hook.remove()
+        if self._own is not None:
+            self._own.stop()
+
+    def _begin_anew(self, *_: object) -> None:
+        """Before a forward: a step that was skipped by somebody else, such as a loss scaler, leaves no blame."""
+        if torch.is_grad_enabled():
+            self._asked.clear()
+        if self._own is not None:
+            self._due.settle()
+            with plain_access():
+                if all(member.parameter.grad is None for member in self._members):
+                    self._own.forget()
+
+    @torch.no_grad()
+    def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
+        """The optimizer may step: all gradients are finite on all ranks. Every rank must call this.
+
+        What one of a round was refused, the others are, too, whatever has become of its gradients since.
+        """
+        if not self._asked or any(optimizer is other for other in self._asked):
+            self._asked, self._refusing = [], False
+        self._asked.append(optimizer)
+        if self._refusing:
+            return False
+        gradients = self._gradients()
+        bad = any_not_finite(gradients, self._everyone.topology.device).to(torch.int32)
+        self._everyone.reduce(bad, dist.ReduceOp.MAX)
+        for group in self._extra_groups:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+        is_first = optimizer is self._optimizers[0]
+        if not bad.item():
+            self.in_a_row = 0 if is_first else self.in_a_row
+            if self._own is not None and optimizer is self._optimizers[-1]:
+                self._own.forget()
+            return True
+        self._refusing = True
+        self._note(gradients)
+        return False
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The final ones of all optimizers, this rank's rows, by name of the parameter."""
+        return {
+            name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for name, parameter in zip(optimizer.parameter_names(group), group["params"], strict=True)
+            if parameter.grad is not None
+        }
+
+    def _note(self, gradients: dict[str, Tensor]) -> None:
+        """Say what was found, the same on all ranks."""
+        rank = dist.get_rank()
+        final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
+        own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]
+        told = self._all_tell(own)
+        if not final:
+            self.found = "in another part of the model, of extra_groups"
+        elif self._own is None or self._everyone.size == 1:
+            self.found = few_names(final)
+        else:
+            self.found = whose(told, final)
+        if self._own is not None:
+            self._own.forget()
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self._patience:
+            times = f", {self.in_a_row} times in a row" if self.in_a_row > 1 else ""
+            raise NonFiniteGradients(
+                f"layerzero: gradients that are not finite{times}, and nothing has been stepped: {self.found}. Call "
+                "zero_grad() to leave this batch out; load the last checkpoint if it goes on"
+            )
+        if rank == self._everyone.ranks[0]:
+            _LOG.warning("layerzero: a step is skipped, as gradients are not finite: %s", self.found)
+
+    def _all_tell(self, texts: list[str]) -> list[str]:
+        return [text for told in self._everyone.share_texts(json.dumps(texts)) for text in json.loads(told)]

@@ -1,0 +1,135 @@
+"""List of the units of a sharded model: :func:`units`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.engine.hooks import runtime_of
+from layerzero.engine.managed_param import Member
+from layerzero.utils.text_tables import size, table
+
+__all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """One parameter of a unit, and the rows of it that this rank updates.
+
+    Attributes:
+        name: the first of its names in the model.
+        shape: full shape of the parameter.
+        dtype: dtype of the master.
+        requires_grad: whether it is trained.
+        rows: range of dim 0 whose masters are on this rank; a 0-dim parameter has one row.
+        local_numel: number of elements in these rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    rows: range
+    local_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return int(torch.Size(self.shape).numel())
+
+    @classmethod
+    def of(cls, member: Member) -> UnitParameter:
+        span, first = member.span, member.span.box[0]
+        rows = range(first.start, first.stop)
+        master = member.master
+        return cls(member.name, span.true_shape, master.dtype, member.parameter.requires_grad, rows, master.numel())
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """One unit: modules whose parameters are gathered and freed together.
+
+    Attributes:
+        name: name of its module, or names joined by "+"; "" for the root.
+        modules: classes of the modules whose forward gathers the unit, by name.
+        parameters: parameters of the unit, without those of units inside it.
+        gathered_bytes: size of its weights while they are gathered, in the compute dtype, with padding.
+        zero3_size: S, the number of ranks that share these weights.
+        data_parallel: D, the number of ranks that share the masters.
+        reshard_after_forward: setting of the unit.
+    """
+
+    name: str
+    modules: dict[str, str]
+    parameters: tuple[UnitParameter, ...]
+    gathered_bytes: int
+    zero3_size: int
+    data_parallel: int
+    reshard_after_forward: bool | int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of its full parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def local_numel(self) -> int:
+        """Number of elements whose masters are on this rank."""
+        return sum(parameter.local_numel for parameter in self.parameters)
+
+
+class UnitList(tuple[UnitInfo, ...]):
+    """Units of a model, the root first; ``str()`` formats them as a table.
+
+    Attributes:
+        ignored: names of the ignored parameters, which are full on every rank and in no unit.
+    """
+
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for unit in self:
+            classes = ", ".join(dict.fromkeys(unit.modules.values()))
+            label = f"{unit.name or 'the root'} ({classes})"
+            rows.append((label, "", f"{unit.numel:,}", size(unit.gathered_bytes), f"{unit.local_numel:,} elements"))
+            for each in unit.parameters:
+                part = f"rows {each.rows.start}:{each.rows.stop}" if each.rows else "no rows"
+                kind = str(each.dtype).removeprefix("torch.") + ("" if each.requires_grad else ", frozen")
+                rows.append((f"  {each.name}", f"{list(each.shape)} {kind}", f"{each.numel:,}", "", part))
+        rows += [(f"ignored: {name}", "", "", "", "all of it") for name in self.ignored]
+        return table(("unit", "parameter", "elements", "gathered", "on this rank"), rows, left=2)
+
+
+def units(model: nn.Module) -> UnitList:
+    """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
+
+    Sends nothing. Rows differ between ranks. ``print(model)`` marks the modules that are units.
+
+    Args:
+        model: from :func:`layerzero.shard_model`.
+
+    Example::
+
+        print(layerzero.units(model))  # a table
+        largest = max(layerzero.units(model), key=lambda unit: unit.gathered_bytes)
+    """
+    runtime = runtime_of(model)
+    names = {module: name for name, module in model.named_modules()}
+    order = {name: place for place, name in enumerate(runtime.members)}
+    found = UnitList(
+        UnitInfo(
+            name=unit.name,
+            modules={names[module]: type(module).__name__ for module in unit.modules},
+            parameters=tuple(map(UnitParameter.of, sorted(unit.members(), key=lambda member: order[member.name]))),
+            gathered_bytes=sum(each.layout.numel * each.precision.compute.itemsize for each in unit.handles),
+            zero3_size=unit.topology.zero3_size,
+            data_parallel=unit.topology.data_parallel,
+            reshard_after_forward=unit.reshards,
+        )
+        for unit in runtime.units
+    )
+    found.ignored = tuple(n for n, p in model.named_parameters() if runtime.parameters.is_ignored(p))
+    return found

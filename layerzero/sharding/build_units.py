@@ -1,0 +1,414 @@
+"""Turns the plan of a unit into the unit: memory, initial values, handles."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.transport.process_group import Travel, coded_bytes, coded_sizes, travels_coded
+from layerzero.config import LayerZeroConfig
+from layerzero.device.accelerator import streams_module
+from layerzero.device.gradient_offload import Buffers
+from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
+from layerzero.dtensor.model_parallel_spec import Face, part_held
+from layerzero.dtensor.ops_data import carry_over
+from layerzero.dtensor.strided import keeps_order
+from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
+from layerzero.engine.handle import Handle
+from layerzero.engine.reduction_spec import Route
+from layerzero.engine.unit import Unit
+from layerzero.estimates.specs import PlannedHandle, Where
+from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
+from layerzero.sharding.meta_init import Unwritten, bears_mark, mark
+from layerzero.sharding.shared_segment import Node
+from layerzero.sharding.unit_meshes import Site
+from layerzero.sharding.unit_selection import Found, UnitPlan, is_plain_storage, kind_of
+
+__all__ = [
+    "agree_on_codec",
+    "build_unit",
+    "check_buffers",
+    "check_codec",
+    "check_meta",
+    "describe",
+    "parts_of",
+    "plan_handles",
+]
+
+InitFn = Callable[[nn.Module], None]
+
+
+def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfig) -> dict[str, object]:
+    """Everything about a model and its settings that must be equal on all ranks of it."""
+    fields = config.fingerprint()
+    fields["units"] = [plan.name for plan in plans]
+    for plan in plans:
+        chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
+        fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
+        if len(plan.called) > 1:
+            fields[f"modules that call unit {plan.name!r}"] = [plan.modules.get(module) for module in plan.called]
+        for found in plan.parameters:
+            parameter = found.parameter
+            frozen = "" if parameter.requires_grad else " frozen"
+            place = " on meta" if parameter.is_meta else ""
+            placed = (
+                f" {parameter.placements} on {list(parameter.device_mesh.shape)}"
+                if isinstance(parameter, DTensor)
+                else ""
+            )
+            kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
+            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{place}{placed} in unit {plan.name!r}"
+            fields[f"parameter {found.name!r}"] = text
+        if plan.mesh is not plans[0].mesh:
+            fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)
+    for name, buffer in model.named_buffers():
+        fields[f"buffer {name!r}"] = f"{list(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}"
+    return fields
+
+
+def parts_of(plans: Sequence[UnitPlan]) -> dict[str, object]:
+    """Which parts of the parameters on axes beside the root's mesh this rank has: equal on the ranks of that mesh."""
+    return {
+        f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
+        for plan in plans
+        for found in plan.parameters
+        if isinstance(found.parameter, DTensor) and plan.mesh is plans[0].mesh
+    }
+
+
+def check_buffers(plans: Sequence[UnitPlan]) -> None:
+    """Every buffer can be sent to the other ranks."""
+    for plan in plans:
+        for module, module_name in plan.modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_plain_storage(buffer):
+                    raise ValueError(
+                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {kind_of(buffer)}, which cannot be "
+                        "broadcast from rank 0: pass sync_module_states=False, and make ranks start equal"
+                    )
+
+
+def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+    """Raise if `offload_params` is set for a parameter whose class has an all-gather extension."""
+    for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
+        if config.offload_params:
+            raise ValueError(
+                f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose "
+                "all-gather extension reads its shard on the device. Leave offload_params out; offload_optimizer and "
+                "offload_grads are supported"
+            )
+
+
+def check_codec(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+    """There is something to encode."""
+    computes = {
+        config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
+        for plan in plans
+        for found in plan.parameters
+    }
+    if config.gather_codec is not None and computes and not any(map(travels_coded, computes)):
+        raise ValueError(
+            f"gather_codec encodes weights in bf16 and fp16, and the model computes in {computes}: give mp_policy a "
+            "param_dtype, or leave gather_codec out"
+        )
+
+
+def agree_on_codec(
+    plans: Sequence[UnitPlan], handles: Sequence[Sequence[PlannedHandle]], config: LayerZeroConfig, site: Site
+) -> None:
+    """Raise on every rank of a mesh where codecs of one class would send unequal numbers of bytes."""
+    if config.gather_codec is None:
+        return
+    size = site.topology.zero3_size
+    told = {
+        f"bytes of gather_codec for unit {plan.name!r}": [
+            coded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
+        ]
+        for plan, unit in zip(plans, handles, strict=True)
+    }
+    agree("shard_model", told, ranks=site.topology.ranks)
+
+
+def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
+    """Raise unless every module on the meta device can be initialised."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
+            "initializes a module on the meta device, such as model._init_weights"
+        )
+    sharded = {id(found.parameter) for plan in plans for found in plan.parameters}
+    for plan in plans:
+        for module, module_name in plan.modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
+                    raise ValueError(
+                        f"parameter {f'{module_name}.{name}'.lstrip('.')!r} is ignored and on the meta device, where "
+                        "nothing would give it memory: build it on a real device, or do not ignore it"
+                    )
+    if param_init_fn is not None:
+        return
+    for plan in plans:
+        for module in plan.modules:
+            if _has_meta(module) and not hasattr(module, "reset_parameters"):
+                raise ValueError(
+                    f"a {type(module).__name__} of unit {plan.name!r} is on the meta device and has no "
+                    "reset_parameters(); pass param_init_fn"
+                )
+
+
+def plan_handles(
+    plan: UnitPlan, config: LayerZeroConfig, where: Where, *, averaged: int, has_face: Callable[[nn.Parameter], bool]
+) -> list[PlannedHandle]:
+    """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
+
+    Args:
+        averaged: ranks over whose batches the loss is a mean: those of the root, whatever the unit is sharded over.
+        has_face: a parameter is on axes beside the data-parallel ones.
+    """
+    accumulation = config.accumulation_of(plan.name, plan.called[0])
+    policy = config.policy_of(plan.name, plan.called[0])
+    factor = config.gradient_divide_factor or averaged
+    kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
+    for found in plan.parameters:
+        if has_extension(found.parameter):
+            continue
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_face(found.parameter)
+        kinds.setdefault(kind_of_it, []).append(found)
+    planned = []
+    for (dtype, trainable, _), members in kinds.items():
+        kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
+        precision = config.precision_of(dtype, policy, trainable=trainable)
+        route = Route.plan(
+            where.grid,
+            precision,
+            accumulation=accumulation,
+            divide_factor=factor,
+            adds_hop1=where.adds_hop1,
+            adds_hop2=where.adds_hop2,
+        )
+        layouts = plan_layouts(
+            [
+                (found.name, tuple(part_held(found.parameter).shape) or (1,)) for found in members
+            ],  # a 0-dim one is a row
+            num_shards=where.grid.data_parallel,
+            align=16 // min(precision.compute.itemsize, precision.master.itemsize),
+        )
+        in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
+        strided = {
+            found.name: part_held(found.parameter).numel() * precision.compute.itemsize
+            for found in members
+            if not keeps_order(part_held(found.parameter))
+        }
+        for layout in layouts:
+            own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
+            coded = coded_bytes(coded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
+            planned.append(
+                PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
+            )
+    for found in (each for each in plan.parameters if has_extension(each.parameter)):
+        # See [Note: All-gather extensions]: one handle for each parameter, with shards of whole rows.
+        parameter, ranks = found.parameter, where.grid.data_parallel
+        slot = Slot(found.name, tuple(parameter.shape), 0)
+        layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
+        in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
+        precision = replace(in_compute, compute=parameter.dtype)
+        route = Route.plan(
+            where.grid,
+            precision,
+            accumulation=accumulation,
+            divide_factor=factor,
+            adds_hop1=where.adds_hop1,
+            adds_hop2=where.adds_hop2,
+        )
+        planned.append(
+            PlannedHandle(
+                plan.name,
+                f"{type(parameter).__name__} {found.name!r}",
+                parameter.requires_grad,
+                precision,
+                layout,
+                route,
+                in_host=config.offload_optimizer and parameter.requires_grad,
+                # The class reports its inputs at the first gather; until then assume those of any parameter.
+                extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
+            )
+        )
+    return planned
+
+
+def build_unit(
+    plan: UnitPlan,
+    planned: Sequence[PlannedHandle],
+    config: LayerZeroConfig,
+    site: Site,
+    buffers: Buffers,
+    node: Node | None,
+    param_init_fn: InitFn | None,
+) -> tuple[Unit, list[Unwritten]]:
+    """The unit of a plan, its parameters replaced in the model, and what its initialisation has left unwritten.
+
+    No more than this unit is ever whole.
+    """
+    topology = site.topology
+    policy = config.policy_of(plan.name, plan.called[0])
+    extensions = _take_extensions(plan, policy)
+    was_on_meta = _tensors_on_meta(plan)
+    _materialise_together(plan, site, param_init_fn)
+    if config.sync_module_states:
+        _take_rank_0(plan, site)
+    unwritten = _still_marked(plan, was_on_meta)
+    cast_buffers = _cast_buffers(plan, config.buffer_dtype)
+    by_name = {found.name: found for found in plan.parameters}
+    reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
+    root_stays = not plan.name and streams_module(topology.device) is not None
+    # Also where this node shares memory: another one may not, and all ranks make the same groups.
+    keeping = None if root_stays or isinstance(reshards, bool) else topology.gather_among(reshards)
+    gathers = Where.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
+    travel = Travel(config.gather_codec, keeping) if gathers else Travel()
+    handles = [
+        Handle(
+            f"unit {plan.name!r}, {each.kind}",
+            each.layout,
+            [_original(by_name[slot.name], site) for slot in each.layout.slots],
+            label=plan.name or "the root",
+            precision=each.precision,
+            route=each.route,
+            topology=topology,
+            buffers=buffers,
+            shared=None
+            if node is None or each.extension is not None
+            else node.weights.share(each.layout.numel, each.precision.compute),
+            travel=Travel() if each.extension is not None else travel,
+            extension=None if each.extension is None else extensions[each.layout.slots[0].name],
+        )
+        for each in planned
+    ]
+    for found in plan.parameters:
+        # Whoever still holds the old parameter holds no memory with it.
+        nothing = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
+        if isinstance(found.parameter, DTensor):
+            found.parameter._local_tensor = nothing
+        else:
+            found.parameter.data = nothing
+        found.parameter.grad = None
+    unit = Unit(
+        plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+    )
+    unit.show_sharded()
+    return unit, unwritten
+
+
+def _take_extensions(plan: UnitPlan, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
+    """Replace parameters whose class has an all-gather extension by plain ones; return the extensions by name."""
+    extensions: dict[str, Extension] = {}
+    for index, found in enumerate(plan.parameters):
+        if has_extension(found.parameter):
+            module, _ = found.owners[0]
+            plain, extensions[found.name] = Extension.take(found.parameter, module, policy)
+            for owner, attribute in found.owners:
+                owner._parameters[attribute] = plain
+            plan.parameters[index] = Found(found.name, plain, found.owners)
+    return extensions
+
+
+def _original(found: Found, site: Site) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]:
+    """What a handle is made of: the part of a parameter that this rank holds, its owners, and its face."""
+    whole, part = found.parameter, found.parameter
+    if isinstance(whole, DTensor):
+        part = nn.Parameter(part_held(whole).detach(), requires_grad=whole.requires_grad)
+        carry_over(whole, gathered=part, sharded=part)
+    return part, found.owners, site.face_of(whole)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _tensors_on_meta(plan: UnitPlan) -> list[Unwritten]:
+    parameters = [Unwritten(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta]
+    buffers = [
+        Unwritten(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
+        for module, module_name in plan.modules.items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    return [*parameters, *buffers]
+
+
+def _still_marked(plan: UnitPlan, was_on_meta: Sequence[Unwritten]) -> list[Unwritten]:
+    parameters = {found.name: found.parameter for found in plan.parameters}
+    left = []
+    for each in was_on_meta:
+        held = parameters[each.name] if each.is_parameter else each.owner._buffers.get(each.attribute)
+        if held is not None and bears_mark(part_held(held)):
+            left.append(each)
+    return left
+
+
+def _materialise_together(plan: UnitPlan, site: Site, param_init_fn: InitFn | None) -> None:
+    """Materialise on every rank of the model, or raise on every one."""
+    device = site.topology.device
+    if not any(_has_meta(module) for module in plan.modules):
+        _materialise(plan, device, param_init_fn)
+        return
+    failure: Exception | None = None
+    try:
+        _materialise(plan, device, param_init_fn)
+    except Exception as error:
+        failure = error
+    agree(f"initialisation of unit {plan.name!r}", {}, ranks=site.everyone.ranks, failure=failure)
+
+
+def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | None) -> None:
+    """Give meta parameters and buffers memory and values; move buffers to the device."""
+    on_meta = [module for module in plan.modules if _has_meta(module)]
+    for index, found in enumerate(plan.parameters):
+        if found.parameter.is_meta:
+            empty = torch.empty_like(found.parameter, device=device)
+            mark(part_held(empty))
+            parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
+            carry_over(found.parameter, gathered=parameter, sharded=parameter)
+            for owner, attribute in found.owners:
+                owner._parameters[attribute] = parameter
+            plan.parameters[index] = Found(found.name, parameter, found.owners)
+    for module in plan.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                if buffer.is_meta:
+                    mark(moved)
+                module._buffers[name] = moved
+    for module in on_meta:
+        if param_init_fn is not None:
+            param_init_fn(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> list[CastBuffer]:
+    """Replace floating-point buffers by cast ones; return those that had another dtype."""
+    cast: list[CastBuffer] = []
+    for module in plan.modules:
+        for name, buffer in module._buffers.items():
+            if dtype is not None and buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                module._buffers[name] = buffer.to(dtype)
+                cast.append(CastBuffer(weakref.ref(module), name, buffer.dtype))
+    keep_dtypes_in_state(cast)
+    return cast
+
+
+@torch.no_grad()
+def _take_rank_0(plan: UnitPlan, site: Site) -> None:
+    for found in plan.parameters:
+        site.take_from_first(found.parameter)
+    for module in plan.modules:
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                site.send(buffer.detach())

@@ -1,0 +1,63 @@
+"""Release of a model's resources: :func:`close`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.process_groups import kept_for_release, released_everywhere
+from layerzero.dtensor.outside import inside_backward
+from layerzero.engine.hooks import detach, is_closed, runtime_of
+
+__all__ = ["close"]
+
+
+def close(model: nn.Module) -> None:
+    """Release the process groups, threads, buffers, shared and pinned memory of a sharded model.
+
+    The same happens when the model is garbage collected. Call this to choose the time, or if a reference keeps the
+    model alive. It waits for a save in the background. All ranks should call this. If collectives run on a device, all
+    ranks must call it, because its communicators are destroyed together.
+
+    Afterwards forwards, optimizer steps, checkpoints and all functions that take the model raise RuntimeError. Its
+    parameters remain, and ``p.to_local()`` returns this rank's rows; ``p.full_tensor()`` raises if it would need other
+    ranks. Closing again does nothing. A mesh that was passed to :func:`shard_model` is not closed.
+
+    Args:
+        model: from :func:`shard_model`.
+
+    Raises:
+        RuntimeError: a backward is running, or :func:`gathered`, :func:`unsharded`, :func:`full_precision`
+            or ``EMA.swapped`` is active.
+        TypeError, ValueError: `model` is not a sharded model.
+
+    Example::
+
+        for learning_rate in (1e-4, 3e-4):
+            model = layerzero.shard_model(build(), zero3_size=8, units={Block})
+            train(model, learning_rate)
+            layerzero.close(model)
+    """
+    if isinstance(model, nn.Module) and is_closed(model):
+        return
+    runtime = runtime_of(model)
+    runtime.refreshes.refuse_uses("layerzero.close")
+    failure: RuntimeError | None = None
+    if inside_backward():
+        failure = RuntimeError(
+            "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
+        )
+    elif runtime.views:
+        failure = RuntimeError(
+            f"layerzero.close was called inside {runtime.views[-1].value}, which must restore the model when it ends. "
+            "Leave the context first"
+        )
+    if not runtime.topology.zero3_reduce.held.is_local:  # see [Note: Release of groups] in comm/process_groups.py
+        agree("close", {}, ranks=runtime.everyone.ranks, failure=failure)
+    if failure is not None:
+        raise failure
+    everyone = runtime.everyone
+    detach(model)
+    if not runtime.topology.zero3_reduce.held.is_local:
+        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
+    runtime.close()

@@ -1,0 +1,122 @@
+"""Memory that nothing has written: of a model built on meta, and of no initialisation, load or assignment.
+
+[Note: Marked memory]
+Fresh memory may look like weights, and a model would train on it without a word. So what was on meta gets memory full
+of a mark that no computation leaves behind. What still bears it was written by nobody, however writing is done (in
+place, ``.data``, a kernel). One look after the initialisation, once rank 0's values are everywhere, tells what is left.
+A load, or the user, may still write it until the first forward, which looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from layerzero.comm.agreement import agree
+from layerzero.engine.managed_param import Member
+
+__all__ = ["Unwritten", "bears_mark", "mark", "refusal_of"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 8  # names in an error
+
+
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """A parameter, or a buffer of a module, that was left as it was when a model on meta had been initialised."""
+
+    name: str  # fully qualified
+    owner: nn.Module
+    attribute: str
+    is_parameter: bool
+
+    @property
+    def is_in_states(self) -> bool:
+        """Loading a state writes it."""
+        return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
+
+    def is_left(self, members: Mapping[str, Member]) -> bool:
+        """Nothing has written it since, as far as this rank holds it."""
+        held = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
+        if held is None:
+            return False
+        # A cast may have made another NaN of the mark.
+        return bool(held.isnan().any()) if _is_inexact(held) else bears_mark(held)
+
+
+@torch.no_grad()
+def mark(fresh: Tensor) -> None:
+    """Fill a tensor of any dtype with the mark: a NaN, or an unlikely integer."""
+    if _takes_mark(fresh):
+        bits = _bits(fresh)
+        bits.fill_(_mark_of(fresh, bits))
+
+
+@torch.no_grad()
+def bears_mark(tensor: Tensor) -> bool:
+    """It has elements that nothing has written; all of them, where an element has too few bits for a mark."""
+    if not _takes_mark(tensor) or tensor.numel() == 0:
+        return False
+    bits = _bits(tensor)
+    marked = bits == _mark_of(tensor, bits)
+    return bool(marked.any() if _is_inexact(tensor) and bits.element_size() > 1 else marked.all())
+
+
+def refusal_of(
+    unwritten: Sequence[Unwritten], members: Mapping[str, Member], ranks: Sequence[int]
+) -> Callable[[], None]:
+    """What the first forward calls, on all ranks: raises while something is still unwritten."""
+
+    def refuse() -> None:
+        left = [each for each in unwritten if each.is_left(members)]
+        failure = RuntimeError(_describe(left)) if left else None
+        agree("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
+
+    return refuse
+
+
+def _describe(left: Sequence[Unwritten]) -> str:
+    loaded = [each.name for each in left if each.is_in_states]
+    others = [each for each in left if not each.is_in_states]
+    sentences = []
+    if loaded:
+        sentences.append(
+            f"nothing has written {_spell(loaded)} since the model was built on meta: let param_init_fn (or the "
+            "module's reset_parameters) write them, or load a state before the first forward "
+            "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
+        )
+    if others:
+        where, _, attribute = others[0].name.rpartition(".")
+        sentences.append(
+            f"nothing has written {_spell([each.name for each in others])} since the model was built on meta, and no "
+            "state holds non-persistent buffers: let param_init_fn (or the module's reset_parameters) write them, or "
+            f"assign them before the first forward, model.{where + '.' if where else ''}{attribute} = ..."
+        )
+    return "; ".join(sentences)
+
+
+def _spell(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _takes_mark(tensor: Tensor) -> bool:
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.view(_BITS[real.element_size()])
+
+
+def _mark_of(tensor: Tensor, bits: Tensor) -> int:
+    size = bits.element_size()
+    return int.from_bytes((b"\xff" if _is_inexact(tensor) else b"\xa5") * size, "little", signed=size > 1)

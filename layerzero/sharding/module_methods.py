@@ -1,0 +1,391 @@
+"""What a sharded model can be told through methods of its own, as models under torch's wrappers can."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from layerzero.dtensor.outside import call_between
+from layerzero.engine.hooks import forward_hooks, runtime_of, runtimes_of, units_within
+from layerzero.engine.runtime import Runtime
+from layerzero.engine.unit import Unit
+
+__all__ = [
+    "UnshardHandle",
+    "bind_methods",
+    "gathered",
+    "mark_units",
+    "no_sync",
+    "register_forward_method",
+    "reshard",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "unshard",
+]
+
+_LOG = logging.getLogger("layerzero")
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Only accumulate: backwards inside exchange nothing between nodes, and leave ``.grad`` unfinished.
+
+    What counts is where ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces all that has
+    been accumulated. With ``accumulation="sharded"`` gradients are still reduced inside the node.
+
+    Example::
+
+        for i, batch in enumerate(batches):
+            with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
+                (model(batch) / len(batches)).backward()
+
+    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. For a module that holds sharded
+    models, it applies to all of them.
+    """
+    before = [(runtime, runtime.reduces) for runtime in runtimes_of(model).values()]
+    for runtime, _ in before:
+        runtime.reduces = False
+    try:
+        yield
+    finally:
+        for runtime, reduces in before:
+            runtime.reduces = reduces
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Show the gathered weights of a module inside the context, to compute with them outside of its unit's forward.
+
+    Use this for a loss that takes the weight of the head after the model has returned, such as a fused or chunked
+    cross-entropy. The weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are
+    reduced like any others, and are added to those of the unit's own forwards and of tied weights.
+
+    The backward may run inside the context or after it. Inside, the weights are gathered once. After it, the backward
+    gathers them again, unless `reshard_after_forward` keeps the unit. Under ``torch.no_grad()`` they are freed at the
+    end of the context.
+
+    Like a forward, this is a collective of the ranks that share the weights. All of them enter the same contexts in the
+    same order; otherwise they raise, as for forwards. The context gathers the whole unit that has the parameters of
+    `module`. Units inside `module` stay sharded, so ``gathered(model)`` shows the parameters of the root. Parameters
+    that are full already (ignored ones, and all inside :func:`layerzero.unsharded`) do not change.
+
+    The weights are read-only: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` raise
+    inside. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are active inside,
+    so a kernel that adds to ``weight.main_grad`` must take it in the forward.
+
+    Args:
+        module: a sharded model, one of its units, or a module inside one.
+
+    Raises:
+        ValueError: all parameters of `module` are in units inside it.
+        RuntimeError: ranks of a ZeRO-3 group enter different contexts; or a call inside would change weights.
+
+    Example::
+
+        hidden = model(tokens)  # [batch, length, width]
+        with layerzero.gathered(model.head):
+            loss = linear_cross_entropy(hidden, model.head.weight, targets)
+            loss.backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"layerzero.gathered expected a sharded model or a module inside one, got {type(module).__name__}. Pass "
+            "the module that holds the weights, such as model.head"
+        )
+    with ExitStack() as contexts:
+        for runtime, units in units_within(module).items():
+            contexts.enter_context(runtime.gathered(units))
+        yield
+
+
+def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Whether the backwards from here on reduce; False is as :func:`no_sync`, until it is set again.
+
+    Bound to a sharded model, ``model.set_requires_gradient_sync(is_last)``, for loops that are written for FSDP2.
+
+    Raises:
+        ValueError: ``recurse=False``, for the root without the units inside it.
+    """
+    runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
+    runtime.reduces = runtime.all_reduces = bool(requires_gradient_sync)
+
+
+def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """Set whether later backwards also reduce gradients across replicas, like FSDP2's method of this name.
+
+    False works like :func:`no_sync`: with ``accumulation="sharded"`` gradients are reduced inside the ZeRO-3 group.
+
+    Raises:
+        ValueError: ``recurse=False``, for the root without the units inside it.
+    """
+    _whole(model, "set_requires_all_reduce", recurse=recurse).all_reduces = bool(requires_all_reduce)
+
+
+def _whole(model: nn.Module, method: str, *, recurse: bool) -> Runtime:
+    if not recurse:
+        raise ValueError(
+            f"{method}(recurse=False) is not supported: the units of a model are reduced together, in an order "
+            "that all ranks share, or not at all. For a backward that reaches one unit only, such as one of a chunked "
+            "loss, use layerzero.no_sync(model)"
+        )
+    return runtime_of(model)
+
+
+class UnshardHandle:
+    """Gather in flight, launched by :func:`unshard`."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
+
+    def wait(self) -> None:
+        """Wait until the weights are gathered. The forward of the unit also waits for them."""
+        if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
+            runtime.wait_unsharded(unit)
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """Gather the weights of a unit ahead of its next forward, without the units inside it.
+
+    They stay gathered until that forward frees them (see `reshard_after_forward`), until a backward ends, or until
+    :func:`reshard`. ``module.weight`` shows them inside forwards and :func:`gathered` only. Like a forward, this is a
+    collective of the ranks that share the weights.
+
+    Args:
+        module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
+        async_op: return before the weights are gathered.
+
+    Returns:
+        With `async_op` a handle whose ``wait()`` waits for them.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.unshard(unit)
+    handle = UnshardHandle(runtime, unit)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights of a unit, without the units inside it. A backward that needs them gathers them again.
+
+    Raises:
+        RuntimeError: the unit is in its forward, its backward or :func:`gathered`.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.reshard(unit)
+
+
+def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
+    """Change `reshard_after_forward` of :func:`layerzero.shard_model` for a unit, and with `recurse` for those inside.
+
+    All ranks must make the same call. Without gradients, weights are always freed after a forward.
+
+    Raises:
+        ValueError: `reshard_after_forward` is not a bool.
+    """
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}: process groups for a number of "
+            "ranks exist only from the start. Pass the number to shard_model(reshard_after_forward=...)"
+        )
+    runtime, units = _units_of(module, recurse=recurse)
+    for unit in units:
+        unit.reshards, unit.is_told = reshard_after_forward, True
+    runtime.heed_control()
+
+
+def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    """Set whether a unit, and with `recurse` those inside it, are freed after a backward.
+
+    False takes more memory and saves the gathers of the next micro-batch. ``optimizer.step()`` frees the units that it
+    updates, and a forward without gradients also frees its units. All ranks must make the same call.
+    """
+    runtime, units = _units_of(module, recurse=recurse)
+    for unit in units:
+        unit.reshards_after_backward = bool(reshard_after_backward)
+    runtime.heed_control()
+
+
+def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Set the units that the forward of a unit gathers ahead, in this order, in place of those that `prefetch` selects.
+
+    All ranks must make the same call. Units that are not called are freed when the forward of the model ends.
+
+    Raises:
+        TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
+    runtime.heed_control()
+
+
+def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Set the units that the backward of a unit gathers ahead; see :func:`set_modules_to_forward_prefetch`.
+
+    Units that the backward does not reach are freed when it ends.
+    """
+    runtime, unit = _unit_of(module)
+    runtime.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
+    runtime.heed_control()
+
+
+def _listed(runtime: Runtime, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
+    method = f"set_modules_to_{way}_prefetch"
+    if isinstance(modules, nn.Module):
+        raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}. Pass [unit]")
+    found = []
+    for each in modules:
+        theirs, listed = _unit_of(each)
+        if theirs is not runtime or listed.topology is not unit.topology:
+            raise ValueError(
+                f"{method}: {listed.label} is of another {'model' if theirs is not runtime else 'mesh'} than "
+                f"{unit.label}, and ranks that call one of them need not call the other. Pass units of one mesh"
+            )
+        found.append(listed)
+    return found
+
+
+def _unit_of(module: nn.Module) -> tuple[Runtime, Unit]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
+    before, _ = forward_hooks(module)
+    return before.runtime, before.unit
+
+
+def _units_of(module: nn.Module, *, recurse: bool) -> tuple[Runtime, list[Unit]]:
+    """Return the unit of a module, and with `recurse` those inside it."""
+    runtime, unit = _unit_of(module)
+    inside = set(module.modules()) if recurse else set()
+    return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a sharded model or unit compute with its parameters, as ``forward`` does.
+
+    While it runs, the parameters of that unit are gathered; those of others are where their own forwards run. Inputs
+    and outputs are cast as `mp_policy` says, gradients flow through what it returns, and hooks on forwards are not run.
+    All ranks must call it as they call forwards: those of a node call the same units in the same order, so that
+    generation must be as long on all of them (``synced_gpus=True`` in transformers) unless they share memory.
+
+    Args:
+        module: from :func:`layerzero.shard_model`, or one of its units.
+        method_name: of a method, such as ``"generate"`` or ``"encode"``. Registering it again changes nothing.
+
+    Raises:
+        AttributeError, TypeError: there is no such method, or it returns before it computes: a generator, a coroutine.
+        ValueError: `module` is no sharded model and no unit of one.
+
+    Example::
+
+        layerzero.register_forward_method(model, "generate")
+        tokens = model.generate(prompt)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
+    method = getattr(module, method_name)
+    if getattr(method, "is_layerzeros", False):
+        return
+    if not callable(method):
+        raise TypeError(f"{type(module).__name__}.{method_name} is no method, but {type(method).__name__}")
+    if any(kind(method) for kind in _LATER):
+        raise TypeError(
+            f"{type(module).__name__}.{method_name} returns before it computes, when parameters are gone again; "
+            "register a method that returns when it has computed"
+        )
+    forward_hooks(module)
+    function = method.__func__ if getattr(method, "__self__", None) is module else None
+    setattr(module, method_name, _as_forward(method if function is None else function, module, function is not None))
+
+
+def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: bool) -> Callable[..., Any]:
+    weak = weakref.ref(module)  # see `_method`
+
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        held = weak()
+        assert held is not None
+        call = functools.partial(method, held) if takes_module else method
+        return call_between(held, call, args, kwargs, *forward_hooks(held))
+
+    as_forward.is_layerzeros = True  # type: ignore[attr-defined]
+    return as_forward
+
+
+def bind_methods(runtime: Runtime) -> None:
+    """Add methods to the model and its units, under FSDP2's names, for training loops that call them.
+
+    An existing attribute of such a name is kept, and a warning is logged.
+    """
+    taken: dict[str, str] = {}
+    for unit in runtime.units:
+        is_root = unit is runtime.units[0]
+        for module in unit.modules:
+            for function in (*_OF_MODELS, *_OF_UNITS) if is_root else _OF_UNITS:
+                name = function.__name__
+                if not hasattr(module, name):
+                    setattr(module, name, _method(function, module))
+                else:
+                    taken.setdefault(name, "model" if is_root else type(module).__name__)
+    for name, of in taken.items():
+        _LOG.warning(
+            "layerzero: the %s has a %s of its own, which is left alone; a loop that calls it does not reach "
+            "layerzero. %s",
+            *(of, name, "Call layerzero.no_sync(model)" if "sync" in name else "See docs/fsdp2.md"),
+        )
+
+
+_OF_MODELS = (no_sync, set_requires_gradient_sync, set_requires_all_reduce)
+_OF_UNITS = (
+    unshard,
+    reshard,
+    set_reshard_after_forward,
+    set_reshard_after_backward,
+    set_modules_to_forward_prefetch,
+    set_modules_to_backward_prefetch,
+)
+
+
+def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """As a bound method, which would keep the model for as long as the garbage collector does not run."""
+    weak = weakref.ref(model)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(weak(), *args, **kwargs)
+
+    return method
+
+
+def mark_units(units: Iterable[Unit]) -> None:
+    """Mark the units in the output of ``print(model)``, through their ``extra_repr``."""
+    for unit in units:
+        sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"
+        mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
+        for module in unit.modules:
+            module.extra_repr = _marked(module, mark)  # type: ignore[method-assign]
+
+
+def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
+    """Return an ``extra_repr`` that adds `mark`, without a strong reference to the module; see `_method`."""
+    weak, own = weakref.ref(module), vars(module).get("extra_repr")
+
+    def extra_repr() -> str:
+        held = weak()
+        assert held is not None
+        text = type(held).extra_repr(held) if own is None else own()
+        return f"{text}{chr(10) if chr(10) in text else ', '}{mark}" if text else mark
+
+    return extra_repr

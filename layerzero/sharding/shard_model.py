@@ -1,0 +1,335 @@
+"""Shards a model: :func:`shard_model`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.mesh_info import AXES, as_data_parallel
+from layerzero.comm.process_groups import (
+    ModelGroups,
+    groups_so_far,
+    kept_for_release,
+    released_everywhere,
+    settle_releases,
+)
+from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
+from layerzero.device.accelerator import Transfers
+from layerzero.device.buffer_pools import BufferPool, StoragePool
+from layerzero.device.gradient_offload import Accumulators, Buffers
+from layerzero.dtensor.quiet import quieten
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.hooks import attach
+from layerzero.engine.runtime import Runtime
+from layerzero.estimates.memory_estimate import held_bytes
+from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
+from layerzero.estimates.specs import Where, planned_again
+from layerzero.sharding.build_units import (
+    agree_on_codec,
+    build_unit,
+    check_buffers,
+    check_codec,
+    check_meta,
+    check_offload,
+    describe,
+    parts_of,
+    plan_handles,
+)
+from layerzero.sharding.launchers import connections_warning, restart_warning
+from layerzero.sharding.meta_init import Unwritten, refusal_of
+from layerzero.sharding.module_methods import bind_methods, mark_units
+from layerzero.sharding.optimizer_hook import guard_optimizers
+from layerzero.sharding.shared_segment import Node, share_node
+from layerzero.sharding.unit_meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
+from layerzero.sharding.unit_selection import UnitPlan, partition, ranks_in
+from layerzero.sharding.wrapper_checks import guard_wrappers, refuse_fully_shard
+
+_log = logging.getLogger("layerzero")
+
+__all__ = ["shard_model"]
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | MeshOf | None = None,
+    zero3_size: int | None = None,
+    units: Units = None,
+    mp_policy: Policy | None = None,
+    replica_reduce_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    gradient_divide_factor: float | None = None,
+    accumulation: Accumulation = "sharded",
+    offload_grads: bool = False,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+    pin_memory: bool = True,
+    reshard_after_forward: Reshards = True,
+    prefetch: int = 1,
+    gather_codec: GatherCodec | None = None,
+    node_memory: str = "auto",
+    ignored_params: Iterable[nn.Parameter] | str | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+    sync_module_states: bool = True,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Shard a model in place, and return the same object.
+
+    fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020), compute weights over
+    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the true
+    shapes whose local tensors are this rank's rows of the masters; ``.grad`` is their gradient, averaged over all
+    ranks. All ranks must call this with the same model and settings.
+
+    Args:
+        model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
+        mesh: instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or torch's own, of
+            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas. Or
+            ``callable(name, module) -> DeviceMesh``, called for each unit, ``""`` being the root: experts are
+            data-parallel over fewer ranks. Parameters may be DTensors on axes beside their mesh (tensor and expert
+            parallel). See ``docs/meshes.md``.
+        zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
+            a node, as torchrun says.
+        units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
+            classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names, each of which is
+            one unit that is gathered when any of them is called: ``[Block, [model.norm, model.head]]``. A list takes
+            precedence over classes and names. Or ``callable(name, module) -> bool``; where that returns a str, all
+            modules with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or that
+            transformers checkpoints. Or a policy of ``torch.distributed.fsdp.wrap``: a ``ModuleWrapPolicy``, or a
+            function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial`` included, such as
+            ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None: root only.
+            :func:`layerzero.units` lists what was chosen, and ``print(model)`` marks it.
+        mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
+            (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
+            for every unit. Or ``callable(name, module)`` that chooses a policy for each unit; ``""`` is the root, and
+            units of several modules come with their key and the first module. A norm in fp32 between blocks in bf16 is
+            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
+        replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
+        buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
+            do. ``state_dict()`` and checkpoints hold them in their original dtype, with the cast values.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None: D, which gives their mean.
+            With 1.0 they are summed: for a loss that is already divided by the tokens of all ranks.
+        accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
+            node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
+            ``callable(name, module)`` that chooses for each unit.
+        offload_grads: between the backwards of a step, accumulators stay in pinned host memory; on the device they
+            take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
+            one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
+            the CPU the setting warns, and changes nothing else.
+        offload_optimizer: masters, final gradients and the optimizer's state live in host memory, and the optimizer
+            runs on the CPU: sharded parameters and their ``.grad`` are tensors there. Gradients come down as they are
+            summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
+            weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
+            nothing else.
+        offload_params: keep compute weights in host memory, for models that do not fit otherwise. Each gather first
+            copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, the
+            device holds gathered units, gradients in flight, and scratch. On the CPU the setting warns, and changes no
+            results. If ranks share memory, it has no effect.
+        pin_memory: pin the host memory of `offload_grads`, `offload_optimizer` and `offload_params`. Use False if the
+            machine limits pinned memory; copies are then slower, and the host waits for them. On the CPU nothing is
+            pinned.
+        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
+            ``callable(name, module) -> bool | int``: False for the last unit spares the gather that nothing hides. An
+            int, as in FSDP2: until its backward a unit stays sharded over so many neighbouring ranks, a divisor of
+            `zero3_size`, and is gathered among these alone. `zero3_size` itself means True, 1 False.
+        prefetch: units gathered ahead of the one that computes.
+        gather_codec: what travels in gathers instead of weights in bf16 or fp16: :class:`Float8Rows`, half the bytes,
+            or an object of your own with the methods of :class:`GatherCodec`. Forwards and backwards compute with what
+            is decoded; masters stay exact. None: the weights as they are. Where nothing is gathered (one rank, shared
+            memory) it has no effect.
+        node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
+            they share memory instead of sending each other weights and gradients; the log says if they cannot.
+            ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
+        ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
+            frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
+            their own. All ranks must have loaded the same. A class with FSDP2's all-gather extension (torchao's float8
+            training) is sharded by the rows of its one inner tensor.
+        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`. Not the model
+            itself, and not all of its parameters: nothing would be sharded.
+        sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
+            parallelism: each part, and each plain buffer, from the first rank that has it; copies of parameters from
+            the first of all.
+        param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
+            the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
+            one unit after the other, so that no more than one is ever whole. What it leaves unwritten must be loaded or
+            assigned before the first forward, which raises otherwise.
+
+    Raises:
+        TypeError, ValueError: a bad setting, an unsupported parameter, a model that is sharded already, or ranks
+            that disagree; checked before the first collective, and never a hang.
+        RuntimeError: torch.distributed is not initialised, or another rank failed here.
+
+    Example::
+
+        model = layerzero.shard_model(
+            model, zero3_size=8, units={Block}, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+    root = _agreed_root(model, mesh, zero3_size)
+    ranks = ranks_in(root)
+    fields: dict[str, object] = {}
+    plans: list[UnitPlan] = []
+    further: Further = {}
+    failure: Exception | None = None
+    try:
+        config = LayerZeroConfig(
+            zero3_size=root.size(1),
+            units=units,
+            mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
+            replica_reduce_dtype=replica_reduce_dtype,
+            buffer_dtype=buffer_dtype,
+            gradient_divide_factor=gradient_divide_factor,
+            accumulation=accumulation,
+            offload_grads=offload_grads,
+            offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+            pin_memory=pin_memory,
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            gather_codec=gather_codec,
+            node_memory=node_memory,
+            ignored_modules=ignored_modules,
+            sync_module_states=sync_module_states,
+        )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        plans = partition(
+            model,
+            units,
+            mesh_of=unit_meshes(mesh, root),
+            ignored_params=ignored_params,
+            ignored_modules=ignored_modules,
+        )
+        further = further_axes(plans)
+        check_meta(plans, param_init_fn)
+        check_codec(plans, config)
+        check_offload(plans, config)
+        if sync_module_states:
+            check_buffers(plans)
+        fields = describe(model, plans, config)
+    except Exception as error:  # reported to the other ranks, then raised here
+        failure = error
+    failure = agree_beside(model, root, fields, failure)
+    settle_releases()
+    made = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+    agree("shard_model", fields | parts_of(plans), ranks=ranks, groups=made, failure=failure)
+
+    groups = ModelGroups()
+    try:
+        runtime = _build(model, plans, further, config, groups, param_init_fn)
+        _open(runtime, plans)
+    except BaseException:
+        groups.abandon()
+        raise
+    return model
+
+
+def _build(
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    further: Further,
+    config: LayerZeroConfig,
+    groups: ModelGroups,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> Runtime:
+    """Build the runtime, units and handles of the plans. All ranks of the model must call this, with equal plans."""
+    everyone, sites = sites_of(further, groups)
+    topology = everyone.topology
+    if not topology.zero3_reduce.held.is_local:
+        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
+    averaged = topology.data_parallel
+    handles = [
+        plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
+        for plan in plans
+        for site in (sites[plan.mesh],)
+        for where in (Where.of(site.topology, in_node=False, offload_params=config.offload_params),)
+    ]
+    for shared_over, site in sites.items():
+        here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
+        agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
+    node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
+    scratch = Scratch(Counter(), Counter())
+    for shared_over, site in sites.items():
+        planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
+        where = Where.of(site.topology, in_node=node is not None, offload_params=config.offload_params)
+        scratch = scratch.plus(plan_scratch(planned, config, where))
+    buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
+    origins: list[tuple[nn.Parameter, str]] = []
+    units_built = []
+    unwritten: list[Unwritten] = []
+    was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for plan, planned in zip(plans, handles, strict=True):
+        origins += [(found.parameter, found.name) for found in plan.parameters]
+        unit, left = build_unit(plan, planned, config, sites[plan.mesh], buffers, node, param_init_fn)
+        units_built.append(unit)
+        unwritten += left
+    ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
+    runtime = Runtime(model, units_built, config, everyone, buffers, ignored)
+    runtime.parameters.remember_origins(origins)
+    # Each rank's own initialisation may have left something else: then all of them look.
+    if unwritten or (was_on_meta and not config.sync_module_states):
+        runtime.before_first_forward = refusal_of(unwritten, runtime.members, everyone.ranks)
+    return runtime
+
+
+def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
+    """Return the mesh of the root; if one rank of `mesh` cannot use it, all of them raise."""
+    try:
+        return as_data_parallel(root_mesh(model, mesh, zero3_size))
+    except (TypeError, ValueError) as error:
+        ranks = sorted(ranks_in(mesh)) if isinstance(mesh, DeviceMesh) else []
+        if dist.get_rank() in ranks:  # otherwise the calling ranks are unknown
+            agree("shard_model", {}, ranks=ranks, failure=error)
+        raise
+
+
+def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
+    """To its users, and not to other wrappers and optimizers."""
+    attach(runtime)
+    guard_optimizers(runtime)
+    guard_wrappers()
+    refuse_fully_shard(module for plan in plans for module in plan.modules)
+    bind_methods(runtime)
+    mark_units(runtime.units)
+    quieten()
+    topology = runtime.topology
+    if runtime.everyone.is_first:
+        size = held_bytes(planned_again(runtime.units), runtime.config) / 2**20
+        _log.info(
+            "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
+            *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
+        )
+        for said in (restart_warning(), connections_warning(topology.device.type)):
+            if said:
+                _log.warning("%s", said)
+
+
+def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:
+    device, full = scratch.device, StoragePool(scratch.device)
+    asked = [name for name in OFFLOADS if getattr(config, name)]
+    transfers = Transfers(device, pin_memory=config.pin_memory) if asked else None
+    if transfers is not None and not transfers.pins:
+        unpinned = "" if config.pin_memory else ", nothing is pinned"
+        said = (
+            f"{' and '.join(asked)}=True on {device}: there is no device to free memory of{unpinned}; "
+            "results are the same"
+        )
+        warnings.warn(said, stacklevel=4)
+    of_grads = transfers if config.offload_grads else None
+    outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
+    accumulators = Accumulators(device, of_grads, keep)
+    of_masters = transfers if config.offload_optimizer else None
+    of_weights = transfers if config.offload_params else None
+    return Buffers(scratch, outgoing, full, accumulators, of_masters, of_weights)

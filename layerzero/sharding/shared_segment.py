@@ -1,0 +1,58 @@
+"""What a model has in the memory of its node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from layerzero.comm.collectives import Exchange, lost
+from layerzero.comm.mesh_info import Topology
+from layerzero.comm.transport.shared_memory import HandOver, room_of, words_for
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, NodePool, room_for, room_of_all
+from layerzero.comm.transport.shm_rendezvous import share_memory
+from layerzero.comm.transport.shm_segment import NodeMemory, Region
+from layerzero.config import LayerZeroConfig
+from layerzero.estimates.scratch_buffers import plan_scratch
+from layerzero.estimates.specs import PlannedHandle, Where
+
+__all__ = ["Node", "share_node"]
+
+_MORE = 5  # buffers of each handle that there is an address for, beside what is foreseen
+
+
+@dataclass(frozen=True)
+class Node:
+    """The memory of a node, as a model uses it."""
+
+    memory: NodeMemory
+    weights: HandOver
+    outgoing: NodePool
+
+    def keep(self, numel: int, dtype: torch.dtype) -> NodePlace:
+        """A place for a sum that hop 1 sends."""
+        return NodePlace(numel, dtype, self.outgoing)
+
+
+def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topology: Topology) -> Node | None:
+    """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
+    lane = topology.zero3_reduce
+    if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
+        return None
+    sums = [room_for(each.layout.numel * each.precision.master.itemsize) for each in handles]
+    kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
+    rotating = plan_scratch(handles, config, Where.of(topology, in_node=True, offload_params=False)).outgoing
+    foreseen = RING_BYTES + room_of_all(rotating) + kept
+    region = Region(
+        words=words_for(len(handles)),
+        common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
+        part=foreseen + sum(sums) * _MORE,
+        foreseen=foreseen,
+    )
+    memory = share_memory(topology.node_control, region)
+    if memory is None:
+        return None
+    explain = partial(lost, lane, Exchange.NODE_SUM, "")
+    return Node(memory, HandOver(memory, topology.zero3_gather), NodePool(memory, explain, rotating))

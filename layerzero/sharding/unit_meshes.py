@@ -1,0 +1,229 @@
+"""Which mesh a model, and each of its units, is sharded over; and what lies beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.collectives import Lane
+from layerzero.comm.mesh_info import Topology, check_mesh, init_mesh, mesh_of_ranks
+from layerzero.comm.model_ranks import Beside, Everyone, broadcast_over
+from layerzero.comm.process_groups import ModelGroups
+from layerzero.dtensor.model_parallel_spec import Face, part_held
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.sharding.unit_selection import UnitPlan, ranks_in
+
+__all__ = ["Further", "MeshOf", "Site", "agree_beside", "further_axes", "root_mesh", "sites_of", "unit_meshes"]
+
+
+MeshOf = Callable[[str, nn.Module], DeviceMesh]
+
+
+def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
+    """What the model is sharded over, but for units that are told otherwise.
+
+    Raises:
+        TypeError, ValueError: what was given cannot be that.
+    """
+    if mesh is not None and zero3_size is not None:
+        raise ValueError("give either mesh or zero3_size")
+    if mesh is not None:
+        return _checked(mesh, "", model)
+    beside = _first_beside(model)
+    if beside is None or beside.size() == 1 or beside._get_root_mesh() == beside:
+        return init_mesh(zero3_size)
+    if zero3_size is None:
+        raise ValueError("parameters are DTensors on an axis of their own, so give mesh (mesh['dp']) or zero3_size")
+    return mesh_of_ranks(_around(beside), zero3_size, beside.device_type)
+
+
+def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
+    """What each unit is sharded over: the mesh that `mesh` returns for it, or the root's."""
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return lambda name, module: root
+
+    def chosen(name: str, module: nn.Module) -> DeviceMesh:
+        own = _checked(mesh, name, module) if name else root
+        same = own.shape[-1] == root.shape[-1] and ranks_in(own) == ranks_in(root)
+        return root if same else own
+
+    return chosen
+
+
+def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh) and callable(mesh):
+        mesh = mesh(name, module)
+    check_mesh(mesh)
+    return mesh
+
+
+def _first_beside(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
+    """Of the first parameter that is a DTensor, but not on several of `ranks`."""
+    parameters: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else []
+    found = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
+    return next((p.device_mesh for p in found if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
+
+
+def _around(beside: DeviceMesh) -> list[int]:
+    """The ranks at this one's place of `beside`, a part of a larger mesh."""
+    whole = beside._get_root_mesh()
+    if whole.size() != dist.get_world_size():
+        raise ValueError(
+            f"parameters are DTensors on a mesh of the ranks {beside.mesh.tolist()}, which is not a part of one of all "
+            "ranks: give the mesh of the data-parallel ranks, as mesh=init_device_mesh(..., ('dp', 'tp'))['dp']"
+        )
+    table, mine = whole.mesh, whole.get_coordinate()
+    assert mine is not None
+    names = whole.mesh_dim_names or ()  # a part of a mesh has been taken out by name
+    for axis in reversed(range(whole.ndim)):
+        if names[axis] in (beside.mesh_dim_names or ()):
+            table = table.select(axis, mine[axis])
+    return sorted(table.flatten().tolist())
+
+
+Further = dict[DeviceMesh, DeviceMesh | None]
+
+
+def further_axes(plans: Sequence[UnitPlan]) -> Further:
+    """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
+
+    Raises:
+        ValueError: some are on other axes than others, or on none where those of their unit are.
+    """
+    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # and the name of the first such parameter
+    for plan in plans:
+        for each in plan.parameters:
+            plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
+            if (
+                plain
+                and plan.mesh is not plans[0].mesh
+                and any(isinstance(p.parameter, DTensor) for p in plan.parameters)
+            ):
+                raise ValueError(
+                    f"parameter {each.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
+                    "and whose other parameters are DTensors: ranks with other parts of these would train it apart. "
+                    "Leave it (a router, a norm) to a unit on the root's mesh"
+                )
+            if isinstance(each.parameter, DTensor):
+                axes = each.parameter.device_mesh
+                name, others = found.setdefault(plan.mesh, (each.name, axes))
+                if axes != others:
+                    raise ValueError(
+                        f"parameters {name!r} and {each.name!r}, which are sharded over the same ranks, are DTensors "
+                        f"on different axes: {others} and {axes}"
+                    )
+    return {plan.mesh: found[plan.mesh][1] if plan.mesh in found else None for plan in plans}
+
+
+def agree_beside(
+    model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
+) -> Exception | None:
+    """Compare what must be equal with the ranks beside the root's; what is wrong, on any of them, is returned."""
+    axes = _first_beside(model, ranks_in(root))
+    if axes is None or axes.size() == 1:
+        return failure
+    try:
+        agree("shard_model", fields, ranks=sorted(ranks_in(axes)), failure=failure)
+    except Exception as error:
+        return error
+    return failure
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where some units are sharded."""
+
+    everyone: Everyone
+    topology: Topology
+    beside: Beside | None  # the axes on which their parameters are DTensors, if there are any
+    holds_copies: bool  # plain parameters are copies on each of those axes; else they may differ there
+
+    def has_face(self, parameter: nn.Parameter) -> bool:
+        return self.beside is not None and (self.holds_copies or isinstance(parameter, DTensor))
+
+    def face_of(self, parameter: nn.Parameter) -> Face | None:
+        """See [Note: Faces]."""
+        if self.beside is None or not self.has_face(parameter):
+            return None
+        return Face.of(parameter, self.beside.mesh, self.beside.shown)
+
+    def take_from_first(self, parameter: nn.Parameter) -> None:
+        """Give the values that the first of all ranks with the same part has to all of these."""
+        face = self.face_of(parameter)
+        copied = () if face is None or self.beside is None else zip(self.beside.lanes, face.placements, strict=True)
+        across = [lane for lane, placement in copied if isinstance(placement, Replicate)]
+        self.send(part_held(parameter).detach(), across)
+
+    def send(self, tensor: Tensor, across: Sequence[Lane] = ()) -> None:
+        """Give a tensor of the first rank to all data-parallel ones, and to those `across`."""
+        lanes = (*across, self.topology.replica, self.topology.zero3_gather)
+        if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
+            return
+        sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        sent = sent.to(self.topology.device).contiguous()
+        broadcast_over(lanes, sent)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
+
+
+def sites_of(further: Further, groups: ModelGroups) -> tuple[Everyone, dict[DeviceMesh, Site]]:
+    """Where the units of a model are sharded, by mesh; the root's first. All ranks of the model must call this."""
+    root, *_ = further
+    topology = Topology.from_mesh(root, groups=groups)
+    everyone = Everyone.around(topology, further[root])
+    topology = everyone.topology
+    sites = {}
+    for mesh, axes in further.items():
+        if mesh != root:
+            _compare(everyone, mesh, axes)
+        own = (
+            topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger, topology.groups))
+        )
+        beside = None if axes is None else Beside.of(own, axes, everyone)
+        sites[mesh] = Site(everyone, own, beside, holds_copies=mesh == root)
+    return everyone, sites
+
+
+def _compare(everyone: Everyone, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+    """Raise on all ranks unless their meshes of some units fit together, and with the axes `further`."""
+    mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
+    if further is not None:
+        mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
+    told = {
+        rank: json.loads(text)
+        for rank, text in zip(everyone.ranks, everyone.share_texts(json.dumps(mine)), strict=True)
+    }
+    for rank, said in told.items():
+        ranks, beside = said["ranks"], said["beside"]
+        if rank not in ranks or any(
+            told.get(other, {}).get(key) != said[key] for other in ranks for key in ("ranks", "place")
+        ):
+            raise ValueError(
+                f"mesh is {ranks} for some units on rank {rank}: the ranks of a mesh must have the same one for them, "
+                f"and the same part of their parameters, and be among {list(everyone.ranks)}"
+            )
+        if beside is not None and not told.keys() >= {*beside}:
+            raise ValueError(
+                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, and the root, which has "
+                f"parameters on {list(everyone.ranks)}, has none on these axes: make one of the root's parameters a "
+                "DTensor there, too (distribute_tensor with Replicate)"
+            )
+        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != everyone.size:
+            raise ValueError(
+                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes are not all "
+                f"of {list(everyone.ranks)} between them"
+            )
+        if beside is None and everyone.across and len(ranks) != everyone.size:
+            raise ValueError(
+                f"units on the mesh {ranks} have plain parameters, and others are tensor parallel: which ranks have "
+                "copies of them is not known. Make them DTensors on the axes of that mesh"
+            )

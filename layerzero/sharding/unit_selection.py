@@ -1,0 +1,505 @@
+"""Which module is a unit, and which unit owns which parameter. Reads the model, changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from layerzero.config import AUTO, UNSUPPORTED, Units
+from layerzero.dtensor.extensions import has_extension, inner_tensor, not_extensible
+from layerzero.dtensor.model_parallel_spec import misplaced
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
+
+__all__ = ["Found", "UnitPlan", "block_classes", "is_plain_storage", "kind_of", "partition", "ranks_in"]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One parameter of the model, under its first name."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A unit, and the parameters that are gathered with it."""
+
+    name: str  # "" for the root
+    mesh: DeviceMesh  # that it is sharded over
+    called: list[nn.Module]  # any of which, when called, calls the unit
+    parameters: list[Found] = field(default_factory=list)
+    modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
+
+
+def ranks_in(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def partition(
+    model: nn.Module,
+    units: Units,
+    *,
+    mesh_of: Callable[[str, nn.Module], DeviceMesh],
+    ignored_params: Iterable[nn.Parameter] | str | None = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+) -> list[UnitPlan]:
+    """The units of a model in module order, the root first.
+
+    A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
+    their common ancestor.
+
+    Args:
+        mesh_of: over which a unit is sharded.
+
+    Raises:
+        TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
+    """
+    _refuse_sharded_twice(model)
+    plans = {"": UnitPlan("", mesh_of("", model), [model])}
+    root_ranks = ranks_in(plans[""].mesh)
+    ignored = _ignored(model, root_ranks, ignored_params or (), ignored_modules or ())
+    for unit_name, module in _chosen_units(model, units, ignored):
+        if unit_name:
+            if unit_name not in plans:
+                plans[unit_name] = UnitPlan(unit_name, mesh_of(unit_name, module), [])
+            plans[unit_name].called.append(module)
+    ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
+    refuse_wrapped_parts(model, ignored)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
+
+    def plans_around(name: str) -> list[UnitPlan]:
+        """Of the module of that name, innermost first."""
+        return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
+
+    for name, module in model.named_modules():
+        plans_around(name)[0].modules[module] = name
+    for holders, found in _parameters(model, ignored):
+        first, *others = [plans_around(holder) for holder in holders]
+        owner = next(plan for plan in first if all(plan in chain for chain in others))
+        _refuse_unsupported(found, ranks[owner.mesh])
+        owner.parameters.append(found)
+    _refuse_shared_values([found for plan in plans.values() for found in plan.parameters])
+    return list(plans.values())
+
+
+def _ignored(
+    model: nn.Module,
+    ranks: Sequence[int],
+    ignored_params: Iterable[nn.Parameter] | str,
+    ignored_modules: Iterable[nn.Module | str],
+) -> set[int]:
+    """Return the ids of all parameters that stay whole."""
+    owned = {id(parameter) for parameter in model.parameters()}
+    by_kind = isinstance(ignored_params, str)  # "unsupported" may apply to all parameters of a model
+    ignored = set()
+    if isinstance(ignored_params, str):
+        if ignored_params != UNSUPPORTED:
+            raise TypeError(f"ignored_params={ignored_params!r}; give parameters of the model, or {UNSUPPORTED!r}")
+        frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
+        ignored, ignored_params = {id(p) for p in frozen if _unsupported(p, ranks) is not None}, ()
+    for position, parameter in enumerate(ignored_params):
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"ignored_params holds {parameter!r}; give parameters of the model, not their names")
+        if id(parameter) not in owned:
+            raise ValueError(
+                f"ignored_params[{position}], of shape {list(parameter.shape)}, is no parameter of this model: take it "
+                "from model.parameters() after the last change of the model (a move or a copy may replace parameters)"
+            )
+        ignored.add(id(parameter))
+    modules = {id(module) for module in model.modules()}
+    for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
+        if entry is model:
+            raise ValueError(
+                f"ignored_modules holds the {type(model).__name__} that is passed to shard_model, so nothing would be "
+                "sharded. Name the parts that stay whole, or leave shard_model out"
+            )
+        if not isinstance(entry, (str, nn.Module)):
+            raise TypeError(f"ignored_modules holds {entry!r}; give modules, or names of modules or of their classes")
+        if not isinstance(entry, str) and id(entry) not in modules:
+            raise ValueError(
+                f"ignored_modules holds a {type(entry).__name__} that is no module of this model: take it from the "
+                "model that is sharded, or give its name"
+            )
+        named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
+        ignored |= {id(p) for _, module in named for p in module.parameters()}
+    if owned and ignored == owned and not by_kind:
+        raise ValueError(
+            f"ignored_params and ignored_modules hold all {len(owned)} parameters of this {type(model).__name__}, so "
+            "that nothing would be sharded. Leave the parameters to shard out of them, or leave shard_model out"
+        )
+    return ignored
+
+
+def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], Found]]:
+    """Every parameter once, with the names of all modules that hold it."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            full_name = f"{module_name}.{attribute}" if module_name else attribute
+            first.setdefault(id(parameter), (full_name, parameter))
+            owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+    result = []
+    for key, (full_name, parameter) in first.items():
+        places = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
+        module_names = tuple(module_name for module_name, _, _ in owners[key])
+        result.append((module_names, Found(full_name, parameter, tuple(places.values()))))
+    return result
+
+
+def _ancestors(name: str) -> list[str]:
+    """The module's own name and those of all modules around it, "" last."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+
+
+_ACCEPTED = (
+    "use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
+    "callable(name, module) -> bool or str, or a policy of torch.distributed.fsdp.wrap"
+)
+_Chosen = list[tuple[str, nn.Module]]  # unit names, and modules whose forward gathers the unit, in module order
+
+
+def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
+    """Return the modules whose forward gathers a unit, with the unit's name: their own, or one that several share."""
+    if units is None:
+        return []
+    if isinstance(units, str) and units == AUTO:
+        units = _blocks_or_raise(model)
+    if isinstance(units, _Policy) or _takes_recurse(units):
+        return _by_policy(model, units, ignored)
+    if not isinstance(units, (str, type, nn.Module)) and callable(units):
+        chosen = _by_answer(model, units)
+    else:
+        chosen = _by_entries(model, units)
+    has_parameters = {unit for unit, module in chosen if any(True for _ in module.parameters())}
+    for unit, module in chosen:
+        if unit not in has_parameters:
+            raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters; leave it out of units")
+        if not _has_forward(module):
+            raise ValueError(
+                f"unit {unit!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
+                "name its members instead"
+            )
+    return chosen
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:
+    try:
+        inspect.signature(units).bind("", model)
+    except TypeError as error:
+        raise TypeError(f"units={units!r} cannot be called with a name and a module: {error}; {_ACCEPTED}") from None
+    except ValueError:  # a callable that has no signature
+        pass
+    chosen = []
+    alone: set[str] = set()
+    keys: set[str] = set()
+    for name, module in model.named_modules():
+        answer = units(name, module) if name else False
+        if answer:
+            unit = answer if isinstance(answer, str) else name
+            (keys if isinstance(answer, str) else alone).add(unit)
+            chosen.append((unit, module))
+    if odd := sorted(alone & keys):
+        raise ValueError(f"units returned {odd[0]!r} as a key, which is the name of a module that is a unit by itself")
+    return chosen
+
+
+def _takes_recurse(units: object) -> bool:
+    """Return whether `units` is a function with the arguments of an FSDP1 policy, ``functools.partial`` included."""
+    if isinstance(units, (str, type, nn.Module)) or not callable(units):
+        return False
+    try:
+        return units is always_wrap_policy or "recurse" in inspect.signature(units).parameters
+    except ValueError:  # a callable that has no signature
+        return False
+
+
+def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
+    """Return the modules that FSDP1 would wrap.
+
+    Modules without a forward or without parameters to shard are left out, since FSDP1 would wrap them without effect.
+    """
+    wrapped: set[nn.Module] = set()
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(policy, _Policy):
+        for module, settings in policy._run_policy(model, set(), {}).items():
+            if settings:
+                raise ValueError(
+                    f"units={policy!r} gives module {names[module]!r} the settings {settings}, which only FSDP1 "
+                    "has. Return True for it, and choose settings of units with mp_policy=, accumulation= or "
+                    "reshard_after_forward=callable(name, module)"
+                )
+            wrapped.add(module)
+    else:
+        _ask_policy(model, policy, ignored, wrapped)
+    wrapped = {each for each in wrapped if _has_forward(each) and _numel(each, ignored)}
+    return [(name, module) for module, name in names.items() if name and module in wrapped]
+
+
+def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
+    """Add the modules that a policy wraps to `wrapped`, children first; return the elements in units so far."""
+    numel, inside = _numel(module, ignored), 0
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    for child in module.children():
+        inside += _ask_policy(child, policy, ignored, wrapped)
+    if not policy(module=module, recurse=False, nonwrapped_numel=numel - inside) or not _has_forward(module):
+        return inside
+    wrapped.add(module)
+    return numel
+
+
+def _numel(module: nn.Module, ignored: Collection[int]) -> int:
+    """Return the number of elements in the parameters of a module that are to be sharded."""
+    return sum(p.numel() for p in module.parameters() if id(p) not in ignored and not is_lazy(p))
+
+
+def _by_entries(model: nn.Module, units: Any) -> _Chosen:
+    if not isinstance(units, (str, type, nn.Module, Iterable)):
+        raise TypeError(f"units={units!r}; {_ACCEPTED}")
+    wanted: list[Any] = [units]
+    if not isinstance(units, (str, type)) and not _is_one_module(units):
+        wanted = list(cast("Iterable[Any]", units))
+    names = {module: name for name, module in model.named_modules()}
+    unit_of: dict[nn.Module, str] = {}  # of modules and lists, which take precedence over names and classes
+    for entry in wanted:
+        if isinstance(entry, nn.Module) or _is_list(entry):
+            members = [entry] if isinstance(entry, nn.Module) else list(entry)
+            together = _together(model, members, names)
+            unit = "+".join(names[module] for module in together)
+            if isinstance(entry, nn.Module) and entry is model:  # always a unit
+                continue
+            for module in together:
+                if module in unit_of and unit_of[module] != unit:
+                    raise ValueError(
+                        f"units holds module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
+                        "is in one unit only. Remove it from one of them"
+                    )
+                unit_of[module] = unit
+        elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"units holds {entry!r}; {_ACCEPTED}")
+    classes = tuple(entry for entry in wanted if isinstance(entry, type))
+    by_name = {name for name, _ in _named(model, "units", {entry for entry in wanted if isinstance(entry, str)})}
+    missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
+    if missing:
+        raise _not_there(model, "units", missing)
+    alone = {
+        module: name for module, name in names.items() if name in by_name or (name and isinstance(module, classes))
+    }
+    unit_of = alone | unit_of
+    return [(unit_of[module], module) for module in names if module in unit_of]
+
+
+def _is_one_module(units: object) -> bool:
+    """Return whether `units` is a single module; an ``nn.ModuleList`` stands for the modules in it."""
+    return isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
+
+
+def _is_list(entry: object) -> bool:
+    return isinstance(entry, Iterable) and not isinstance(entry, (str, type, nn.Module))
+
+
+def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
+    """Return the modules of the model that one list names, in the order of the model."""
+    found: set[nn.Module] = set()
+    for entry in entries:
+        if isinstance(entry, str):
+            found |= {module for _, module in _named(model, "units", {entry})}
+        elif not isinstance(entry, nn.Module):
+            raise TypeError(f"units holds a list with {entry!r}, which is no module. Use modules or their names")
+        elif entry not in names:
+            raise ValueError(
+                f"units holds a {type(entry).__name__} that is not a module of this model. Take it from the model that "
+                "you pass to shard_model, or use its name"
+            )
+        else:
+            found.add(entry)
+    if not found:
+        raise ValueError("units holds an empty list, but each list is one unit. Add its modules, or remove the list")
+    if model in found and len(entries) > 1:
+        raise ValueError(
+            f"units holds a list with the {type(model).__name__} that is passed to shard_model and is always a unit. "
+            "Leave it out: parameters outside all other units belong to it"
+        )
+    return [module for module in names if module in found]
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """The names of the classes of a model's blocks.
+
+    Those that it, or a part of it, says must stay in one piece; in parts that say nothing, those that transformers
+    checkpoints one by one.
+    """
+    said, children = _not_to_be_split(model), list(model.named_modules())[1:]
+    blocks = [f"{name}." for name, module in children if type(module).__name__ in said]
+    found = {type(module).__name__ for _, module in children if type(module).__name__ in said}
+    for name, module in children:
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__):
+            place = f"{name}."
+            if not any(place.startswith(block) or block.startswith(place) for block in blocks):
+                found.add(type(module).__name__)
+    return found
+
+
+def _not_to_be_split(model: nn.Module) -> set[str]:
+    said: set[str] = set()
+    for module in model.modules():
+        names = getattr(module, "_no_split_modules", None)
+        said |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
+    return said
+
+
+def _blocks_or_raise(model: nn.Module) -> set[str]:
+    found = block_classes(model)
+    if not found:
+        said = _not_to_be_split(model)
+        why = f"of those in its _no_split_modules, {sorted(said)}, it has none" if said else "it has no such list"
+        raise ValueError(
+            f"units='auto' makes units of the classes that a model names in _no_split_modules, as most of transformers "
+            f"do, or checkpoints; this is a {type(model).__name__}, and {why}. Name its blocks: units={{Block}}"
+        )
+    return found
+
+
+def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
+    """The modules that `names` name, by their own names or by those of their classes, with or without a path."""
+    missing, chosen = set(names), []
+    for name, module in model.named_modules():
+        paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        classes = {*paths, *(path.rpartition(".")[2] for path in paths)}
+        mine = {name, *classes} & names
+        if name and mine:
+            chosen.append((name, module))
+            missing -= mine
+        elif setting == "units":  # the root is a unit anyway
+            missing -= classes
+    if missing:
+        raise _not_there(model, setting, sorted(missing))
+    return chosen
+
+
+def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
+    known = [name for name, _ in model.named_modules() if name]
+    shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+    classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
+    return ValueError(
+        f"{setting} names {missing}, which the model does not have; its modules are {shown or 'none'}, of the classes "
+        f"{classes}"
+    )
+
+
+def _refuse_sharded_twice(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RowShardedTensor):
+            raise ValueError(
+                f"parameter {name!r} is sharded already: call shard_model once, on the whole model. What is to be "
+                "sharded over other ranks is a unit with a mesh of its own: mesh=callable(name, module)"
+            )
+
+
+def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
+    parameter, name = found.parameter, found.name
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet: run a forward, which initialises it, before shard_model"
+        )
+    why = _unsupported(parameter, ranks)
+    if why is not None:
+        frozen = (
+            "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} leaves all frozen ones like it whole)"
+        )
+        raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
+
+
+def _refuse_shared_values(found: Sequence[Found]) -> None:
+    """Raise if a parameter of a tensor subclass shares its inner tensor with another parameter."""
+    plain = [each for each in found if is_plain_storage(each.parameter)]
+    names = {_memory_of(each.parameter): each.name for each in plain}
+    for each in found:
+        if has_extension(each.parameter):
+            other = names.setdefault(_memory_of(inner_tensor(each.parameter)), each.name)
+            if other != each.name:
+                raise ValueError(
+                    f"parameter {each.name!r} is a {type(each.parameter).__name__} around the tensor of parameter "
+                    f"{other!r}, and would be trained apart from it. Use one parameter for both, or copy the values"
+                )
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
+    """Why a parameter cannot be sharded over `ranks`; None if it can."""
+    dtype = parameter.dtype
+    if isinstance(parameter, DTensor):
+        held = parameter._local_tensor
+        if len({*parameter.device_mesh.mesh.flatten().tolist()} & {*ranks}) > 1:
+            return (
+                f"a DTensor of another framework, on some of the ranks {list(ranks)} that would shard it; make "
+                "its module a unit that has another mesh (mesh=callable), if they have different parts of it; else"
+            )
+        if (why := misplaced(parameter.placements, parameter.ndim)) is not None:
+            return why
+        if not _has_own_memory(held):
+            return f"a DTensor of {type(held).__name__}s, tensors of a class of their own"
+    elif has_extension(parameter):
+        if (why := not_extensible(parameter)) is not None:
+            return why
+    elif not _is_plain(parameter):
+        kind = type(parameter).__name__
+        return f"a {kind}, a tensor of a class of its own, whose meaning would be lost where its rows are cut"
+    if not dtype.is_floating_point:
+        kind = "complex" if dtype.is_complex else "integer"
+        return f"{kind} ({dtype}), and only floating point can be sharded"
+    if dtype.itemsize < 2:
+        return f"{dtype}, an 8-bit format"
+    if parameter.layout is not torch.strided:
+        return f"of layout {parameter.layout}, and only dense parameters can be sharded"
+    return None
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Its data are all there is to it; a class may have attributes, but nothing that torch would ask."""
+    kind = type(parameter)
+    asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
+    return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def is_plain_storage(tensor: torch.Tensor) -> bool:
+    """Its bytes lie in memory in the usual way, and collectives can send them."""
+    if is_lazy(tensor):
+        return False
+    return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """For messages about a tensor that is not plain."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return f"{'quantised' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

@@ -1,0 +1,297 @@
+"""A model trained for a few steps, plain and sharded, from the same start on the same batches.
+
+[Note: What the plain run is]
+Data-parallel training in one process. There is a model per rank, built by the user's function from the same seed, so
+that batch-norm statistics, counters and whatever else a module keeps develop as on that rank. All share the storage of
+the weights. Each works on its rank's batches, the gradients are averaged, one optimizer steps. No collective takes
+part in it. Every rank makes the whole plain run, so that a module which talks to other ranks finds them there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.comm.mesh_info import init_mesh
+from layerzero.optimizers.sharded_optimizer import shard_optimizer
+from layerzero.sharding.shard_model import shard_model
+from layerzero.sharding.training_loop import no_sync
+from layerzero.verification.comparison import Snapshot
+
+__all__ = ["PER_MODEL", "PlainRun", "Task", "loss_of_output", "preserved_rng", "train_plain", "train_sharded"]
+
+
+PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that hold parts of one model
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained; see :func:`layerzero.verify`."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Callable[[int, int], Any]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer]
+    steps: int
+    micro_batches: int
+    seed: int
+
+    def build(self) -> nn.Module:
+        """The user's model, from the same random numbers every time."""
+        _seed(self.seed)
+        model = self.model_fn()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model_fn must return a torch.nn.Module, got {type(model).__name__}")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(f"{name!r} of the model is on the meta device; model_fn must return real weights")
+        return model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = self.optimizer_fn(parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer_fn must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        return optimizer
+
+    def batch(self, index: int, rank: int) -> Any:
+        """The user's batch, from random numbers that belong to it."""
+        _seed(self.seed, 1 + index, rank, 0)
+        return self.batch_fn(index, rank)
+
+    def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
+        """Forward and backward of one micro-batch, with random numbers that belong to it; the loss."""
+        index = step * self.micro_batches + micro_batch
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
+        _seed(self.seed, 1 + index, rank, 1)
+        loss = self.loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"the loss must be a tensor of one element, got {_spell(loss)}; check loss_fn")
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any trainable parameter: it has no gradient; check loss_fn")
+        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+
+def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
+    """The loss where the user gives no function for it: what the model returns, or its ``loss``."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"the model returned {_spell(output)}, which is neither a scalar loss nor has one as .loss or ['loss']; "
+            "pass loss_fn(model, batch) that returns the loss"
+        )
+    return loss
+
+
+class PlainRun:
+    """What the plain run left: the weights before it, a snapshot per step if kept, the losses of all ranks' batches."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, Tensor] = {}
+        self.snapshots: list[Snapshot] = []
+        self.losses: list[float] = []
+        self.edited: set[str] = set()  # weights that were changed by anything but the optimizer; known on rank 0
+        self.dtypes: set[torch.dtype] = set()  # of the parameters
+
+
+def train_plain(task: Task, *, world_size: int, device: torch.device, rank: int) -> PlainRun:
+    """Train without layerzero. See [Note: What the plain run is].
+
+    Args:
+        world_size: how many ranks' batches.
+        device: where to.
+        rank: whose buffers are shown beside the weights. Snapshots are kept on rank 0 only.
+    """
+    _require_repeatable(task)
+    models = _models_of_ranks(task, world_size, device)
+    parameters = dict(models[0].named_parameters())
+    masters = {name: _master(parameter) for name, parameter in parameters.items()}
+    optimizer = task.optimizer(masters.values())
+    run = PlainRun()
+    run.start = _weights(masters, models[rank])
+    run.dtypes = {parameter.dtype for parameter in parameters.values()}
+    for step in range(task.steps):
+        sums: dict[str, Tensor] = {}
+        for virtual_rank, model in enumerate(models):
+            for micro_batch in range(task.micro_batches):
+                run.losses.append(task.backward(model, step, micro_batch, virtual_rank, device))
+                _add_gradients(sums, model, masters)
+        _require_finite(run.losses, step)
+        if rank == 0:
+            before = run.snapshots[-1].weights if run.snapshots else run.start
+            run.edited |= {name for name, p in parameters.items() if _changed(p, before[name])}
+        for name, master in masters.items():
+            master.grad = sums[name].div_(world_size) if name in sums else None
+            if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
+                master.data.copy_(parameters[name])  # a forward changed the weight, and plain training keeps that
+        gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in parameters.items():
+            parameter.data.copy_(masters[name])
+        if rank == 0:
+            run.snapshots.append(Snapshot(gradients, _weights(masters, models[rank])))
+    return run
+
+
+def train_sharded(
+    task: Task, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
+) -> Iterator[Snapshot]:
+    """Train with layerzero on this rank's batches; a snapshot per step, with empty tensors on ranks other than 0.
+
+    All ranks must exhaust it together.
+    """
+    mesh = init_mesh(zero3_size, device_type)
+    model = task.build()
+    given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
+    own = {name: value(model) if callable(value) else value for name, value in given.items()}
+    # With exchanges, whose order the ranks must keep, unless it is to be tried out without: the run may be on devices.
+    model = shard_model(model, mesh=mesh, **{"node_memory": "off", **settings, **own})
+    optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for step in range(task.steps):
+        for micro_batch in range(task.micro_batches):
+            last = micro_batch + 1 == task.micro_batches
+            with nullcontext() if last else no_sync(model):
+                task.backward(model, step, micro_batch, rank, device)
+        _average_ignored(model)
+        gradients = {name: None if p.grad is None else _whole(p.grad, rank) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        yield Snapshot(gradients, {name: _whole(tensor, rank) for name, tensor in _trained(model)})
+
+
+def _require_repeatable(task: Task) -> None:
+    once, again = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
+    if len(once) != len(again) or not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
+        raise ValueError(
+            "batch_fn(0, 0) returned two different batches; it must return the same for the same arguments, so draw "
+            "from torch's random numbers, which are seeded for it, or pick by index and rank"
+        )
+
+
+def _models_of_ranks(task: Task, world_size: int, device: torch.device) -> list[nn.Module]:
+    models: list[nn.Module] = []
+    for _ in range(world_size):
+        model = task.build()
+        if any(model is other for other in models):
+            raise ValueError("model_fn returned the same object twice; it must build a new model in each call")
+        models.append(model.to(device))
+        first = dict(models[0].named_parameters())
+        own = dict(model.named_parameters())
+        if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in first.items()}:
+            raise ValueError(
+                "model_fn built models of different parameters from the same seed; seed what it draws from"
+            )
+        if model is models[0]:
+            continue
+        for name, parameter in own.items():
+            # The storage, not the object: a module may hold its parameters elsewhere as well.
+            parameter.data = first[name].data
+        for theirs, buffer in zip(models[0].buffers(), model.buffers(), strict=True):
+            buffer.copy_(theirs)
+    return models
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer updates: fp32 at least, as in a sharded run; else the same storage."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
+    return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
+
+
+def _add_gradients(sums: dict[str, Tensor], model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            continue
+        gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        if name in sums:
+            sums[name].add_(gradient)
+        else:
+            sums[name] = gradient.to(masters[name].dtype, copy=True)
+
+
+def _changed(parameter: Tensor, before: Tensor) -> bool:
+    """A parameter is no longer what the last optimizer step left."""
+    return not torch.equal(parameter.detach().cpu(), before.to(parameter.dtype))
+
+
+def _require_finite(losses: Iterable[float], step: int) -> None:
+    if not all(map(math.isfinite, losses)):
+        raise ValueError(
+            f"the plain run's loss is not finite in step {step}, so there is nothing to compare with; check the "
+            "batches, or pass an optimizer_fn with a smaller learning rate"
+        )
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and floating-point buffers. Integer buffers count things, and are left out."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
+
+
+def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return {name: masters.get(name, value).detach().cpu().clone() for name, value in _trained(model)}
+
+
+def _average_ignored(model: nn.Module) -> None:
+    """What the user's own loop must do for parameters that layerzero leaves alone."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) or not parameter.requires_grad:
+            continue
+        used = torch.tensor([parameter.grad is not None], dtype=torch.float32, device=parameter.device)
+        dist.all_reduce(used)
+        if used.item():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            parameter.grad = gradient.div_(dist.get_world_size())
+
+
+def _whole(tensor: Tensor, rank: int) -> Tensor:
+    """In host memory on rank 0. All ranks must call this."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.cpu().clone() if rank == 0 else whole.new_empty(0)
+
+
+def _seed(*numbers: int) -> None:
+    """Seed torch and Python from some integers; equal ones give equal random numbers on every rank."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
+    torch.manual_seed(mixed)
+    random.seed(mixed)
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random numbers as they were."""
+    state = random.getstate()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=None if device.type == "cpu" else device.type):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

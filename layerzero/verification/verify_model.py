@@ -1,0 +1,320 @@
+"""Does a model train alike with layerzero and without? :func:`verify` tries it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from layerzero.comm.agreement import agree
+from layerzero.comm.texts import need_numpy
+from layerzero.config import UNSUPPORTED, LayerZeroConfig
+from layerzero.device.accelerator import compute_device, default_device_type
+from layerzero.sharding.shard_model import shard_model
+from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
+from layerzero.verification.local_processes import pickled, run_on_local_ranks
+from layerzero.verification.training_runs import (
+    PER_MODEL,
+    PlainRun,
+    Task,
+    loss_of_output,
+    preserved_rng,
+    train_plain,
+    train_sharded,
+)
+
+__all__ = ["default_optimizer", "verify"]
+
+_REFUSED = {
+    "mesh": "verify makes a mesh for each of zero3_sizes",
+    "zero3_size": "pass zero3_sizes=[...], or nothing for every divisor of the world",
+    "gradient_divide_factor": "the plain run averages over ranks, and sums differ from that by a factor",
+    "gather_codec": "the plain run has the weights as they are, and decoded ones differ from that by their rounding",
+    "param_init_fn": "model_fn must return real weights, as the plain run has to start from the same",
+}
+
+_DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower the precision, beside mp_policy
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """SGD with momentum. Never Adam: it divides a gradient by its own size, which hides a wrong scale."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A sharded run."""
+
+    zero3_size: int
+    precision: str
+    tolerance: float
+    settings: Mapping[str, Any]
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[int, int], Any],
+    *,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    world_size: int | None = None,
+    zero3_sizes: Sequence[int] | None = None,
+    steps: int = 3,
+    micro_batches: int = 2,
+    tolerance: float | None = None,
+    seed: int = 0,
+    timeout: float = 300.0,
+    **settings: Any,
+) -> VerifyReport:
+    """Train a model of yours for a few steps, plain and sharded, and compare gradients and weights.
+
+    The plain run is data-parallel training in one process, without any exchange. The sharded runs use
+    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` as a training loop
+    does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank,
+    so that dropout and batch-norm in training mode can be compared.
+
+    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `node_memory` is given. A
+    forward on some ranks of a ZeRO-3 group only (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
+
+    Use a small configuration of the model: every rank holds all of it, and rank 0 keeps two copies for each step in
+    host memory.
+
+    Where torch.distributed is initialised (under torchrun), every rank must call this, and its ranks and devices are
+    used. Otherwise `world_size` processes are started on this machine's CPU; then all functions must be picklable,
+    which means defined at the top of a module, and a script must guard its start with ``if __name__ == "__main__"``.
+
+    Args:
+        model_fn: builds the model, on any device. Called often; must return a new one of the same structure each time.
+        batch_fn: ``(index, rank) -> batch``, `index` counts micro-batches from 0 over all steps. Must return the same
+            for the same arguments; torch's random numbers are seeded for it.
+        loss_fn: ``(model, batch) -> loss``, a tensor of one element. None: ``model(batch)``, ``model(*batch)`` for a
+            tuple or ``model(**batch)`` for a dict returns the loss, or something with ``.loss`` or ``["loss"]``.
+        optimizer_fn: ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD, lr=0.01)``.
+            None: SGD with momentum 0.9 and rate 0.1. Adam hides wrong scales of gradients, and makes steps of full
+            size out of gradients that are nothing but rounding.
+        world_size: how many processes to start, 4 by default; under torchrun leave it out.
+        zero3_sizes: which S to try; None: every divisor of the world that a number in `reshard_after_forward` divides,
+            and 1. For a callable that returns numbers, give them.
+        steps, micro_batches: optimizer steps, and batches per step and rank. All but the last micro-batch of a step run
+            inside ``no_sync``.
+        tolerance: largest relative difference of a parameter's gradient, relative to its largest element, and of the
+            trained parameter, relative to how far it moved; both relative to a hundredth of the model's largest where
+            that is more. Trained values that are one ulp of their dtype apart are alike. None: by the coarsest dtype
+            involved: half of its digits, the square root of its epsilon, for fp32 (3.5e-4) and fp64; four times that
+            for fp16 (0.125) and bf16 (0.35), whose roundings add up to more than half of so few digits.
+        seed: of everything random.
+        timeout: seconds until an exchange between processes that are started here gives up.
+        settings: of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both kinds of
+            accumulation, call verify twice. `ignored_params` and `ignored_modules` are functions here, ``model ->
+            iterable``; their gradients, which layerzero leaves to your loop, are averaged by verify.
+
+    The plain run is in the precision of the model as built. Where `mp_policy`, `replica_reduce_dtype` or `buffer_dtype`
+    ask for less, every S is run twice: once without them, at the strict tolerance, which shows whether the model can be
+    sharded; and once with them, which shows what the low precision does. `tolerance` applies to the runs with your
+    settings. In bf16, 0.35 catches wrong scales and nothing subtle: single layers have been seen to differ by 0.14 from
+    fp32.
+
+    Returns:
+        The same :class:`VerifyReport` on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
+
+    Raises:
+        TypeError, ValueError: bad arguments, functions that cannot be pickled, a loss that is none, or not finite.
+        RuntimeError: a rank failed, and its traceback is in the message (under torchrun, in the chain of this rank's
+            exception, while the other ranks may wait for it until the group's timeout). Models that layerzero refuses
+            end here, with the reason.
+
+    Example::
+
+        report = layerzero.verify(make_model, make_batch, units={Block})
+        print(report)
+        assert report.ok
+    """
+    need_numpy("layerzero.verify")
+    check_arguments(steps=steps, micro_batches=micro_batches, tolerance=tolerance, timeout=timeout, settings=settings)
+    loss_fn = loss_of_output if loss_fn is None else loss_fn
+    optimizer_fn = default_optimizer if optimizer_fn is None else optimizer_fn
+    functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__}")
+    own_ranks = dist.is_initialized()
+    world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
+    numbers = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
+    arguments: dict[str, Any] = {**functions, **numbers, "tolerance": tolerance, "settings": settings}
+    if not own_ranks:
+        arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
+        way_out = "define it at the top of a module, or call verify under torchrun, which starts the processes itself"
+        parts = pickled(arguments, way_out=way_out)
+        report: VerifyReport = run_on_local_ranks(_verify_locally, parts, world_size=world, timeout=timeout)
+        return report
+    if world != dist.get_world_size():
+        raise ValueError(
+            f"world_size={world_size}, but torch.distributed is initialised with {dist.get_world_size()} ranks; "
+            "leave world_size out"
+        )
+    arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
+    return _verify(arguments, device_type=default_device_type(), rank=dist.get_rank())
+
+
+def check_arguments(
+    *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
+) -> None:
+    """Raise for values that no run could use."""
+    for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+    for name, number in {"tolerance": tolerance, "timeout": timeout}.items():
+        if number is not None and not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"{name} must be a positive number, got {number!r}")
+    known = inspect.signature(shard_model).parameters.keys() - {"model"}
+    for name, value in settings.items():
+        if name in _REFUSED:
+            raise TypeError(f"verify does not take {name}: {_REFUSED[name]}")
+        if name == "mp_policy" and callable(value):
+            raise TypeError("verify compares in one precision after the other: give one mp_policy for the whole model")
+        if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
+            raise TypeError(f"verify builds several models, so {name} must be a function of the model, got {value!r}")
+        if name not in known:
+            raise TypeError(
+                f"verify and shard_model have no setting {name!r}; use one of {sorted(known - _REFUSED.keys())}"
+            )
+    chosen = {name: value for name, value in settings.items() if name not in PER_MODEL}
+    LayerZeroConfig(**{"zero3_size": 1, **chosen, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()})
+
+
+def _sizes(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise ValueError(f"world_size must be an int >= 1, got {world!r}")
+    kept = 1 if isinstance(reshards, bool) or callable(reshards) else reshards
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    fitting = [size for size in divisors if size == 1 or size % kept == 0]
+    if fitting == [1] and kept > 1:
+        raise ValueError(
+            f"reshard_after_forward={kept} does not divide the {world} ranks of verify: start a multiple of {kept}"
+        )
+    sizes = fitting if zero3_sizes is None else list(zero3_sizes)
+    for size in sizes:
+        if size not in divisors:
+            raise ValueError(
+                f"zero3_sizes holds {size!r}, which does not divide the {world} ranks; use some of {divisors}"
+            )
+        if size not in fitting:
+            raise ValueError(
+                f"zero3_sizes holds {size!r}, which reshard_after_forward={kept} does not divide; use some of {fitting}"
+            )
+    if not sizes:
+        raise ValueError(f"zero3_sizes is empty; use some of {fitting}")
+    return sizes
+
+
+def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
+    return _verify(arguments, device_type="cpu", rank=rank)
+
+
+def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
+    """On every rank, with the default group initialised."""
+    given = dict(arguments)
+    sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
+    task = Task(**given)
+    world = dist.get_world_size()
+    numbers = {"steps": task.steps, "micro_batches": task.micro_batches, "seed": task.seed}
+    agree("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
+    device = compute_device(device_type)
+    with preserved_rng(device):
+        plain, failure = PlainRun(), None
+        try:
+            plain = train_plain(task, world_size=world, device=device, rank=rank)
+        except Exception as error:
+            failure = error
+        agree("verify, plain run", {}, ranks=range(world), failure=failure)
+        notes = _notes(plain, world)
+        rows: list[ParameterDifference] = []
+        for trial in _trials(sizes, tolerance, settings, plain.dtypes):
+            rows += _compare(task, trial, plain, rank=rank, device_type=device_type)
+    rows.sort(key=lambda row: (-row.excess, row.name, row.zero3_size))
+    shared: list[Any] = [VerifyReport(tuple(rows), world, task.steps, task.micro_batches, notes)]
+    dist.broadcast_object_list(shared, src=0)
+    report: VerifyReport = shared[0]
+    return report
+
+
+def _compare(task: Task, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str) -> list[ParameterDifference]:
+    """A row per parameter on rank 0, none on the others."""
+    comparison = Comparison(
+        plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
+    )
+    ours = train_sharded(task, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings)
+    try:
+        for step, snapshot in enumerate(ours):
+            if rank == 0:
+                comparison.add(step, plain.snapshots[step], snapshot)
+    except Exception as error:
+        what = f"the plain run works, the sharded run with zero3_size={trial.zero3_size} in {trial.precision} does not"
+        raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+    return comparison.rows()
+
+
+def _trials(
+    sizes: Sequence[int], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
+) -> list[_Trial]:
+    """The sharded runs to make: per size one as the model is, and one in lower precision if that is asked for."""
+    policy = settings.get("mp_policy") or MixedPrecisionPolicy()
+    asked = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *(settings.get(name) for name in _DTYPES))
+    as_built = _coarsest(dtypes)
+    lowest = _coarsest([*dtypes, *filter(None, asked)])
+    trials = []
+    for size in sizes:
+        if _epsilon(lowest) > _epsilon(as_built):
+            strict = {**settings, "mp_policy": None, **dict.fromkeys(_DTYPES)}
+            trials.append(_trial(size, as_built, None, strict))
+        trials.append(_trial(size, lowest, tolerance, settings))
+    return trials
+
+
+def _trial(size: int, dtype: torch.dtype, tolerance: float | None, settings: Mapping[str, Any]) -> _Trial:
+    name = str(dtype).removeprefix("torch.")
+    return _Trial(size, name, _default_tolerance(dtype) if tolerance is None else tolerance, settings)
+
+
+def _default_tolerance(dtype: torch.dtype) -> float:
+    low = _epsilon(dtype) > _epsilon(torch.float32)
+    return math.sqrt(_epsilon(dtype)) * (4.0 if low else 1.0)
+
+
+def _coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=_epsilon, default=torch.float32)
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
+    """What the plain run says about the model; on rank 0 all of it."""
+    notes = []
+    if plain.edited:
+        notes.append(
+            f"in the plain run a forward or backward changes {', '.join(sorted(plain.edited))} in place; "
+            "a sharded model loses such changes: make them between steps, see layerzero.unsharded"
+        )
+    everywhere: list[list[float]] = [[] for _ in range(world)]
+    dist.all_gather_object(everywhere, plain.losses)
+    limit = math.sqrt(_epsilon(_coarsest(plain.dtypes)))
+    same = functools.partial(math.isclose, rel_tol=limit, abs_tol=1e-12)
+    odd = [rank for rank, losses in enumerate(everywhere) if not all(map(same, losses, everywhere[0]))]
+    if odd:
+        ranks = ", ".join(map(str, odd))
+        notes.append(
+            f"without any sharding, rank{'s' * (len(odd) > 1)} {ranks} computed other losses than rank 0 from the same "
+            "batches and random numbers: the model, the loss or the batches depend on the rank, or on chance"
+        )
+    return tuple(notes)
