@@ -18,11 +18,11 @@ from torch import nn
 
 from layerzero.device.accelerator import default_device_type
 from layerzero.planning.cluster import Cluster
+from layerzero.planning.plan_report import plan_text
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
 from layerzero.planning.simulator import Machine, simulate
-from layerzero.planning.text import plan_text
 from layerzero.planning.transformer_shapes import Sizes
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds, size, table
@@ -114,7 +114,7 @@ def _plan(
         )
         typer.echo(plan_text(found, every_row=every_row))
         if html is not None:
-            from layerzero.planning.html import write_report  # noqa: PLC0415 - charts are not always asked for
+            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - charts are not always asked for
 
             write_report(found, html)
             typer.echo(f"\nwritten: {html}")

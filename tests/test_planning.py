@@ -22,10 +22,10 @@ from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import StoragePool
 from layerzero.planning import Cluster, Sizes, plan, read_config
 from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning.plan_report import yaml_text
 from layerzero.planning.sim_program import Compute, Launch, Operation, Reduce, Wait, from_events
 from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
 from layerzero.planning.simulator import Machine, simulate
-from layerzero.planning.text import yaml_text
 from layerzero.planning.transformer_shapes import TransformerBlock
 from layerzero.utils.text_tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks

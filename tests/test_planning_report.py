@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, Sizes, plan
-from layerzero.planning.html import report_html
+from layerzero.planning.plan_plots import report_html
+from layerzero.utils.text_tables import size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -59,8 +60,8 @@ def found() -> Plan:
 
 def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     page = report_html(found, nodes=(2, 8))
-    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
-    assert not re.search(r'(src|href)="(?!data:,)', page)
+    assert "<script" not in page and "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r'(src|href)="(?!data:,|#)|url\((?!#)|@import|<!ENTITY', page)
     assert page.count("<svg") == page.count("</svg>") == 3
     assert found.why.split(":")[0] in page
     for said in ("gather", "hop 1", "hop 2", "refresh", "compute", "FSDP2", "HSDP", "ZeRO-1", "accumulator"):
@@ -68,6 +69,32 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
         assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
+    assert found.best is not None
+    drawn = [*(kind for kind, nbytes in found.best.memory.items() if nbytes), size(found.best.peak), "7.00 GB of 8 GB"]
+    assert not [text for text in drawn if f"{text}</text>" not in charts[0]]
+    for text in ("compute", "forward", "backward", "update", "gather", "hop 1", "hop 2", "refresh", "ms"):
+        assert f">{text}</text>" in charts[1], text
+    assert all(f">{text}</text>" in charts[2] for text in ("2", "8", "nodes", "layerzero"))
+    assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.peers)
+    assert page == report_html(found, nodes=(2, 8)), "the same plan gives the same page"
+
+
+def test_names_are_escaped() -> None:
+    named = type("Layer<b>&$x$", (torch.nn.Linear,), {})
+    with torch.device("meta"):
+        model = torch.nn.Sequential(named(8, 8), named(8, 8))
+    page = report_html(plan(model, Cluster(nodes=2, accelerators=2), units={named}, micro_batches=[1]), nodes=(2,))
+    assert "Layer&lt;b&gt;&amp;$x$" in page and "<b>" not in page
+
+
+def test_without_matplotlib_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "layerzero.planning.plan_plots")
+    sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2"]
+    done = CliRunner().invoke(app, ["plan", *sizes, "--nodes", "1", "--html", str(tmp_path / "report.html")])
+    assert done.exit_code == 2 and "Recommended" in done.stdout
+    assert 'pip install "torch-layerzero[plots]"' in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:

@@ -24,7 +24,7 @@ from layerzero.planning.sim_program import (
     StepEnd,
     Wait,
     from_events,
-    read_trace,
+    read_recording,
     resized,
     retimed,
     seconds_of,
@@ -227,7 +227,9 @@ def _trace(rank: int, folder: str) -> dict[str, int]:
 def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, node_memory: str | None) -> None:
     traffic = run_ranks(_trace, str(tmp_path), node_memory=node_memory)
     for rank, counted in enumerate(traffic):
-        outcome = simulate(read_trace(tmp_path / f"rank{rank}.json"), Machine(node_size=2, inside=1e9, between=1e8))
+        outcome = simulate(
+            read_recording(tmp_path / f"rank{rank}.json").program(), Machine(node_size=2, inside=1e9, between=1e8)
+        )
         counted.pop("hand_over", None)  # which sends nothing, and a trace does not show
         assert outcome.bytes == counted, "the real engine on gloo"
         assert len(outcome.step_ends) == 2 and outcome.computed > 0

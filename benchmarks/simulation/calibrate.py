@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import Paper, where_of
-from layerzero.planning.sim_program import Operation, Reduce, What, read_trace, seconds_of
+from layerzero.planning.sim_program import Operation, Reduce, What, read_recording, seconds_of
 from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
 from layerzero.planning.simulator import Machine, simulate
 
@@ -170,6 +170,6 @@ def _quietest(folder: Path, pattern: str) -> dict[What, float]:
     found: defaultdict[What, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"{pattern}-*.json")):
         this_round = path.stem.rpartition("-")[2]
-        for what, seconds in seconds_of(read_trace(path)).items():
+        for what, seconds in seconds_of(read_recording(path).program()).items():
             found[what][this_round].append(seconds)
     return {what: min(statistics.mean(values) for values in rounds.values()) for what, rounds in found.items()}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import Float8Rows
 
-__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "translate"]
+__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
 
 _log = logging.getLogger("layerzero")
 
@@ -39,7 +39,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
     Raises:
         ValueError: a name or a value that is not understood, or that has no counterpart here; names it, and the file.
     """
-    content = _parse(Path(path))
+    content = read_yaml(Path(path))
     try:
         return translate(content, known)
     except (TypeError, ValueError) as error:
@@ -48,10 +48,15 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
     """The file has settings by MindSpeed's names, so that its `zero3_size` counts tensor ranks, too."""
-    return not _parse(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
+    return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the names and values of a YAML file.
+
+    Raises:
+        ValueError: the file is not YAML, holds no mapping or gives a name twice.
+    """
     try:
         import yaml  # noqa: PLC0415 - files alone need it
     except ModuleNotFoundError as error:

@@ -2,7 +2,8 @@
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Choice, Row
-from layerzero.planning.planner import Plan, plan
+from layerzero.planning.plan_report import Plan
+from layerzero.planning.planner import plan
 from layerzero.planning.probe import Probed, probe
 from layerzero.planning.transformer_shapes import Sizes, read_config
 

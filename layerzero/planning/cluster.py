@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from layerzero.config.yaml_file import read_yaml
 from layerzero.planning.simulator import Machine
 
 __all__ = ["Cluster"]
@@ -110,16 +110,7 @@ class Cluster:
         Raises:
             TypeError, ValueError: a name or a value that is unknown or wrong; names it and the file.
         """
-        try:
-            import yaml  # noqa: PLC0415 - files alone need it
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("reading a cluster from YAML needs PyYAML: pip install PyYAML") from error
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {error}") from None
-        if not isinstance(content, Mapping):
-            raise ValueError(f"{path} must hold names and values, got {type(content).__name__}")
+        content = read_yaml(Path(path))
         known = [field.name for field in fields(cls)]
         if unknown := sorted(str(name) for name in content if name not in known):
             raise ValueError(f"{path}: unknown fields {', '.join(unknown)}; known are {', '.join(known)}")

@@ -69,7 +69,3 @@ class Load:
     def backward_flops(self, unit: str) -> float:
         """Of a unit's backward: twice those of its forward, and what it computes again."""
         return 2 * self.flops(unit) + (self.tokens * self.again.get(unit, 0.0) if self.recompute else 0.0)
-
-    def activations(self) -> float:
-        """Bytes at the end of a forward."""
-        return self.activation_bytes

@@ -133,7 +133,7 @@ class Workshop:
     def row(self, choice: Choice) -> Row:
         cluster = self.cluster
         memory, peak = self._memory(choice)
-        activations = round(self.load.activations())
+        activations = round(self.load.activation_bytes)
         if activations:
             memory["activations"] = activations
         host = sum(memory.values()) - on_device(memory)
@@ -183,7 +183,7 @@ class Workshop:
         return whole, sum(whole.values())
 
     def _shared_over(self, choice: Choice) -> int:
-        return min(self.cluster.accelerators, self.cluster.ranks) if choice.scheme == "HSDP" else self.cluster.ranks
+        return self.cluster.accelerators if choice.scheme == "HSDP" else self.cluster.ranks
 
     def planned(self, choice: Choice) -> list[PlannedUnit]:
         where = where_of(

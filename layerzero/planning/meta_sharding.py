@@ -47,7 +47,6 @@ class Paper:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
             raise ValueError(f"parameter {odd[0]!r} is a DTensor: plan the part of the model that one rank has")
         mesh = cast(DeviceMesh, _OnPaper())
-        self.model = model
         self.plans = partition(
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )

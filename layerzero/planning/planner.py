@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +18,14 @@ from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import Load
 from layerzero.planning.estimator import LAYERZERO, PEERS, Choice, Row, Workshop
 from layerzero.planning.meta_sharding import Paper
-from layerzero.planning.text import plan_text, why
+from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import Sizes, TransformerBlock, read_config
 from layerzero.sharding.unit_selection import block_classes
 
-__all__ = ["Plan", "plan"]
+__all__ = ["plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | Sizes | str | os.PathLike[str]
 _ALIKE = 0.03  # seconds that differ by no more are called equal: the simpler settings win
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What :func:`plan` returns; ``print(plan)`` is a table.
-
-    Attributes:
-        rows: of all settings that were asked for, the fastest first; those that do not fit last.
-        peers: FSDP2, HSDP and ZeRO-1 by the same rules.
-        best: the recommended row; None: nothing fits.
-        why: in a sentence.
-    """
-
-    cluster: Cluster
-    numel: int
-    units: int  # the root included
-    rows: tuple[Row, ...]
-    peers: tuple[Row, ...]
-    best: Row | None
-    workshop: Workshop
-
-    @property
-    def why(self) -> str:
-        return why(self.best, self.rows, self.cluster)
-
-    @property
-    def config(self) -> LayerZeroConfig | None:
-        """The recommended settings."""
-        return None if self.best is None else self.workshop.config(self.best.choice)
-
-    def over_nodes(self, nodes: Sequence[int], choice: Choice) -> Iterator[Row]:
-        """The same choice on as many nodes; those on which it cannot be are left out."""
-        for count in nodes:
-            shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
-            if shop.cluster.ranks % choice.zero3_size == 0:
-                yield shop.row(choice)
-
-    def __str__(self) -> str:
-        return plan_text(self)
 
 
 def plan(
@@ -116,7 +77,7 @@ def plan(
     """
     if tokens < 1 or (sequence is not None and not 1 <= sequence <= tokens):
         raise ValueError(f"tokens={tokens}, sequence={sequence}: a micro-batch has at least one, and whole sequences")
-    dtype = _dtype(param_dtype)
+    dtype = dtype_named("a dtype", param_dtype)
     sizes = _sizes_of(model)
     built = _built(model if sizes is None else sizes)
     if units is None:
@@ -134,7 +95,7 @@ def plan(
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts}; give numbers of at least 1")
-    reduce = [_dtype(each) for each in reduce_dtypes]
+    reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
     rows: list[Row] = []
     for size in _sizes_to_try(zero3_sizes, cluster):
         for mode, wire, count in itertools.product(_modes(accumulations, size), reduce, counts):
@@ -220,7 +181,3 @@ def _built(model: Any) -> nn.Module:
             f"{getattr(model, '__name__', model)}() must return a torch.nn.Module, got {type(built).__name__}"
         )
     return built
-
-
-def _dtype(given: torch.dtype | str) -> torch.dtype:
-    return given if isinstance(given, torch.dtype) else dtype_named("a dtype", given)

@@ -5,8 +5,8 @@ A program comes from the schedule that the engine recorded (:func:`layerzero.tra
 [Note: What a recording leaves open]
 When an exchange is added up and the next one launched, and for how long the host waits for it, depends on the machine
 where a recording was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of it, and the
-simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`Reduce` starts a reduction, which
-goes on by itself, and :class:`Settle` waits for all.
+simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`Reduce` starts a reduction, which goes
+on by itself, and :class:`Settle` waits for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ __all__ = [
     "exchanges_in",
     "from_events",
     "read_recording",
-    "read_trace",
     "resized",
     "retimed",
     "seconds_of",
@@ -122,11 +121,6 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file of layerzero.trace: {type(error).__name__}: {error}") from None
-
-
-def read_trace(path: str | PathLike[str]) -> list[Operation]:
-    """The program in a file that :func:`layerzero.trace` wrote."""
-    return read_recording(path).program()
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:

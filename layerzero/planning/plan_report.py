@@ -1,41 +1,91 @@
-"""A plan as plain text: tables, a sentence, and what to paste."""
+"""Result of :func:`layerzero.plan`, and its text: tables, the recommendation, the call and the YAML settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
-from layerzero.config import OFFLOADS
+from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import Choice, Row
+from layerzero.planning.estimator import LAYERZERO, Choice, Row, Workshop
 from layerzero.utils.text_tables import rate, seconds, size, table
 
-if TYPE_CHECKING:
-    from layerzero.planning.planner import Plan
-
-__all__ = ["HEADER", "call_text", "cells", "plan_text", "why", "yaml_text"]
+__all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
 
 _SHOWN = 12  # rows of a table that is not asked for in full
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
 )  # fmt: skip
-_WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def word(dtype: torch.dtype) -> str:
-    return _WORDS[dtype]
+@dataclass(frozen=True)
+class Plan:
+    """Result of :func:`layerzero.plan`; ``print(plan)`` shows it as tables.
 
+    Attributes:
+        cluster: the cluster that the plan is for.
+        numel: number of parameters of the model.
+        units: number of units, the root included.
+        rows: one for each combination of settings, the fastest first; those that do not fit come last.
+        peers: FSDP2, HSDP and ZeRO-1 by the same rules.
+        best: the recommended row; None if nothing fits.
+        workshop: computes further rows.
+    """
 
-def rows_text(rows: Sequence[Row]) -> str:
-    return table(HEADER, [cells(row) for row in rows])
+    cluster: Cluster
+    numel: int
+    units: int
+    rows: tuple[Row, ...]
+    peers: tuple[Row, ...]
+    best: Row | None
+    workshop: Workshop
+
+    @property
+    def why(self) -> str:
+        """The recommendation in a sentence."""
+        best = self.best
+        if best is None:
+            closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
+            lacks = size(closest.excess) if closest.excess else f"{size(closest.host_excess)} of host memory a node"
+            return (
+                f"Nothing fits: closest is {_settings_text(closest.choice)}, which lacks {lacks}. "
+                "Shorter micro-batches, recompute, a larger zero3_size or more nodes need less."
+            )
+        computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
+        tight = sum(not row.fits for row in self.rows)
+        left = size(max(0.0, self.cluster.room - best.peak))
+        sentence = (
+            f"Recommended: {_settings_text(best.choice)}: of all that fit within 3 % of the fastest, it has the fewest "
+            "micro-batches, then the fewest extras, then the least memory; "
+            f"{computing / best.step:.0%} of its step is forward and backward, and {left} of an accelerator are left."
+        )
+        return sentence if not tight else f"{sentence} {tight} settings do not fit."
+
+    @property
+    def config(self) -> LayerZeroConfig | None:
+        """The recommended settings; None if nothing fits."""
+        return None if self.best is None else self.workshop.config(self.best.choice)
+
+    def over_nodes(self, nodes: Sequence[int], choice: Choice) -> Iterator[Row]:
+        """Yield the row of `choice` for each number of nodes whose ranks ``zero3_size`` divides."""
+        for count in nodes:
+            shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
+            if shop.cluster.ranks % choice.zero3_size == 0:
+                yield shop.row(choice)
+
+    def __str__(self) -> str:
+        return plan_text(self)
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    """Return the texts of a row, in the order of :data:`HEADER`."""
     choice = row.choice
-    of_layerzero = choice.scheme == "layerzero"
+    of_layerzero = choice.scheme == LAYERZERO
     room = row.room - row.peak
     left = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
     return (
@@ -43,7 +93,7 @@ def cells(row: Row) -> tuple[str, ...]:
         str(choice.zero3_size) if of_layerzero else "",
         choice.accumulation if of_layerzero and choice.zero3_size > 1 else "",
         choice.offload if of_layerzero else "",
-        word(choice.reduce_dtype),
+        _DTYPES[choice.reduce_dtype],
         str(choice.micro_batches),
         size(row.peak),
         left,
@@ -57,6 +107,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plan_text(plan: Plan, *, every_row: bool = False) -> str:
+    """Return the tables, the recommendation and the settings to paste.
+
+    Args:
+        plan: the plan.
+        every_row: show all rows, also those that do not fit.
+    """
     cluster = plan.cluster
     fitting = [row for row in plan.rows if row.fits]
     shown = plan.rows if every_row else (fitting or sorted(plan.rows, key=lambda row: row.excess))[:_SHOWN]
@@ -66,10 +122,10 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         f"{len(fitting)} of {len(plan.rows)} settings fit into {size(cluster.room)}"
         + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
         "",
-        rows_text(shown),
+        table(HEADER, [cells(row) for row in shown]),
         "",
         "others, by formulas and models of these schemes:",
-        rows_text(plan.peers),
+        table(HEADER, [cells(row) for row in plan.peers]),
         "",
     ]
     best = plan.best
@@ -108,31 +164,11 @@ def _parts_text(row: Row) -> str:
     return f"a step of {seconds(row.step)}: " + ", ".join(texts)
 
 
-def why(best: Row | None, rows: Sequence[Row], cluster: Cluster) -> str:
-    """The recommendation in a sentence."""
-    if best is None:
-        closest = min(rows, key=lambda row: row.excess + row.host_excess)
-        lacks = size(closest.excess) if closest.excess else f"{size(closest.host_excess)} of host memory a node"
-        return (
-            f"Nothing fits: closest is {_named(closest.choice)}, which lacks {lacks}. Shorter micro-batches, "
-            "recompute, a larger zero3_size or more nodes need less."
-        )
-    computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
-    tight = [row for row in rows if not row.fits]
-    left = size(max(0.0, cluster.room - best.peak))
-    sentence = (
-        f"Recommended: {_named(best.choice)}: of all that fit within 3 % of the fastest, it has the fewest "
-        "micro-batches, then the fewest extras, then the least memory; "
-        f"{computing / best.step:.0%} of its step is forward and backward, and {left} of an accelerator are left."
-    )
-    return sentence if not tight else f"{sentence} {len(tight)} settings do not fit."
-
-
-def _named(choice: Choice) -> str:
+def _settings_text(choice: Choice) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
-        f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, {word(choice.reduce_dtype)} gradients, "
-        f"{choice.micro_batches} micro-batches{extras}"
+        f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
+        f"{_DTYPES[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches{extras}"
     )
 
 
@@ -151,7 +187,7 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def call_text(plan: Plan) -> str:
-    """The call of ``shard_model``."""
+    """Return the call of :func:`layerzero.shard_model` with the recommended settings."""
     assert plan.best is not None
     quoted = {"accumulation": lambda value: f'"{value}"', **dict.fromkeys(OFFLOADS, str.title)}
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
@@ -170,16 +206,17 @@ def call_text(plan: Plan) -> str:
 
 
 def yaml_text(plan: Plan) -> str:
-    """The same for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
+    """Return the recommended settings as a file for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
-    policy = f"{{param_dtype: {word(plan.workshop.param_dtype)}, reduce_dtype: {word(plan.best.choice.reduce_dtype)}}}"
+    param, reduce = _DTYPES[plan.workshop.param_dtype], _DTYPES[plan.best.choice.reduce_dtype]
+    policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
     lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
     return "\n".join(["# layerzero.yaml", *lines]) + "\n"
 
 
 def _units(plan: Plan, *, yaml: bool) -> str:
-    """Classes by their names; of a model by sizes, nobody knows what its blocks are called."""
+    """Return the value of ``units``: classes by name, and a placeholder where the plan has no names."""
     units, called = plan.workshop.units, plan.workshop.called
     if units is None:
         return "null" if yaml else "None"

@@ -1,0 +1,204 @@
+"""HTML report of a plan: one file with tables and inline SVG figures. Needs matplotlib (extra "plots")."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from io import StringIO
+from pathlib import Path
+
+from layerzero.planning.estimator import LAYERZERO, Row
+from layerzero.planning.plan_report import HEADER, Plan, call_text, cells, yaml_text
+from layerzero.planning.simulator import simulate
+from layerzero.utils.text_tables import rate, seconds, size
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'the HTML report of a plan needs matplotlib, which is not installed: pip install "torch-layerzero[plots]"'
+    ) from error
+
+__all__ = ["report_html", "write_report"]
+
+_NODES = (8, 32, 128, 512, 2048, 4096)
+_SHOWN = 8  # bars and rows
+_TIMELINE = {  # line and legend entry, by kind of a span
+    "forward": ("compute", "forward"), "backward": ("compute", "backward"), "update": ("compute", "update"),
+    "gather": ("gather", "gather"), "regather": ("gather", "gather"), "hop1": ("hop 1", "hop 1"),
+    "hop2": ("hop 2", "hop 2"), "refresh": ("refresh", "refresh"),
+    "fetch": ("host", "host"), "store": ("host", "host"), "down": ("host", "host"), "up": ("host", "host"),
+}  # fmt: skip
+_MATPLOTLIB = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "plan",  # the same plan gives the same file
+    "text.parse_math": False,
+}
+_STYLE = """
+body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 16px 48px; max-width: 46rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+figure { margin: 0 } svg { width: 100%; height: auto }
+.why { border-left: 4px solid #228833; padding: .2rem .8rem } .why.none { border-color: #c00 }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem }
+th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
+th:first-child, td:first-child { text-align: left } tr.best { font-weight: bold } tr.over { color: #b33 }
+pre { overflow-x: auto; background: #8881; padding: .6rem; font-size: .85rem }
+.note { font-size: .85rem; color: #555 }
+"""
+
+
+def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[int] = _NODES) -> None:
+    """Write the HTML report of a plan.
+
+    Args:
+        plan: the plan.
+        path: the file to write.
+        nodes: numbers of nodes for the figure of times.
+    """
+    Path(path).write_text(report_html(plan, nodes=nodes), encoding="utf-8")
+
+
+def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
+    """Return the page that :func:`write_report` writes."""
+    cluster = plan.cluster
+    shown = [row for row in plan.rows if row.fits][:_SHOWN] or sorted(plan.rows, key=lambda row: row.excess)[:_SHOWN]
+    if plan.best is not None and plan.best not in shown:
+        shown = [plan.best, *shown[:-1]]
+    row = plan.best or shown[0]
+    peers = [peer for peer in plan.peers if _is_comparable(peer, row)]
+    with matplotlib.rc_context(_MATPLOTLIB):
+        memory, step, times = (
+            _plot_memory([*shown, *peers], plan),
+            _plot_step(plan, row),
+            _plot_nodes(plan, row, peers, nodes),
+        )
+    waits = ", ".join(f"{kind} {seconds(value)}" for kind, value in sorted(row.parts.items()) if value > 1e-5)
+    parts = [
+        "<h1>Plan</h1>",
+        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s a node.</p>",
+        f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
+        "<h2>Peak memory of an accelerator</h2>",
+        memory,
+        f"<h2>A step of {escape(_name(row))}</h2>",
+        step,
+        f'<p class="note">The figure shows the first and the last of {row.choice.micro_batches} micro-batches. The '
+        f"refresh at the left belongs to the step before. All of it takes {seconds(row.step)}: {escape(waits)}.</p>",
+        "<h2>Time of a micro-batch by number of nodes</h2>",
+        times,
+        "<h2>Settings</h2>",
+        _table([*shown, *plan.peers], plan.best),
+    ]
+    if plan.best is not None:
+        parts += ["<h2>To paste</h2>", f"<pre>{escape(call_text(plan))}</pre>", f"<pre>{escape(yaml_text(plan))}</pre>"]
+        if plan.best.price:
+            parts.append(f"<p>{plan.best.price:,.0f} a day.</p>")
+    parts.append(
+        '<p class="note">Memory is what layerzero predicts in a run, except for activations, which are estimated. '
+        "Times are simulated, not measured; those of FSDP2, HSDP and ZeRO-1 come from models of these schemes.</p>"
+    )
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+    )
+    return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _is_comparable(peer: Row, row: Row) -> bool:
+    """Return whether both rows have the same number of micro-batches and reduce dtype."""
+    mine, other = row.choice, peer.choice
+    return (mine.micro_batches, mine.reduce_dtype) == (other.micro_batches, other.reduce_dtype)
+
+
+def _name(row: Row) -> str:
+    choice = row.choice
+    if choice.scheme != LAYERZERO:
+        return choice.scheme
+    mode = f" {choice.accumulation}" if choice.zero3_size > 1 else ""
+    offload = "" if choice.offload == "-" else f" offload {choice.offload}"
+    return f"S={choice.zero3_size}{mode}{offload}, A={choice.micro_batches}"
+
+
+def _figure(height: float) -> Figure:
+    return Figure(figsize=(7, height), layout="constrained")
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """Return the figure as an element of the page, without the XML prologue and metadata of an SVG file."""
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawing = text.getvalue()
+    return f'<figure role="img" aria-label="{escape(label)}">{drawing[drawing.index("<svg") :]}</figure>'
+
+
+def _plot_memory(rows: Sequence[Row], plan: Plan) -> str:
+    """Plot the peak memory of each row by kind, as stacked bars, and the limit."""
+    named: dict[str, Row] = {}
+    for row in rows:
+        named.setdefault(_name(row), row)
+    bars = {}
+    for name, row in named.items():
+        held = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
+        bars[f"{name}: {size(row.peak)}"] = {**held, "gathered at the peak": max(0, row.peak - sum(held.values()))}
+    figure = _figure(1.6 + 0.35 * len(bars))
+    axes = figure.subplots()
+    axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
+    left = [0.0] * len(bars)
+    for kind in dict.fromkeys(kind for held in bars.values() for kind, nbytes in held.items() if nbytes):
+        widths = [held.get(kind, 0) / 1e9 for held in bars.values()]
+        axes.barh(list(bars), widths, left=left, label=kind)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    limit = f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB"
+    axes.axvline(plan.cluster.room / 1e9, color="red", linestyle="--", label=limit)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB")
+    return _svg(figure, "Peak memory by kind")
+
+
+def _plot_step(plan: Plan, row: Row) -> str:
+    """Plot the first and the last micro-batch of a step as a timeline; those between are like the first."""
+    machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
+    outcome = simulate(program, machine)
+    start, end = outcome.step_start, outcome.step_ends[-1]
+    spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]
+    figure = _figure(3)
+    axes = figure.subplots()
+    for line, kind in dict.fromkeys(_TIMELINE.values()):
+        drawn = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
+        if drawn:
+            widths = [1e3 * (ends - begins) for begins, ends in drawn]
+            axes.barh(line, widths, left=[1e3 * (begins - start) for begins, _ in drawn], label=kind)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    return _svg(figure, "Timeline of a step")
+
+
+def _plot_nodes(plan: Plan, row: Row, peers: Sequence[Row], nodes: Sequence[int]) -> str:
+    """Plot the time of a micro-batch over the number of nodes, of a row and of its peers."""
+    figure = _figure(3.5)
+    axes = figure.subplots()
+    for each in (row, *peers):
+        choice = each.choice
+        points = [(count, found.step) for count in nodes for found in plan.over_nodes([count], choice)]
+        times = [1e3 * step / choice.micro_batches for _, step in points]
+        axes.plot([count for count, _ in points], times, marker="o", label=choice.scheme)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(nodes)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("ms")
+    return _svg(figure, "Time of a micro-batch by number of nodes")
+
+
+def _table(rows: Sequence[Row], best: Row | None) -> str:
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
+    for row in rows:
+        kind = ' class="best"' if row is best else "" if row.fits else ' class="over"'
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
