@@ -29,7 +29,7 @@ def main() -> None:
 def _commands() -> Iterator[tuple[str, str]]:
     """Names and first lines of the commands, from the source of what cannot be imported."""
     package = Path(__file__).parent
-    for path in (package / "cli.py", *sorted(package.glob("*/commands.py"))):
+    for path in (package / "cli.py", package / "cli_planning.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         # @app.command("name") above a function, or app.command("name")(function)

@@ -25,7 +25,7 @@ WORLD, VOCABULARY, WIDTH, STEPS, MICRO_BATCHES = 4, 5, 6, 2, 2
 
 
 class Net(nn.Module):
-    """A language model of integers, whose head is left to the loss; see [Note: Exact arithmetic] in transformer_shapes.py."""
+    """A language model of integers, whose head is left to the loss; see [Note: Exact arithmetic] in models.py."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

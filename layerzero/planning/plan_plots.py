@@ -147,7 +147,7 @@ def _plot_memory(rows: Sequence[Row], plan: Plan) -> str:
         bars[f"{name}: {size(row.peak)}"] = {**held, "gathered at the peak": max(0, row.peak - sum(held.values()))}
     figure = _figure(1.6 + 0.35 * len(bars))
     axes = figure.subplots()
-    axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
+    axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
     left = [0.0] * len(bars)
     for kind in dict.fromkeys(kind for held in bars.values() for kind, nbytes in held.items() if nbytes):
         widths = [held.get(kind, 0) / 1e9 for held in bars.values()]

@@ -5,8 +5,8 @@ A program comes from the schedule that the engine recorded (:func:`layerzero.tra
 [Note: What a recording leaves open]
 When an exchange is added up and the next one launched, and for how long the host waits for it, depends on the machine
 where a recording was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of it, and the
-simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`Reduce` starts a reduction, which goes
-on by itself, and :class:`Settle` waits for all.
+simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`Reduce` starts a reduction, which
+goes on by itself, and :class:`Settle` waits for all.
 """
 
 from __future__ import annotations
