@@ -1,0 +1,299 @@
+"""Reference implementation of hybrid ZeRO-1/ZeRO-3 sharding, to read from top to bottom before the engine.
+
+It does the arithmetic of :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer` with blocking collectives,
+and imports only torch. ``tests/test_reference.py`` compares both bit for bit. For training, use the engine.
+
+D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (r, s). A unit has N elements::
+
+    extent         weights                          gradients
+    full, N        full buffer, compute dtype       full gradient, fp32
+                   ^ gather, ZeRO-3 group           v hop 1, ZeRO-3 group
+    ZeRO-3, N/S    ZeRO-3 shard, compute dtype      ZeRO-3 gradient shard, fp32
+                   ^ refresh, replica group         v hop 2, replica group
+    ZeRO-1, N/D    master, fp32                     final gradient, fp32
+
+Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once: the only two
+that use the slow links between replicas.
+
+Only the engine has: overlap and prefetch; other accumulations than ``"sharded"``; alignment; frozen parameters; mixed
+dtypes; parameters without dims or elements; parameters that a backward does not use; weights tied across units;
+activation checkpointing; failed backwards; ranks that start with different weights; writes to masters outside of
+:meth:`ReferenceModel.step`; gradient clipping; checkpoints; tensor and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import lcm, prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["FlatLayout", "ReferenceModel", "Slot", "plan_layout"]
+
+
+# 1. The layout: integers only, equal on all ranks.
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Position of one parameter in the flat order of its unit."""
+
+    name: str
+    shape: tuple[int, ...]  # at least one dim
+    offset: int  # elements from the start of the flat order
+
+    def rows_in(self, elements: range) -> slice:
+        """Return the part of a range of flat elements that holds this parameter, counted from the range's start."""
+        start = max(self.offset, elements.start)
+        stop = max(start, min(self.offset + prod(self.shape), elements.stop))
+        return slice(start - elements.start, stop - elements.start)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Flat order of a unit, cut into S ZeRO-3 shards of R ZeRO-1 shards each.
+
+    ZeRO-1 shard k = s*R + r of rank (r, s) lies inside ZeRO-3 shard s, so every collective stays inside one group. With
+    D = 4 and S = 2::
+
+        ZeRO-3 |           s=0           |           s=1           |
+        ZeRO-1 | k=0 (0, 0) | k=1 (1, 0) | k=2 (0, 1) | k=3 (1, 1) |
+    """
+
+    slots: tuple[Slot, ...]
+    shard_numel: int  # elements of one ZeRO-1 shard, padding included
+    replicas: int  # R
+    zero3_size: int  # S
+
+    @property
+    def full_range(self) -> range:
+        """Flat elements of the full buffer."""
+        return range(self.shard_numel * self.replicas * self.zero3_size)
+
+    def zero1_range(self, r: int, s: int) -> range:
+        """Return the flat elements of the ZeRO-1 shard of rank (r, s)."""
+        start = (s * self.replicas + r) * self.shard_numel
+        return range(start, start + self.shard_numel)
+
+
+def plan_layout(shapes: dict[str, tuple[int, ...]], *, replicas: int, zero3_size: int) -> FlatLayout:
+    """Lay out parameters by name so that no shard boundary falls inside a dim-0 row.
+
+    Slots start at multiples of their rows, and shards are multiples of all rows. The engine finds less padding.
+    """
+    row_numel = {name: prod(shape[1:]) for name, shape in shapes.items()}
+    slots: list[Slot] = []
+    end = 0
+    for name in sorted(shapes, key=lambda name: -row_numel[name]):  # longest rows first: fewer gaps
+        slots.append(Slot(name, shapes[name], offset=-(-end // row_numel[name]) * row_numel[name]))
+        end = slots[-1].offset + prod(shapes[name])
+    multiple = lcm(*row_numel.values())
+    shard_numel = -(-end // (replicas * zero3_size * multiple)) * multiple
+    return FlatLayout(tuple(slots), shard_numel, replicas, zero3_size)
+
+
+# 2. The collectives: pieces are in the order of the ranks of the group.
+
+_all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
+_reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = shard.new_empty(shard.numel() * group.size())
+    _all_gather_into(gathered, shard, group=group)
+    return gathered
+
+
+def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    piece = tensor.new_empty(tensor.numel() // group.size())
+    _reduce_scatter_into(piece, tensor, group=group)
+    return piece
+
+
+# 3. The unit: parameters that are gathered and freed together.
+
+
+class Unit:
+    """Weights and gradients of one unit on one rank, and the collectives that move them."""
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        zero3_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.zero3_group, self.replica_group, self.compute_dtype = zero3_group, replica_group, compute_dtype
+        shapes = {name: tuple(param.shape) for name, param in params.items()}
+        self.layout = plan_layout(shapes, replicas=replica_group.size(), zero3_size=zero3_group.size())
+        self.shard_range = self.layout.zero1_range(replica_group.rank(), zero3_group.rank())
+
+        initial = next(iter(params.values())).new_zeros(len(self.layout.full_range), dtype=torch.float32)  # [N]
+        for name, full in self.parts_of(initial, self.layout.full_range).items():
+            full.copy_(params[name].detach())
+        self.master = initial[self.shard_range.start : self.shard_range.stop].clone()  # [N/D], fp32
+        # What the optimizer updates: views of the master, [rows, *rest], possibly without rows.
+        self.masters = {name: nn.Parameter(rows) for name, rows in self.parts_of(self.master, self.shard_range).items()}
+        self.refresh()
+
+        # The autograd leaves are views of the full buffer. Autograd refuses saved tensors whose version counter has
+        # changed, and the gather before backward writes to the buffer: `.data` gives the leaves a counter of their own.
+        self.full_buffer = self.zero3_shard.new_empty(len(self.layout.full_range))  # [N], compute dtype
+        leaves = self.parts_of(self.full_buffer.data, self.layout.full_range)
+        self.gathered = {name: nn.Parameter(full) for name, full in leaves.items()}
+        self.reshard()
+        self.gradients: dict[str, Tensor] = {}  # of this backward, full shape, compute dtype
+        self.zero3_gradient: Tensor | None = None  # [N/S], fp32, sum over micro-batches and the ZeRO-3 group
+
+    def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
+        """Return views of a tensor that holds a range of flat elements: the rows of each parameter, [rows, *rest]."""
+        return {slot.name: flat[slot.rows_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
+
+    def refresh(self) -> None:
+        """Copy the masters of all replicas to the ZeRO-3 shard. The cast comes first, to send fewer bytes."""
+        self.zero3_shard = _all_gather(self.master.to(self.compute_dtype), self.replica_group)  # [N/S], compute dtype
+
+    def gather(self) -> None:
+        """Fill the full buffer from the ZeRO-3 shards. The storage object stays, because autograd has saved views."""
+        storage = self.full_buffer.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.full_buffer.numel() * self.full_buffer.itemsize)
+            _all_gather_into(self.full_buffer, self.zero3_shard, group=self.zero3_group)
+
+    def reshard(self) -> None:
+        """Free the memory of the full buffer."""
+        self.full_buffer.untyped_storage().resize_(0)
+
+    def reduce_in_zero3_group(self) -> None:
+        """Hop 1: add the full gradients of the ZeRO-3 group to the ZeRO-3 gradient shard."""
+        full_gradient = self.master.new_zeros(len(self.layout.full_range))  # [N], fp32
+        for name, part in self.parts_of(full_gradient, self.layout.full_range).items():
+            part.copy_(self.gradients.pop(name))
+        reduced = _reduce_scatter(full_gradient, self.zero3_group)
+        self.zero3_gradient = reduced if self.zero3_gradient is None else self.zero3_gradient + reduced
+
+    def reduce_across_replicas(self) -> None:
+        """Hop 2: add the mean over all ranks to the final gradient, the `grad` of the masters."""
+        if self.zero3_gradient is None:
+            return
+        reduced = _reduce_scatter(self.zero3_gradient, self.replica_group)  # [N/D], fp32
+        reduced /= self.zero3_group.size() * self.replica_group.size()
+        self.zero3_gradient = None  # else the next hop 2 counts it twice
+        for name, rows in self.parts_of(reduced, self.shard_range).items():
+            master = self.masters[name]
+            master.grad = rows if master.grad is None else master.grad + rows
+
+
+# 4. The step: when units are gathered, reduced and refreshed.
+
+
+class ReferenceModel:
+    """Shards a module in place: a unit for each name in `units`, and one for the parameters that are left.
+
+    Args:
+        module: equal on all ranks.
+        units: names of submodules. All ranks call them in the same order, else collectives of different units meet.
+        zero3_group: the S ranks of this replica, which share compute weights.
+        replica_group: the R ranks with the same s, one of each replica.
+
+    Example::
+
+        model = ReferenceModel(module, ["blocks.0", "blocks.1"], zero3_group=node, replica_group=across_nodes)
+        optimizer = torch.optim.AdamW(model.masters.values())
+        with model.no_sync():
+            loss(model(first)).backward()
+        loss(model(second)).backward()
+        model.step(optimizer)
+        optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        *,
+        zero3_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        unassigned = dict(module.named_parameters())
+        if wrong := [name for name, p in unassigned.items() if not (p.requires_grad and p.ndim and p.numel())]:
+            raise ValueError(f"Parameters {wrong} are frozen, or have no dims or elements. Use layerzero.shard_model.")
+        self.module = module
+        self.requires_gradient_sync = True
+        self.units: list[Unit] = []
+        leaves: dict[nn.Parameter, nn.Parameter] = {}  # by original parameter
+        for prefix in [*sorted(units, key=len, reverse=True), ""]:  # the innermost unit has a parameter
+            names = [name for name in unassigned if not prefix or name.startswith(f"{prefix}.")]
+            if params := {name: unassigned.pop(name) for name in names}:
+                unit = Unit(params, zero3_group, replica_group, compute_dtype)
+                self.units.append(unit)
+                leaves |= {param: unit.gathered[name] for name, param in params.items()}
+                self._register_hooks(unit, module.get_submodule(prefix))
+        for submodule in module.modules():
+            for attribute, param in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(submodule, attribute, leaves[param])
+        self.masters = {name: rows for unit in self.units for name, rows in unit.masters.items()}
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def _register_hooks(self, unit: Unit, module: nn.Module) -> None:
+        module.register_forward_pre_hook(partial(self._pre_forward, unit))
+        module.register_forward_hook(partial(self._post_forward, unit))
+        for name, leaf in unit.gathered.items():
+            hook: Any = leaf.register_post_accumulate_grad_hook
+            hook(partial(self._post_accumulate_grad, unit, name))
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        unit.gather()
+        return tuple(a.to(unit.compute_dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit.reshard()
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: unit.gather())  # backward reaches the output of a unit first
+
+    def _post_accumulate_grad(self, unit: Unit, name: str, leaf: Tensor) -> None:
+        """Take a gradient in backward, and reduce the unit as soon as all of its gradients are known."""
+        assert leaf.grad is not None
+        unit.gradients[name], leaf.grad = leaf.grad, None
+        if len(unit.gradients) == len(unit.gathered):
+            unit.reshard()  # a gradient is known only after every operation on its weight has run backward
+            unit.reduce_in_zero3_group()
+            if self.requires_gradient_sync:
+                unit.reduce_across_replicas()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out hop 2 in backwards inside this context."""
+        self.requires_gradient_sync = False
+        try:
+            yield
+        finally:
+            self.requires_gradient_sync = True
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run hop 2 where `no_sync` left it out, then an element-wise optimizer on the masters, then the refresh."""
+        for unit in self.units:
+            if unit.gradients:
+                raise RuntimeError("A backward did not use all parameters of a unit. Use layerzero.shard_model.")
+            unit.reduce_across_replicas()
+        optimizer.step()
+        for unit in self.units:
+            unit.refresh()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return all parameters as full fp32 tensors by name. All ranks must call this."""
+        full: dict[str, Tensor] = {}
+        for unit in self.units:
+            flat = _all_gather(_all_gather(unit.master, unit.replica_group), unit.zero3_group)  # [N], fp32
+            full |= unit.parts_of(flat, unit.layout.full_range)
+        return full
