@@ -70,6 +70,8 @@ class Census:
             is_known: this rank knows the maximum: `own`.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
+        if any(len(group.lanes) > 1 for group in self._groups):
+            self._thread.start()  # also where it is not needed yet, so that the number of threads stays the same
         if is_known:
             pending.relay()
         else:
