@@ -15,8 +15,7 @@ import typer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.contents_checks import ranks_that_saved
 from layerzero.checkpoint.safe_json import printable
 from layerzero.cli_planning import add_commands
@@ -111,7 +110,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     Exit status: 0 if it is whole, 1 if it is damaged or incomplete.
     """
     with _readable_failures():
-        found = convert.inspect(checkpoint)
+        found = whole_model_files.inspect(checkpoint)
     rows = [("name", "shape", "dtype", "bytes", "files")]
     for entry in sorted(found.entries, key=lambda entry: entry.name):
         dtype = str(entry.dtype).removeprefix("torch.")
@@ -141,7 +140,7 @@ def _export(
     Of Megatron's tensor ranks and pipeline stages, all parts become one model.
     """
     with _readable_failures():
-        write = export_parts if holds_parts(checkpoint) else convert.export_model
+        write = export_parts if holds_parts(checkpoint) else whole_model_files.export_model
         write(checkpoint, out, dtype=_dtype(dtype, "--dtype"), averages=ema)
 
 
@@ -158,7 +157,7 @@ def _import(
     if len(files) < 2:
         _refuse("import needs a safetensors file or a folder of them, and the checkpoint to make")
     with _readable_failures():
-        convert.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
+        whole_model_files.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
 
 
 add_commands(app)

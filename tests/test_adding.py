@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.device import accumulate as adding
+from layerzero.device import accumulate
 from layerzero.device.accumulate import add_up
 
 PIECE = 64
@@ -16,7 +16,7 @@ PIECE = 64
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adding, "_PIECE", PIECE)
+    monkeypatch.setattr(accumulate, "_PIECE", PIECE)
 
 
 def _whole(target: Tensor, parts: list[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> Tensor:
@@ -79,7 +79,7 @@ def test_what_does_not_lie_in_one_piece_is_added_in_its_shape(turned: str) -> No
 def test_only_what_is_gained_by_it_goes_in_pieces() -> None:
     counts = []
     for numel, of in [(4 * PIECE, [torch.bfloat16]), (4 * PIECE, [torch.float32] * 2), (4 * PIECE, [torch.float32])]:
-        with mock.patch.object(adding, "_add", wraps=adding._add) as add:
+        with mock.patch.object(accumulate, "_add", wraps=accumulate._add) as add:
             add_up(torch.zeros(numel), [torch.ones(numel, dtype=dtype) for dtype in of])
         counts.append(add.call_count)
     assert counts == [4, 4, 1]

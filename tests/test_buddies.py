@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import buddy_snapshots as module
-from layerzero.checkpoint import snapshot_files as node_pieces
+from layerzero.checkpoint import buddy_snapshots, snapshot_files
 from layerzero.checkpoint.buddy_snapshots import _partners
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import forks
@@ -128,13 +127,13 @@ def _returns(rank: int, folder: Path) -> None:
     model, optimizer = sharded_net(2, adam=True)
     keeper = _buddies(folder, model, optimizer)
     long_ago = time.time() - 1e6
-    module.time.time = lambda: long_ago
+    buddy_snapshots.time.time = lambda: long_ago
     try:
         for step in range(4):
             keeper.snapshot(step)
         keeper.wait()
     finally:
-        module.time.time = _NOW
+        buddy_snapshots.time.time = _NOW
     dist.barrier()
     if rank == 0:
         (folder / "node1").rename(folder / "away")
@@ -199,7 +198,7 @@ def _half_new(rank: int, folder: Path) -> None:
     keeper.wait()
     state = everything(model, optimizer)
     train(model, optimizer, range(2, 3))
-    real = module.read_pieces
+    real = buddy_snapshots.read_pieces
     if rank == 1:  # what rank 3 sent has arrived damaged
 
         def damaged(path: Path, *args: object) -> None:
@@ -208,13 +207,13 @@ def _half_new(rank: int, folder: Path) -> None:
             path.write_bytes(content)
             real(path, *args)
 
-        module.read_pieces = damaged
+        buddy_snapshots.read_pieces = damaged
     try:
         keeper.snapshot(3)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*rank-00003.safetensors is damaged"):
             keeper.wait()
     finally:
-        module.read_pieces = real
+        buddy_snapshots.read_pieces = real
     dist.barrier()
     again, its_optimizer = sharded_net(2, adam=True, seed=1)
     found = _buddies(folder, again, its_optimizer).load()
@@ -254,18 +253,18 @@ def _no_room(rank: int, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     for what in ("write_items", "room_for"):  # for its own file, and for its partner's
-        real = getattr(module, what)
+        real = getattr(buddy_snapshots, what)
         if rank == 2:
-            setattr(module, what, full)
+            setattr(buddy_snapshots, what, full)
         try:
             with pytest.raises((checkpoint.CheckpointError, RuntimeError), match=r"No space left .* has room for"):
                 keeper.snapshot(2)
         finally:
-            setattr(module, what, real)
+            setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
     for what in ("_link", "room_for"):  # where a snapshot is looked at, and where a file comes from elsewhere
-        real = getattr(node_pieces, what)
+        real = getattr(snapshot_files, what)
         dist.barrier()
         lost = _node(folder, rank) / "away"
         if what == "room_for" and rank == 0:  # all files of the first node are to come from the second
@@ -273,12 +272,12 @@ def _no_room(rank: int, folder: Path) -> None:
             for piece in list(keeper.folder.iterdir()):
                 piece.rename(lost / piece.name)
         if rank == 1:
-            setattr(node_pieces, what, full)
+            setattr(snapshot_files, what, full)
         dist.barrier()
         try:
             assert keeper.load() is None, "on all ranks"
         finally:
-            setattr(node_pieces, what, real)
+            setattr(snapshot_files, what, real)
         dist.barrier()
         if what == "room_for" and rank == 0:
             for piece in list(lost.iterdir()):

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import safetensors_writer as writing
+from layerzero.checkpoint import atomic_files, safetensors_writer
 from layerzero.engine.hooks import runtime_of
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -22,13 +21,13 @@ from tests.support.ranks import run_ranks
 def _trained_meanwhile(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    gate, write = threading.Event(), files.write_file
+    gate, write = threading.Event(), atomic_files.write_file
 
     def write_late(*args, **kwargs):
         gate.wait()
         return write(*args, **kwargs)
 
-    writing.write_file = write_late
+    safetensors_writer.write_file = write_late
     try:
         at_call = everything(model, optimizer)
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer, {"step": 1})
@@ -39,7 +38,7 @@ def _trained_meanwhile(rank: int, folder: str) -> None:
         pending.wait()
     finally:
         gate.set()
-        writing.write_file = write
+        safetensors_writer.write_file = write
     dist.barrier()
     undisturbed, its_optimizer = sharded_net(2)
     train(undisturbed, its_optimizer, range(4))
@@ -80,24 +79,24 @@ def _failing(rank: int, folder: str) -> None:
     def blocked(name: str) -> checkpoint.PendingSave:
         return checkpoint.save_async(f"{folder}/{name}", model, optimizer)
 
-    write = writing.write_file
+    write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> files.FileRecord:
+    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
         if path.name == "rank-00001.safetensors":
             raise OSError(28, "No space left on device")
         return write(path, content)
 
-    writing.write_file = refuse
+    safetensors_writer.write_file = refuse
     try:
         with pytest.raises(checkpoint.CheckpointError, match=r"one could not be written: rank 1: OSError: .*No space"):
             blocked("one").wait()
         pending = blocked("two")
         while not pending.done():
             time.sleep(0.01)
-        writing.write_file = write
+        safetensors_writer.write_file = write
         with pytest.warns(RuntimeWarning, match="two could not be written: rank 1"):
             checkpoint.save(f"{folder}/three", model, optimizer)
-        writing.write_file = refuse
+        safetensors_writer.write_file = refuse
         pending = blocked("four")
         with pytest.warns(RuntimeWarning, match="four could not be written"):
             checkpoint.load(f"{folder}/three", model, optimizer)
@@ -105,7 +104,7 @@ def _failing(rank: int, folder: str) -> None:
             pending.wait()
         pending.wait()  # has been said
     finally:
-        writing.write_file = write
+        safetensors_writer.write_file = write
     checkpoint.save_async(f"{folder}/five", model, optimizer).wait()
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["five", "three"]
@@ -138,18 +137,18 @@ def test_a_rank_that_alone_has_lost_the_others_does_not_end_all_later_saves(tmp_
 def _told_at_a_step(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
-    write = writing.write_file
+    write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> files.FileRecord:
+    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
         raise OSError(28, "No space left on device")
 
-    writing.write_file = refuse
+    safetensors_writer.write_file = refuse
     try:
         pending = checkpoint.save_async(f"{folder}/one", model, optimizer)
         while not pending.done():
             time.sleep(0.01)
     finally:
-        writing.write_file = write
+        safetensors_writer.write_file = write
     with pytest.warns(RuntimeWarning, match="one could not be written: rank 0: OSError: .*No space"):
         train(model, optimizer, range(1, 2))
     train(model, optimizer, range(2, 3))  # it is told once

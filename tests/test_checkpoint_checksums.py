@@ -18,8 +18,7 @@ from xxhash import xxh3_128
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import CheckpointError, atomic_files
 from layerzero.checkpoint.checksums import CHUNK, Piece, Scheme, Sums, read_pieces, sums_of
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -89,10 +88,10 @@ def _poor(rank: int, folder: Path) -> None:
     train(model, optimizer, range(1))
     expected = everything(model, optimizer)
     checkpoint.save(folder / "fast", model, optimizer)
-    assert files.Manifest.read(folder / "fast").scheme == Scheme("xxh3-128", CHUNK)
+    assert atomic_files.Manifest.read(folder / "fast").scheme == Scheme("xxh3-128", CHUNK)
     with _without_xxhash():
         checkpoint.save(folder / "slow", model, optimizer)
-        assert files.Manifest.read(folder / "slow").scheme == Scheme("sha256", CHUNK)
+        assert atomic_files.Manifest.read(folder / "slow").scheme == Scheme("sha256", CHUNK)
         other, its_optimizer = sharded_net(2, seed=1)
         checkpoint.load(folder / "slow", other, its_optimizer)
         assert not different(everything(other, its_optimizer), expected)

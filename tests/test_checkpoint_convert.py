@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
 from layerzero.dtensor.sharded_tensor import plain
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
@@ -86,16 +86,16 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_load_tied, str(tmp_path / "whole"), state, world_size=2)
 
     save_file({name: value for name, value in rest.items() if name != "head.weight"}, tmp_path / "3.safetensors")
-    convert.import_model([tmp_path / "1.safetensors", tmp_path / "3.safetensors"], tmp_path / "once")
+    whole_model_files.import_model([tmp_path / "1.safetensors", tmp_path / "3.safetensors"], tmp_path / "once")
     run_ranks(_load_tied, str(tmp_path / "once"), state, world_size=2)
 
     save_file({**rest, "head.weight": rest["head.weight"] + 1}, tmp_path / "4.safetensors")
-    convert.import_model([tmp_path / "1.safetensors", tmp_path / "4.safetensors"], tmp_path / "apart")
+    whole_model_files.import_model([tmp_path / "1.safetensors", tmp_path / "4.safetensors"], tmp_path / "apart")
     run_ranks(_refuse_twins, str(tmp_path / "apart"), world_size=2)
 
     narrow = {name: value.bfloat16() for name, value in state.items()}
     save_file(narrow, tmp_path / "5.safetensors")
-    convert.import_model([tmp_path / "5.safetensors"], tmp_path / "narrow")
+    whole_model_files.import_model([tmp_path / "5.safetensors"], tmp_path / "narrow")
     wide = {name: value.float() for name, value in narrow.items()}
     run_ranks(_load_tied, str(tmp_path / "narrow"), wide, world_size=2)
 
@@ -139,7 +139,7 @@ MEASURE = """
 import sys, resource, torch
 from pathlib import Path
 from safetensors import safe_open
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
 from layerzero.dtensor.sharded_tensor import plain
 folder = Path(sys.argv[1])

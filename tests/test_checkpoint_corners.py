@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import run_folder as checkpoint_folder
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import atomic_files, run_folder, whole_model_files
 from layerzero.checkpoint.staging import Staging
 from layerzero.engine.hooks import runtime_of
 from tests.support.checkpointing import everything, sharded_net, train
@@ -248,7 +246,7 @@ def test_a_rank_without_memory_to_copy_to_keeps_nobody_waiting(tmp_path: Path) -
 
 def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
-    flush, calls = files.flush_folder, []
+    flush, calls = atomic_files.flush_folder, []
 
     def refuse(path: Path) -> None:
         calls.append(path)
@@ -256,7 +254,7 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
             raise PermissionError(path)
         flush(path)
 
-    files.flush_folder = refuse
+    atomic_files.flush_folder = refuse
     try:
         if rank == 0:
             with pytest.warns(UserWarning, match="could not be flushed"):
@@ -264,7 +262,7 @@ def _folder_that_cannot_be_flushed(rank: int, folder: str) -> None:
         else:
             checkpoint.save(f"{folder}/one", model, optimizer)
     finally:
-        files.flush_folder = flush
+        atomic_files.flush_folder = flush
     checkpoint.load(f"{folder}/one", model, optimizer)
 
 
@@ -275,10 +273,10 @@ def test_what_comes_after_the_rename_does_not_fail_the_save(tmp_path: Path) -> N
 def test_an_import_of_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
     save_file(state, tmp_path / "whole.safetensors")
-    monkeypatch.setattr(convert, "_PART", 2 * 64)
-    convert.import_model([tmp_path / "whole.safetensors"], tmp_path / "one")
+    monkeypatch.setattr(whole_model_files, "_PART", 2 * 64)
+    whole_model_files.import_model([tmp_path / "whole.safetensors"], tmp_path / "one")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == 3
-    convert.export_model(tmp_path / "one", tmp_path / "again.safetensors")
+    whole_model_files.export_model(tmp_path / "one", tmp_path / "again.safetensors")
     assert not different(load_file(tmp_path / "again.safetensors"), state)
 
 
@@ -286,8 +284,8 @@ def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -
     day, token = 24 * 3600, "0123456789abcdef"
     new = tmp_path / "new"
     new.mkdir()
-    (new / files.MANIFEST).touch()
-    now = (new / files.MANIFEST).stat().st_mtime
+    (new / atomic_files.MANIFEST).touch()
+    now = (new / atomic_files.MANIFEST).stat().st_mtime
     names = {f".old.{token}.partial": 2 * day, f".young.{token}.partial": day // 2, ".theirs.partial": 2 * day}
     for name, age in names.items():
         (tmp_path / name).mkdir()
@@ -301,5 +299,5 @@ def test_leftovers_are_removed_when_nobody_can_be_writing_them(tmp_path: Path) -
     busy.mkdir()
     (busy / "file").touch()
     os.utime(busy, (0, 0))  # a file in it is being written
-    checkpoint_folder.clear_leftovers(new / files.MANIFEST)
+    run_folder.clear_leftovers(new / atomic_files.MANIFEST)
     assert {path.name for path in tmp_path.iterdir()} == {"new", busy.name, *list(names)[1:]}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import checkpoint
-from layerzero.checkpoint import dcp_storage as storage
+from layerzero.checkpoint import dcp_storage
 from layerzero.checkpoint.atomic_files import Manifest
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exit_codes, forks
@@ -209,14 +209,14 @@ def test_a_full_disk_is_an_error_after_which_training_goes_on(tmp_path: Path, op
 def _lost(rank: int, folder: Path) -> None:
     model, optimizer = sharded_net(2)
     checkpoint.save(folder / "step-1", model, optimizer)
-    publish = storage.publish
+    publish = dcp_storage.publish
     harms: list[Callable[[Path], Any]] = []
 
     def elsewhere(partial: Path, *args: Any, **kwargs: Any) -> None:
         harms[-1](partial / "rank-00001.safetensors")
         publish(partial, *args, **kwargs)
 
-    storage.publish = elsewhere
+    dcp_storage.publish = elsewhere
     try:
         for harm, said in (
             (os.unlink, "is missing"),
@@ -231,7 +231,7 @@ def _lost(rank: int, folder: Path) -> None:
             assert left == ["step-1"], (said, left)
             dist.barrier()
     finally:
-        storage.publish = publish
+        dcp_storage.publish = publish
     (folder / str(rank)).mkdir()
     os.chdir(folder / str(rank))
     with pytest.raises(ValueError, match=r'path is ".*0/here" on rank 0'):

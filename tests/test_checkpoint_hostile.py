@@ -18,8 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import CheckpointError, whole_model_files
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
 from tests.support.models import different
@@ -196,7 +195,7 @@ def test_a_hostile_data_file_is_refused(intact: Path, tmp_path: Path, monkeypatc
         assert not found
     for name in contents:
         with pytest.raises(CheckpointError):
-            convert.export_model(tmp_path / "all" / name, tmp_path / "exported")
+            whole_model_files.export_model(tmp_path / "all" / name, tmp_path / "exported")
     assert {path.name for path in tmp_path.iterdir()} == {"all"}, "nothing ran, and nothing was left"
 
 
@@ -267,11 +266,11 @@ def _fuzz(rank: int, folder: Path, examples: int) -> int:
             assert not different(everything(model, optimizer), before)
         else:
             checkpoint.load(folder / "intact", model, optimizer)
-        for read in (convert.inspect, checkpoint.reader):
+        for read in (whole_model_files.inspect, checkpoint.reader):
             with contextlib.suppress(CheckpointError, ValueError):
                 read(path)
         with contextlib.suppress(CheckpointError, ValueError):
-            convert.export_model(path, folder / "exported")
+            whole_model_files.export_model(path, folder / "exported")
             (folder / "exported").unlink()
         assert {file.name for file in folder.iterdir()} == {"intact", "fuzzed"}
 

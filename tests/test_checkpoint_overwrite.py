@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import safetensors_writer as writing
+from layerzero.checkpoint import atomic_files, safetensors_writer
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.run_folder import clear_leftovers, survey
 from tests.support.checkpointing import everything, sharded_net, train
@@ -27,13 +26,13 @@ BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange",
 @contextmanager
 def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> Iterator[None]:
     """One that cannot exchange two names, or that renames in its own way."""
-    exchange, real = files._renameat2, os.rename
-    files._renameat2 = exchange if exchanges else None
+    exchange, real = atomic_files._renameat2, os.rename
+    atomic_files._renameat2 = exchange if exchanges else None
     os.rename = rename
     try:
         yield
     finally:
-        files._renameat2, os.rename = exchange, real
+        atomic_files._renameat2, os.rename = exchange, real
 
 
 def _refuses(name: str, times: int) -> Callable[[Any, Any], None]:
@@ -95,9 +94,9 @@ def _lying_disk(rank: int, folder: str) -> None:
     path = f"{folder}/last"
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    write = writing.write_file
+    write = safetensors_writer.write_file
 
-    def lie(file: Path, content: object) -> files.FileRecord:
+    def lie(file: Path, content: object) -> atomic_files.FileRecord:
         record = write(file, content)
         if file.name == "rank-00001.safetensors":
             damaged = bytearray(file.read_bytes())
@@ -105,12 +104,12 @@ def _lying_disk(rank: int, folder: str) -> None:
             file.write_bytes(damaged)
         return record
 
-    writing.write_file = lie
+    safetensors_writer.write_file = lie
     try:
         with pytest.raises(checkpoint.CheckpointError, match="reads back as something else"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
-        writing.write_file = write
+        safetensors_writer.write_file = write
     assert _left(folder) == ["last"]
     assert checkpoint.load(path, model, optimizer) == {"step": 1}
 
@@ -120,15 +119,15 @@ def test_what_was_written_is_read_back_before_it_replaces_anything(tmp_path: Pat
 
 
 def _cannot_be_read(rank: int, folder: str) -> None:
-    path, is_at = f"{folder}/last", files._is_at
+    path, is_at = f"{folder}/last", atomic_files._is_at
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    files._is_at = lambda *_: False  # the disk does not give the manifest
+    atomic_files._is_at = lambda *_: False  # the disk does not give the manifest
     try:
         with pytest.raises(checkpoint.CheckpointError, match="does not hold what has just been renamed to it"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
-        files._is_at = is_at
+        atomic_files._is_at = is_at
     assert _left(folder) == ["last"]
     assert checkpoint.load(path, model, optimizer) == {"step": 1}, "what is discarded is the new one"
 
@@ -144,7 +143,7 @@ def _one(rank: int, path: str) -> None:
 @BOTH_WAYS
 def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
-    path, partial = tmp_path / "last", files.partial_of(tmp_path / "last", files.new_token())
+    path, partial = tmp_path / "last", atomic_files.partial_of(tmp_path / "last", atomic_files.new_token())
     shutil.copytree(path, partial)
     (path / "rank-00001.safetensors").write_bytes(b"of the old one")
 
@@ -155,9 +154,9 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         return False
 
     with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not hold"):
-        files.take_name(partial, path, intrudes, overwrite=True)
+        atomic_files.take_name(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
-    files.remove(partial)  # as a save does that has failed
+    atomic_files.remove(partial)  # as a save does that has failed
     (old,) = tmp_path.glob(".last.*.replaced")
     assert (old / "rank-00001.safetensors").exists(), "the old one is not what a failed save discards"
 
@@ -165,13 +164,13 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
 def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(tmp_path: Path) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
     shutil.copytree(tmp_path / "last", tmp_path / "new")
-    hidden = files.hide(tmp_path / "last", "replaced")
+    hidden = atomic_files.hide(tmp_path / "last", "replaced")
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))
-    clear_leftovers(tmp_path / "new" / files.MANIFEST)
+    clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
     assert {manifest.folder for manifest in survey(tmp_path).complete} == {hidden, tmp_path / "new"}
     shutil.copytree(tmp_path / "new", tmp_path / "last")
     assert {manifest.folder.name for manifest in survey(tmp_path).complete} == {"last", "new"}
-    clear_leftovers(tmp_path / "new" / files.MANIFEST)
+    clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
     Manifest.read(tmp_path / "last").verify()

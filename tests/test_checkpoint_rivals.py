@@ -16,8 +16,7 @@ from torch import Tensor
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import run_folder as checkpoint_folder
+from layerzero.checkpoint import atomic_files, run_folder
 from tests.support.checkpointing import everything, sharded_net
 from tests.support.crashing import slow_disk
 from tests.support.damaging import sign
@@ -160,21 +159,21 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_as_new_or_newer_is_not_rotated_away(intact: Path, tmp_path: Path) -> None:
     for name, sequence in {"old": 1, "a": 2, "mine": 2, "z": 2, "newer": 5}.items():
         _copy(intact, tmp_path / name, sequence, name)
-    checkpoint_folder.rotate(tmp_path / "mine", 1)
+    run_folder.rotate(tmp_path / "mine", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "mine", "z", "newer"}
-    checkpoint_folder.rotate(tmp_path / "gone", 1)
-    checkpoint_folder.rotate(tmp_path / "newer", 2)
+    run_folder.rotate(tmp_path / "gone", 1)
+    run_folder.rotate(tmp_path / "newer", 2)
     assert {path.name for path in tmp_path.iterdir()} == {"z", "newer"}
 
 
 def test_a_checkpoint_that_came_in_place_of_an_old_one_is_put_back(intact: Path, tmp_path: Path) -> None:
     _copy(intact, tmp_path / "one", 0, "old")
-    listed = files.Manifest.read(tmp_path / "one")
+    listed = atomic_files.Manifest.read(tmp_path / "one")
     shutil.rmtree(tmp_path / "one")
     _copy(intact, tmp_path / "one", 9, "new")
-    checkpoint_folder._remove_checkpoint(listed)
-    assert files.Manifest.read(tmp_path / "one").token == "new"
-    checkpoint_folder._remove_checkpoint(files.Manifest.read(tmp_path / "one"))
+    run_folder._remove_checkpoint(listed)
+    assert atomic_files.Manifest.read(tmp_path / "one").token == "new"
+    run_folder._remove_checkpoint(atomic_files.Manifest.read(tmp_path / "one"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,10 +185,10 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         "removed": shutil.rmtree,
         "torn": lambda path: (path / "contents.json").unlink(),
     }.items():
-        partial = files.partial_of(tmp_path / name, files.new_token())
+        partial = atomic_files.partial_of(tmp_path / name, atomic_files.new_token())
         shutil.copytree(intact, partial)
-        records = files.Manifest.read(partial).files.values()
-        (partial / files.MANIFEST).unlink()
+        records = atomic_files.Manifest.read(partial).files.values()
+        (partial / atomic_files.MANIFEST).unlink()
 
         def renamed(source: Path, target: Path, harm: Callable[[Path], Any] = harm) -> None:
             rename(source, target)
@@ -198,7 +197,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         os.rename = renamed
         try:
             with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not hold what has just been renamed"):
-                files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
+                atomic_files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
         finally:
             os.rename = rename
 
@@ -211,13 +210,13 @@ def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Pat
         rename(source, target)
         rename(source, target)
 
-    partial = files.partial_of(tmp_path / "one", "token")
+    partial = atomic_files.partial_of(tmp_path / "one", "token")
     shutil.copytree(intact, partial)
-    records = files.Manifest.read(partial).files.values()
-    (partial / files.MANIFEST).unlink()
+    records = atomic_files.Manifest.read(partial).files.values()
+    (partial / atomic_files.MANIFEST).unlink()
     os.rename = twice
     try:
-        files.publish(partial, tmp_path / "one", records, sequence=0, token="token")
+        atomic_files.publish(partial, tmp_path / "one", records, sequence=0, token="token")
     finally:
         os.rename = rename
-    assert files.Manifest.read(tmp_path / "one").token == "token"
+    assert atomic_files.Manifest.read(tmp_path / "one").token == "token"

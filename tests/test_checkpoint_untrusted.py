@@ -20,10 +20,7 @@ from typer.testing import CliRunner
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import safe_json as untrusted
-from layerzero.checkpoint import whole_model_files as convert
+from layerzero.checkpoint import CheckpointError, atomic_files, safe_json, whole_model_files
 from layerzero.checkpoint.checksums import Scheme
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, printable
@@ -53,13 +50,13 @@ def _cheaply(read: Callable[[], Any], match: str) -> None:
 def test_a_huge_manifest_is_refused_and_passed_over(intact: Path, tmp_path: Path) -> None:
     shutil.copytree(intact, tmp_path / "good")
     shutil.copytree(intact, tmp_path / "sparse")
-    with (tmp_path / "sparse" / files.MANIFEST).open("r+b") as file:
+    with (tmp_path / "sparse" / atomic_files.MANIFEST).open("r+b") as file:
         file.truncate(30 << 30)
     said = r"manifest.json has 32,212,254,720 bytes; layerzero reads at most 67,108,864 bytes"
-    _cheaply(lambda: files.Manifest.read(tmp_path / "sparse"), said)
+    _cheaply(lambda: atomic_files.Manifest.read(tmp_path / "sparse"), said)
     shutil.copytree(intact, tmp_path / "lists")
-    (tmp_path / "lists" / files.MANIFEST).write_bytes(b"[" + b",".join([b"[]"] * 5_000_000) + b"]")
-    _cheaply(lambda: files.Manifest.read(tmp_path / "lists"), "manifest.json has 10,000,000 values in")
+    (tmp_path / "lists" / atomic_files.MANIFEST).write_bytes(b"[" + b",".join([b"[]"] * 5_000_000) + b"]")
+    _cheaply(lambda: atomic_files.Manifest.read(tmp_path / "lists"), "manifest.json has 10,000,000 values in")
     assert checkpoint.latest(tmp_path) == tmp_path / "good"
 
 
@@ -67,7 +64,7 @@ def _save_long(rank: int, path: Path) -> None:
     model = layerzero.shard_model(nn.Linear(2, 2), mesh=mesh_of(1))
     checkpoint.save(path / "short", model, None, [0] * 100_000)
     assert checkpoint.load(path / "short", model) == [0] * 100_000
-    free, untrusted._FREE_VALUES = untrusted._FREE_VALUES, 1000  # so that 8 million are not needed
+    free, safe_json._FREE_VALUES = safe_json._FREE_VALUES, 1000  # so that 8 million are not needed
     try:
         with pytest.raises(CheckpointError, match=r"contents.json has [\d,]+ values .*belong into tensors"):
             checkpoint.save(path / "long", model, None, [0] * 100_000)
@@ -76,7 +73,7 @@ def _save_long(rank: int, path: Path) -> None:
         checkpoint.save(path / "tensor", model, None, torch.zeros(100_000))
         assert checkpoint.load(path / "tensor", model).shape == (100_000,)
     finally:
-        untrusted._FREE_VALUES = free
+        safe_json._FREE_VALUES = free
     assert {saved.name for saved in path.iterdir()} == {"short", "tensor"}
 
 
@@ -90,13 +87,18 @@ def test_a_huge_table_of_contents_is_refused_before_it_is_parsed(intact: Path, t
     text = (path / "contents.json").read_bytes()
     (path / "contents.json").write_bytes(text[:-1] + b', "x": [' + b"[]," * 20_000_000 + b"[]]}")
     sign(path)
-    _cheaply(lambda: convert.inspect(path), r"contents.json has 40,\d+,\d+ values in 60,\d+,\d+ bytes, .* at most 17,")
+    _cheaply(
+        lambda: whole_model_files.inspect(path),
+        r"contents.json has 40,\d+,\d+ values in 60,\d+,\d+ bytes, .* at most 17,",
+    )
     with (path / "contents.json").open("r+b") as file:
         file.truncate(30 << 30)
-    table = {file.name: [file.stat().st_size, "0" * 64] for file in path.iterdir() if file.name != files.MANIFEST}
+    table = {
+        file.name: [file.stat().st_size, "0" * 64] for file in path.iterdir() if file.name != atomic_files.MANIFEST
+    }
     known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
     known["checksums"] = asdict(Scheme("sha256", 2**63))
-    (path / files.MANIFEST).write_bytes(manifest_text(known))
+    (path / atomic_files.MANIFEST).write_bytes(manifest_text(known))
     _cheaply(lambda: checkpoint.reader(path, verify=False), "contents.json has .* at most 536,870,912 bytes")
 
 

@@ -37,7 +37,7 @@ _MANY = """
 import json, os, sys
 import torch, torch.distributed as dist
 import layerzero
-from layerzero.engine import used_params as census
+from layerzero.engine import used_params
 
 world, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -57,8 +57,8 @@ def run(rank):
     before = len(os.listdir("/proc/self/fd"))
     model = layerzero.shard_model(Two(), zero3_size=size, node_memory="off")
     descriptors = len(os.listdir("/proc/self/fd")) - before
-    messages, tell_all = [], census.tell_all
-    census.tell_all = lambda lane, *more: (messages.append(lane.size - 1), tell_all(lane, *more))[1]
+    messages, tell_all = [], used_params.tell_all
+    used_params.tell_all = lambda lane, *more: (messages.append(lane.size - 1), tell_all(lane, *more))[1]
     model(torch.ones(1, 2)).sum().backward()
     gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
     with open(f"{folder}/{rank}.json", "w") as file:
@@ -96,7 +96,7 @@ def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(tmp_path: Pat
     assert opened[64] - opened[16] == 7 * 4, opened
 
 
-def test_a_late_maximum_is_that_of_as_many_calls_ago_as_there_are_axes() -> None:
+def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -> None:
     replicas, size = 2, 3
     ranks = {(r, s): LateMaximum(2, 1) for r in range(replicas) for s in range(size)}
     said = torch.arange(4 * len(ranks), dtype=torch.uint8).view(4, replicas, size)  # by call and rank

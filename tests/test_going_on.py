@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
-from layerzero.checkpoint import loading
-from layerzero.checkpoint import safetensors_writer as writing
+from layerzero.checkpoint import atomic_files, loading, safetensors_writer
 from layerzero.checkpoint.manifest import Manifest, Unknown
 from layerzero.checkpoint.run_folder import Survey, survey
 from tests.support.checkpointing import everything, sharded_net, train
@@ -145,8 +143,8 @@ def test_a_load_that_failed_halfway_is_followed_by_one_that_does_not(tmp_path: P
 
 def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
     model, optimizer, _ = _states_saved(folder, 1)
-    path, rename = f"{folder}/step-0", files._renameat2
-    files._renameat2 = rename if exchanges else None
+    path, rename = f"{folder}/step-0", atomic_files._renameat2
+    atomic_files._renameat2 = rename if exchanges else None
     try:
         train(model, optimizer, range(1, 2))
         state = everything(model, optimizer)
@@ -171,7 +169,7 @@ def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
         with pytest.raises(FileExistsError, match="unless overwrite=True"):
             checkpoint.save(path, model, optimizer)
     finally:
-        files._renameat2 = rename
+        atomic_files._renameat2 = rename
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -181,20 +179,20 @@ def test_overwrite_replaces_a_checkpoint_and_nothing_else(tmp_path: Path, exchan
 
 def _full_disk(rank: int, folder: str) -> None:
     model, optimizer, states = _states_saved(folder, 1)
-    write = writing.write_file
+    write = safetensors_writer.write_file
 
-    def refuse(path: Path, content: object) -> files.FileRecord:
+    def refuse(path: Path, content: object) -> atomic_files.FileRecord:
         if path.name == DATA:
             raise OSError(28, "No space left on device")
         return write(path, content)
 
-    writing.write_file = refuse
+    safetensors_writer.write_file = refuse
     train(model, optimizer, range(1, 2))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="No space"):
             checkpoint.save(f"{folder}/step-0", model, optimizer, {"step": 1}, overwrite=True)
     finally:
-        writing.write_file = write
+        safetensors_writer.write_file = write
     assert checkpoint.load(f"{folder}/step-0", model, optimizer) == {"step": 0}
     assert not different(everything(model, optimizer), states[0])
 
@@ -208,20 +206,20 @@ def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def _lying_disk(rank: int, folder: str) -> None:
     model, optimizer, _ = _states_saved(folder, 2)
-    write = writing.write_file
+    write = safetensors_writer.write_file
 
-    def lie(path: Path, content: object) -> files.FileRecord:
+    def lie(path: Path, content: object) -> atomic_files.FileRecord:
         record = write(path, content)
         if path.name == DATA:
             _flip(path, -1)
         return record
 
-    writing.write_file = lie
+    safetensors_writer.write_file = lie
     try:
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*reads back as something else: .*rank-00001"):
             checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
     finally:
-        writing.write_file = write
+        safetensors_writer.write_file = write
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-0", "step-1"]
     dist.barrier()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.layout import flat_layout as layout_module
+from layerzero.layout import flat_layout
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 
 Params = list[tuple[str, tuple[int, ...]]]
@@ -275,7 +275,7 @@ def test_another_process_with_other_string_hashes_and_no_torch_plans_the_same() 
     # By its path, not as layerzero.layout.flat_layout: importing the package brings in torch.
     program = f"""
 import runpy, sys
-plan_layouts = runpy.run_path({layout_module.__file__!r})["plan_layouts"]
+plan_layouts = runpy.run_path({flat_layout.__file__!r})["plan_layouts"]
 print("torch" in sys.modules, plan_layouts({params}, num_shards=24, align=4))
 """
     outputs = {
@@ -315,8 +315,8 @@ def test_of_few_slots_the_search_finds_an_order_that_fits_if_there_is_one(
                 return False
         return True
 
-    kinds = layout_module._kinds([Slot(name, shape, 0) for name, shape in named(shapes)])
-    placed = layout_module._pack(kinds, shard_numel, num_shards, align, effort=1_000_000)
+    kinds = flat_layout._kinds([Slot(name, shape, 0) for name, shape in named(shapes)])
+    placed = flat_layout._pack(kinds, shard_numel, num_shards, align, effort=1_000_000)
     assert (placed is not None) == any(fits(order) for order in permutations(shapes))
     if placed is not None:
         FlatLayout(placed, shard_numel, num_shards, align)
@@ -362,9 +362,9 @@ def test_a_broken_layout_cannot_be_made(slots: tuple[Slot, ...], shard_numel: in
 
 
 def test_a_planner_that_ignores_rows_or_alignment_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_module, "_earliest", lambda kind, start, shard, align: start)
+    monkeypatch.setattr(flat_layout, "_earliest", lambda kind, start, shard, align: start)
     with pytest.raises(ValueError, match="is cut"):
         plan_layouts([("weight", (4, 3)), ("bias", (4,))], num_shards=2, align=1)
-    monkeypatch.setattr(layout_module, "_earliest", lambda kind, start, shard, align: start + 1)
+    monkeypatch.setattr(flat_layout, "_earliest", lambda kind, start, shard, align: start + 1)
     with pytest.raises(ValueError, match="multiple of align=8"):
         plan_layouts([("weight", (64, 8)), ("bias", (64,))], num_shards=2, align=8)

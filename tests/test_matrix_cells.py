@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import runtime_of
-from layerzero.optimizers import param_owners as ownership
+from layerzero.optimizers import param_owners
 from layerzero.optimizers.compatibility_trial import steps_stacks_apart
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
 from tests.support.ranks import run_ranks
@@ -84,7 +84,7 @@ def _unlike_trials(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(ownership, "steps_stacks_apart", lambda *_: False)
+            patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not runtime_of(model).owners

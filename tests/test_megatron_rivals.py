@@ -17,8 +17,7 @@ import layerzero
 import layerzero.megatron
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError
-from layerzero.megatron import ProcessGroups, ShardedChunk
-from layerzero.megatron import chunk_checkpoint as parts
+from layerzero.megatron import ProcessGroups, ShardedChunk, chunk_checkpoint
 from tests.support.crashing import slow_disk
 from tests.support.models import IntegerNet, different, full_parameters, integer_net
 from tests.support.ranks import run_ranks
@@ -146,7 +145,7 @@ def _corners(rank: int, folder: Path) -> None:
     with pytest.raises((TypeError, RuntimeError), match="cannot be put into a checkpoint"):
         layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
     with (
-        mock.patch.object(parts, "save_with", _elsewhere if rank == 1 else parts.save_with),
+        mock.patch.object(chunk_checkpoint, "save_with", _elsewhere if rank == 1 else chunk_checkpoint.save_with),
         pytest.raises(
             CheckpointError, match=r"lacks \['layout-1-2-tensor-000-stage-001-chunk-000', .*do all ranks share"
         ),

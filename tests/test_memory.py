@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero.comm.collectives import PendingSum
 from layerzero.device.buffer_pools import BufferPool, Size, StoragePool
-from layerzero.engine import reduction_queue as reduction
+from layerzero.engine import reduction_queue
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
@@ -117,7 +117,7 @@ def _fast(pending: PendingSum, **how: bool) -> None:
 def _predicted(rank: int, sizes: Sequence[int]) -> None:
     for (size, mode), policy in itertools.product(_layouts(sizes), POLICIES):
         # One unit more than may be in flight, and the root.
-        model = shard(_seeded(max(reduction.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
+        model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
         pool, optimizer = runtime_of(model).buffers.scratch, None
         for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
             case = (size, policy, mode, wait, micro_batches)
@@ -296,7 +296,7 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(node_memory: str |
 def _notices(rank: int) -> None:
     """More reductions in flight than was planned for take more memory than was predicted."""
     model = shard(_seeded(8), size=2)
-    with mock.patch.object(PendingSum, "wait", _very_slow), mock.patch.object(reduction, "IN_FLIGHT", (3, 8)):
+    with mock.patch.object(PendingSum, "wait", _very_slow), mock.patch.object(reduction_queue, "IN_FLIGHT", (3, 8)):
         _train(model, rank, (1, 1))
     with pytest.raises(AssertionError):
         _assert_predicted(model, "")

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.transport import shm_segment as node
+from layerzero.comm.transport import shm_segment
 from layerzero.comm.transport.shm_rendezvous import share_memory
 from layerzero.comm.transport.shm_segment import NodeMemory, Region, left_of_container
 from layerzero.engine.hooks import runtime_of
@@ -249,7 +249,7 @@ def test_a_container_that_is_full_lends_nothing(
     assert left_of_container(tmp_path) == math.inf
     (where / limit).write_text("1000000\n")
     assert left_of_container(tmp_path) == 100_120
-    monkeypatch.setattr(node, "left_of_container", lambda: left_of_container(tmp_path))
+    monkeypatch.setattr(shm_segment, "left_of_container", lambda: left_of_container(tmp_path))
     region = Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
     file, _ = NodeMemory.create(region, 2)
     try:

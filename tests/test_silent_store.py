@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.comm import failure_report as whereabouts
+from layerzero.comm import failure_report
 from layerzero.comm.failure_report import LostExchange
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
@@ -67,14 +67,14 @@ def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool)
     _read(Path(place, "go"))
     if rank == 1:
         time.sleep(SECONDS)
-    hear = whereabouts._hear
+    hear = failure_report._hear
 
     def stopped(*args: Any, **settings: Any) -> None:
         _stop(server)
         hear(*args, **settings)
 
     if hears:
-        whereabouts._hear = stopped
+        failure_report._hear = stopped
     else:
         _stop(server)
     with logged() as lines:

@@ -78,8 +78,8 @@ class Topology:
 
     @property
     def control_lanes(self) -> tuple[Lane, ...]:
-        """Lanes that reach all data-parallel ranks, one after the other: the results are in the order of `ranks`."""
-        return self.node_control, self.replica_control
+        """Lanes of several ranks that reach all data-parallel ranks one after the other, in the order of `ranks`."""
+        return tuple(lane for lane in (self.node_control, self.replica_control) if lane.size > 1)
 
     @property
     def on_gloo(self) -> bool:

@@ -28,7 +28,7 @@ from layerzero.comm.mesh_info import Topology
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, groups_so_far
 from layerzero.comm.texts import share_texts
 
-__all__ = ["Beside", "Everyone", "LateMaximum", "broadcast_over", "reduce_over", "wide"]
+__all__ = ["Beside", "Everyone", "LateMaximum", "broadcast_over", "reduce_over"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Everyone:
             ValueError: the ranks at different places of the further axes are not apart.
         """
         if further is None or further.size() == 1:
-            return cls(topology, topology.ranks, wide(topology.control_lanes), ())._known()
+            return cls(topology, topology.ranks, topology.control_lanes, ())._known()
         like, ledger = topology.node_control.group, topology.ledger
         places = sorted(further.mesh.flatten().tolist())
         beside = Lane.over("further control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
@@ -60,7 +60,7 @@ class Everyone:
                 f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}: these must be "
                 f"{further.size()} groups that have no rank in common"
             )
-        lanes = wide((*topology.control_lanes, beside))
+        lanes = (*topology.control_lanes, beside)
         return cls(topology, tuple(ranks), lanes, _lanes_along(further, topology))._known()
 
     def _known(self) -> Everyone:
@@ -73,10 +73,6 @@ class Everyone:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    def places_of(self, ranks: Sequence[int]) -> list[int] | slice:
-        """Some ranks, counted among all."""
-        return slice(None) if tuple(ranks) == self.ranks else [self.ranks.index(rank) for rank in ranks]
 
     @property
     def rank(self) -> int:
@@ -116,7 +112,9 @@ class Everyone:
     def control_group(self) -> dist.ProcessGroup:
         """Return the gloo group of all ranks; the first call makes it. All ranks must call this."""
         if not self._control_group:
-            agree("control group", {}, ranks=self.ranks, groups=groups_so_far(self.ranks))
+            agree(
+                "process group for torch.distributed.checkpoint", {}, ranks=self.ranks, groups=groups_so_far(self.ranks)
+            )
             self._control_group.append(self.new_control_group())
         return self._control_group[0].group
 
@@ -155,8 +153,8 @@ class Beside:
 class LateMaximum:
     """Elementwise maximum over all ranks of a few bytes, for callers that do not wait for a message they just sent.
 
-    Each call sends the maximum one axis further. So with K axes the result is that of K calls ago, the same on all
-    ranks at the same call. See [Note: Control messages].
+    Each exchange carries the maximum one axis further. So with K axes, an exchange completes the maximum of what ranks
+    gave to the one K - 1 before, on all ranks at the same time. See [Note: Control messages].
 
     Args:
         axes: number of lanes along which messages are sent.
@@ -174,11 +172,6 @@ class LateMaximum:
         """Take what came along each lane, uint8 [ranks of the lane, numel]; return the maximum over all ranks."""
         self._known = [message.amax(dim=0) for message in messages]
         return self._known[-1]
-
-
-def wide(lanes: Iterable[Lane]) -> tuple[Lane, ...]:
-    """Return the lanes of several ranks."""
-    return tuple(lane for lane in lanes if lane.size > 1)
 
 
 def reduce_over(

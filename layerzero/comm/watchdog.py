@@ -297,7 +297,7 @@ class Watchdog:
             self._reported = self._alarms
 
     def _asked(self, question: Callable[[], _T]) -> _T:
-        """What the store answers."""
+        """Return the store's answer, and note since when it is waited for."""
         self._asking_since = time.monotonic()
         try:
             return question()
@@ -368,7 +368,7 @@ def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> lis
 
 
 def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
-    """Who waits for whom, and for how long."""
+    """Return a sentence on which ranks wait for which, and the longest wait in seconds."""
     waits: dict[tuple[str, int], list[int]] = {}  # by exchange and step: who waits
     missing: dict[tuple[str, int], dict[int, None]] = {}
     longest = 0.0

@@ -1,4 +1,4 @@
-"""Where the memory of a sum is: kept, scratch, or inside another place. In slabs: see gradient_offload.py.
+"""Memory of a sum: kept, scratch, or inside the memory of another sum. For slabs see gradient_offload.py.
 
 [Note: The final gradient rests in the node sum]
 Once hop 2 has sent a sharded node sum, nothing in it matters until the next backward. The final gradient therefore

@@ -38,7 +38,7 @@ class GatherOrder:
     """The gathers of one model on one rank, compared with its node's where they are not foreseen.
 
     Args:
-        lanes: that reach all `ranks` which gather together, one after the other, in this order.
+        lanes: that reach all `ranks` which gather together, one after the other, in the order of `ranks`.
         note: ends the message of an error.
     """
 
@@ -94,8 +94,6 @@ class GatherOrder:
             raise RuntimeError(_difference(orders) + self._note)
 
     def _gather(self, lane: Lane, sent: Tensor, name: str) -> Tensor:
-        if lane.size == 1:
-            return sent
         everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(lane, Exchange.ORDER, everyone, sent, name=name)
         word = comparison.issued.word if self._repeats >= 0 else None  # with no prediction all ranks come here

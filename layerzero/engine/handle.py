@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from layerzero.comm.collectives import Exchange, Lane, Works, all_gather
 from layerzero.comm.mesh_info import Topology
-from layerzero.comm.model_ranks import Everyone, wide
+from layerzero.comm.model_ranks import Everyone
 from layerzero.comm.transport.process_group import Decoding, Travel, gathers_of
 from layerzero.comm.transport.shared_memory import SharedWeights
 from layerzero.config import Precision
@@ -191,7 +191,7 @@ class Handle:
 
     def lanes_to_sharers(self, everyone: Everyone) -> tuple[Lane, ...]:
         """Return the control lanes that reach the sharers."""
-        return wide(self.topology.control_lanes) if self._is_apart(everyone) else everyone.control_lanes
+        return self.topology.control_lanes if self._is_apart(everyone) else everyone.control_lanes
 
     def _is_apart(self, everyone: Everyone) -> bool:
         return any(member.span.holders < everyone.size for member in self.members)

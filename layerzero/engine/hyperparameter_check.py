@@ -2,11 +2,11 @@
 
 [Note: A digest travels with the used parameters]
 Each reducing backward sends one byte for each parameter that was used, along one axis of ranks after the other. Sixteen
-more bytes hold a digest of the settings of the optimizers that have stepped, and its complement. If the maxima over all
-ranks are no complements of each other, digests differ. Ranks read the bytes at the end of the next such backward, and
-send the maximum of the first axis along the second one. By then they have arrived, so no rank waits, and all ranks get
-the same result at the same point of the program. The next optimizer step raises. Therefore one to three steps use
-unequal settings before the error: one for each axis, and perhaps one more.
+more bytes hold a digest of the settings of the optimizers that have stepped, and its complement. Digests differ if the
+maxima of both over all ranks are not complements of each other. Ranks read the bytes at the end of the next such
+backward, and send the maximum of the first axis along the second one. By then they have arrived, so no rank waits, and
+all ranks get the same result at the same point of the program. The next optimizer step raises. Therefore one to three
+steps use unequal settings before the error: one for each axis, and perhaps one more.
 """
 
 from __future__ import annotations

@@ -70,17 +70,18 @@ class Census:
             is_known: this rank knows the maximum: `own`.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
-        if any(len(group.lanes) > 1 for group in self._groups):
+        several_axes = any(len(group.lanes) > 1 for group in self._groups)
+        if several_axes:
             self._thread.start()  # also where it is not needed yet, so that the number of threads stays the same
-        if is_known:
-            pending.relay()
-        else:
+        if several_axes and not is_known:
             pending.reserve()
             self._thread.run(pending.relay_beside)
+        else:
+            pending.relay()
         return pending
 
     def of_first(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """What the first rank says of each parameter; less than any number of which it says nothing."""
+        """Return the number that the first rank gives to each parameter; -1 where it gives none."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         self._everyone.broadcast_numbers(said)
         return dict(zip(self._names, said.tolist(), strict=True))
@@ -111,7 +112,7 @@ class PendingUse:
         self._own = own
         self._further = further
         self._is_known = is_known
-        self._relayed = Reservation()
+        self._relayed: Reservation | None = None  # of launches that a thread makes
         self._failure: Exception | None = None
         self._heard: list[list[Heard]] = [[] for _ in groups]  # by group and axis
         self._most: list[Tensor] = []  # by group: bytes to send next, uint8 [parameters of the group]
@@ -123,12 +124,14 @@ class PendingUse:
 
     def reserve(self) -> None:
         """Let launches on further axes wait for :meth:`relay_beside`."""
+        self._relayed = Reservation()
         for group in self._groups:
             for lane in group.lanes[1:]:
                 lane.held.reserved = self._relayed
 
     def relay_beside(self) -> None:
         """Call :meth:`relay` in a thread; a failure is raised where the program waits."""
+        assert self._relayed is not None
         with self._relayed.launching():
             try:
                 self.relay()
@@ -146,7 +149,7 @@ class PendingUse:
         Raises:
             RuntimeError: another rank did not send its own.
         """
-        if not self._is_known:
+        if self._relayed is not None:
             with awaited_by_host(self._groups[0].lanes[0].ledger, Exchange.AGREE):
                 self._relayed.wait()
             if isinstance(self._failure, Unexplained):

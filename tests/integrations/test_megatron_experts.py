@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import layerzero.megatron
 from layerzero.checkpoint.whole_model_files import inspect
 from layerzero.cli import app
-from layerzero.megatron import chunk_checkpoint as megatron_checkpoint
+from layerzero.megatron import chunk_checkpoint
 from layerzero.megatron.expert_names import experts_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
@@ -313,7 +313,7 @@ def _misfits(rank: int, folder: str) -> None:
         layerzero.megatron.save(f"{folder}/common", chunks, optimizer, {"ema": averages})
         with pytest.raises(TypeError, match=r"ema.averages.*experts\..* is another parameter on other ranks"):
             layerzero.megatron.save(f"{folder}/odd", chunks, optimizer, {"ema": ema})
-        fails = mock.patch.object(megatron_checkpoint, "experts_of", side_effect=KeyError("a layer"))
+        fails = mock.patch.object(chunk_checkpoint, "experts_of", side_effect=KeyError("a layer"))
         for call in (layerzero.megatron.save, layerzero.megatron.load):
             with fails if rank == 1 else nullcontext(), pytest.raises((KeyError, RuntimeError), match="a layer"):
                 call(f"{folder}/odd", chunks, optimizer)

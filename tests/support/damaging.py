@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from layerzero import checkpoint
-from layerzero.checkpoint import atomic_files as files
+from layerzero.checkpoint import atomic_files
 from layerzero.checkpoint.checksums import Scheme, sums_of
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
@@ -43,7 +43,7 @@ def sign(
     path: Path, listed: dict[str, str] | None = None, sequence: Any = 0, scheme: Scheme | None = None, **more: Any
 ) -> None:
     """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
-    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != files.MANIFEST}
+    listed = listed or {file.name: file.name for file in path.iterdir() if file.name != atomic_files.MANIFEST}
     scheme = scheme or Scheme.best()
     table = {}
     for name, file in listed.items():
@@ -51,5 +51,5 @@ def sign(
         table[name] = [len(content), sums_of(content, scheme)]
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, **more}
     known = {"checksums": asdict(scheme), **known}
-    (path / files.MANIFEST).unlink(missing_ok=True)
-    (path / files.MANIFEST).write_bytes(manifest_text(known))
+    (path / atomic_files.MANIFEST).unlink(missing_ok=True)
+    (path / atomic_files.MANIFEST).write_bytes(manifest_text(known))
