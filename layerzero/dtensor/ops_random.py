@@ -8,7 +8,8 @@ tensor. That works where an element's number does not depend on how many draws t
 
 ``nn.init.trunc_normal_`` draws again until no number is out of its bounds, which each rank would ask of its own rows
 only, and torch does not ask a tensor's class about it, only about the first draw inside. There, all of it is done on
-the whole tensor, after which nothing is out of bounds.
+the whole tensor, after which nothing is out of bounds. torch 2.14 would gather rows to find that out, so what it
+compares with its bounds is a tensor that answers by itself.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is not Tensor.normal_:  # older versions of torch map uniform numbers one by one
         return draw_whole(func, args, kwargs)
     settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
-    return draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    drawn = draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    return drawn.within_bounds()
 
 
 def is_truncating(caller: FrameType) -> bool:

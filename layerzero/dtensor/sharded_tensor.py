@@ -209,6 +209,10 @@ class RowShardedTensor(Sharded):
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
         return sharded(rows, self._local_tensor.span, Watch())
 
+    def within_bounds(self) -> RowShardedTensor:
+        """Return a detached alias for which every comparison with a bound is false."""
+        return _WithinBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
     def detach(self) -> RowShardedTensor:
         return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -233,6 +237,18 @@ class RowShardedTensor(Sharded):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         span = self._local_tensor.span
         return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+
+
+class _WithinBounds(RowShardedTensor):
+    """Values that ``nn.init.trunc_normal_`` has drawn; see [Note: Numbers by global row]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.lt, Tensor.gt):
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class ShardedNumber(RowShardedTensor):
