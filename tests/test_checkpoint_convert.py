@@ -143,8 +143,8 @@ from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
 from layerzero.dtensor.sharded_tensor import plain
 folder = Path(sys.argv[1])
-convert.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
-convert.export_model(folder / "small", folder / "small-out.safetensors")
+whole_model_files.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
+whole_model_files.export_model(folder / "small", folder / "small-out.safetensors")
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
 import threading
@@ -154,8 +154,8 @@ def watch():
         peak[0] = max(peak[0], anonymous())
 before = anonymous()
 threading.Thread(target=watch, daemon=True).start()
-convert.import_model([folder / "big.safetensors"], folder / "big")
-convert.export_model(folder / "big", folder / "big-out.safetensors")
+whole_model_files.import_model([folder / "big.safetensors"], folder / "big")
+whole_model_files.export_model(folder / "big", folder / "big-out.safetensors")
 stop.set()
 print(peak[0] - before)
 """

@@ -14,6 +14,7 @@ import torch
 
 import layerzero
 from layerzero.reports.metrics_log import waited_for
+from tests.support.late_threads import late_threads
 from tests.support.models import IntegerNet, integer_net
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
@@ -27,7 +28,8 @@ def _count(rank: int) -> None:
     layerzero.metrics(model)
     for step in range(4):
         loss = model(torch.ones(2, 5)).sum() * (float("inf") if step == 1 and rank == 3 else 1.0)
-        scaler.scale(loss).backward()
+        with late_threads(0.02):
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -183,7 +183,11 @@ def _ends(rank: int, node_memory: str | None) -> None:
     assert len(_threads()) == before, "a model that only computes has none"
     _train(model, optimizer, [rank])
     of_weights = {"layerzero refresh"} if node_memory is None else set()  # that ranks share
-    assert {thread.name for thread in _threads()[before:]} == {"layerzero node", "layerzero replica"} | of_weights
+    assert {thread.name for thread in _threads()[before:]} == {
+        "layerzero node",
+        "layerzero replica",
+        "layerzero control",
+    } | of_weights
     del model, optimizer
     deadline = time.monotonic() + 30
     while len(_threads()) > before and time.monotonic() < deadline:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import layerzero
 from layerzero.engine.hooks import runtime_of
 from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.late_threads import late_threads
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -241,7 +242,7 @@ def _around(event: Any) -> list[str]:
 
 def _profiled(rank: int) -> None:
     model, optimizer = transformer()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, late_threads(0.02):
         train(model, optimizer, 2)
     found = Counter(event.name for event in profiler.events() if event.name.startswith("layerzero."))
     for unit in UNITS:

@@ -1,0 +1,26 @@
+"""Threads of the engine that begin late, so that the program has something to wait for however busy the machine is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from layerzero.device.streams import ThreadStream
+
+__all__ = ["late_threads"]
+
+
+@contextmanager
+def late_threads(seconds: float) -> Iterator[None]:
+    """Delay everything that a thread is given by `seconds`."""
+    run = ThreadStream.run
+
+    def late(stream: ThreadStream, operation: Callable[[], Any]) -> None:
+        run(stream, lambda: time.sleep(seconds))
+        run(stream, operation)
+
+    with mock.patch.object(ThreadStream, "run", late):
+        yield
