@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.model_ranks import Everyone
+from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.model_parallel_spec import part_held
-from layerzero.dtensor.outside import inside_backward
+from layerzero.dtensor.outside import in_backward
 from layerzero.dtensor.row_shard_spec import refuse_apart
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
-from layerzero.engine.hooks import members_in, runtime_of, runtimes_of
-from layerzero.engine.managed_param import Member
+from layerzero.engine.hooks import get_state, members_in, runtimes_of
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import View, viewing
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.utils.bit_sums import digest
 
 __all__ = ["IncompatibleKeys", "full_precision", "full_state_dict", "load_full_state_dict", "unsharded"]
@@ -90,13 +90,15 @@ def unsharded(
 
 
 @contextmanager
-def _unsharded(runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options) -> Iterator[None]:
+def _unsharded(
+    runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
+) -> Iterator[None]:
     """Implement :func:`unsharded` for some parameters of one model."""
     subject, inside = _subject(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
     here = runtime.everyone.is_first or not options.rank0_only
     buffers = [each for each in runtime.cast_buffers if here and each.module() in inside]
-    shown: dict[Member, nn.Parameter] = {}
+    shown: dict[ManagedParam, nn.Parameter] = {}
     for member in members:
         parameter = _full_parameter(member, member.master.detach(), options)
         if (gradient := gradients.get(member)) is not None:
@@ -131,12 +133,12 @@ def _subject(options: _Options) -> str:
 
 
 def _agree_to_show(
-    runtime: Runtime, module: nn.Module, members: Sequence[Member], options: _Options
-) -> dict[Member, Tensor]:
+    runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
+) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
-    runtime.notice_interrupt()
+    runtime.recover_interrupted_pass()
     subject, everyone, failure = _subject(options), runtime.everyone, None
-    gradients: dict[Member, Tensor] = {}
+    gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
         runtime.refreshes.refuse_uses("layerzero.unsharded")
@@ -165,7 +167,7 @@ def _agree_to_show(
     return gradients
 
 
-def _refuse_parts(subject: str, members: Sequence[Member], everyone: int) -> None:
+def _refuse_parts(subject: str, members: Sequence[ManagedParam], everyone: int) -> None:
     refuse_apart(subject, (member.span for member in members), everyone)
     if cut := [m.name for m in members if m.span.face is not None and m.span.face.is_cut]:
         raise ValueError(
@@ -174,7 +176,7 @@ def _refuse_parts(subject: str, members: Sequence[Member], everyone: int) -> Non
         )
 
 
-def _refuse_dtensors(subject: str, members: Sequence[Member]) -> None:
+def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
     for member in members:
         face = member.span.face
         if face is not None and face.dressed and face.mesh.device_type != "cpu":
@@ -184,9 +186,11 @@ def _refuse_dtensors(subject: str, members: Sequence[Member]) -> None:
             )
 
 
-def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) -> dict[Member, Tensor]:
+def _final_gradients(
+    runtime: LayerZeroState, subject: str, members: Sequence[ManagedParam]
+) -> dict[ManagedParam, Tensor]:
     """Return the sharded ``.grad`` of the members that have one."""
-    runtime.gradients.heed_user()  # raises where a backward has failed
+    runtime.gradients.apply_user_grads()  # raises where a backward has failed
     found = {}
     for member in members:
         gradient = member.parameter.grad
@@ -199,7 +203,7 @@ def _final_gradients(runtime: Runtime, subject: str, members: Sequence[Member]) 
     return found
 
 
-def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Parameter:
+def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn.Parameter:
     """Gather a parameter or its gradient: full, except for dims that model parallelism has cut."""
     with torch.no_grad():
         rows = member.span.gather(rows)
@@ -210,7 +214,10 @@ def _full_parameter(member: Member, rows: Tensor, options: _Options) -> nn.Param
 
 
 def _write_back(
-    runtime: Runtime, members: Sequence[Member], shown: Mapping[Member, nn.Parameter], options: _Options
+    runtime: LayerZeroState,
+    members: Sequence[ManagedParam],
+    shown: Mapping[ManagedParam, nn.Parameter],
+    options: _Options,
 ) -> None:
     """Copy this rank's rows of full parameters, and of their gradients, into masters and sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
@@ -242,7 +249,7 @@ def _write_back(
             member.parameter.grad._local_tensor.copy_(rows_of(full.detach(), member.span))  # type: ignore[attr-defined]
 
 
-def _from_first(runtime: Runtime, member: Member, full: Tensor | None) -> Tensor:
+def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the full tensor of the first rank; `full` is None on the others."""
     sent = torch.empty(member.span.true_shape, dtype=member.master.dtype, device=member.span.topology.device)
     if full is not None:
@@ -280,7 +287,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         with layerzero.full_precision(model), torch.no_grad():
             loss = evaluate(model)
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     failure: Exception | None = None
     try:
         _refuse_full_precision(runtime)
@@ -295,12 +302,12 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         runtime.evaluate_in_full_precision(False)
 
 
-def _refuse_full_precision(runtime: Runtime) -> None:
+def _refuse_full_precision(runtime: LayerZeroState) -> None:
     """Raise where this rank cannot enter :func:`full_precision`."""
     runtime.refreshes.refuse_uses("layerzero.full_precision")
     if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
-    if inside_backward():
+    if in_backward():
         raise RuntimeError(
             "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
             "afterwards"
@@ -392,7 +399,7 @@ def load_full_state_dict(
         ValueError: missing or unexpected names, or wrong shapes; names all of them, and changes nothing.
             (RuntimeError with the same text on the other ranks.)
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     everyone = runtime.everyone
     refuse_apart("load_full_state_dict", (member.span for member in runtime.members.values()), everyone.size)
     first = everyone.is_first
@@ -449,7 +456,7 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     return problems
 
 
-def _of_first_rank(left_out: IncompatibleKeys, everyone: Everyone) -> list[list[str]]:
+def _of_first_rank(left_out: IncompatibleKeys, everyone: ModelRanks) -> list[list[str]]:
     """What only the first rank knows."""
     if everyone.size == 1:
         return list(left_out)
@@ -462,20 +469,20 @@ def _of_first_rank(left_out: IncompatibleKeys, everyone: Everyone) -> list[list[
     return lists
 
 
-def _whole(member: Member) -> Tensor:
+def _whole(member: ManagedParam) -> Tensor:
     with torch.no_grad():
         return member.span.gather_whole(member.master.detach())
 
 
 def _agreed_edits(
-    runtime: Runtime, shown: Mapping[Member, nn.Parameter], options: _Options
-) -> dict[Member, nn.Parameter]:
+    runtime: LayerZeroState, shown: Mapping[ManagedParam, nn.Parameter], options: _Options
+) -> dict[ManagedParam, nn.Parameter]:
     """Return the parameters that the model holds now in place of those `shown`.
 
     Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
     there what does not fit.
     """
-    edited: dict[Member, nn.Parameter] = {}
+    edited: dict[ManagedParam, nn.Parameter] = {}
     failure: Exception | None = None
     groups: dict[str, dict[str, object]] = {}
     try:
@@ -496,7 +503,10 @@ def _digest_of(gradient: Tensor | None) -> str:
 
 
 def _grouped(
-    runtime: Runtime, members: Iterable[Member], value_of: Callable[[Member], object], suffix: str = ""
+    runtime: LayerZeroState,
+    members: Iterable[ManagedParam],
+    value_of: Callable[[ManagedParam], object],
+    suffix: str = "",
 ) -> dict[str, dict[str, object]]:
     """Return values by name, as groups for :func:`agree`: one per mesh and part of parameters that its ranks share."""
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
@@ -508,13 +518,13 @@ def _grouped(
     return groups
 
 
-def _show(parameters: Mapping[Member, nn.Parameter]) -> None:
+def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
     for member, parameter in parameters.items():
         for held, attribute in member.places:
             held[attribute] = parameter
 
 
-def _edited(member: Member, shown: nn.Parameter) -> nn.Parameter:
+def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
     """Return the parameter that the model holds now in place of `shown`; the user may have assigned another one."""
     found = [parameters.get(attribute) for parameters, attribute in member.places]
     others = {id(parameter): parameter for parameter in found if parameter is not shown}
@@ -536,5 +546,5 @@ def _edited(member: Member, shown: nn.Parameter) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _write_rows(member: Member, whole: Tensor) -> None:
+def _write_rows(member: ManagedParam, whole: Tensor) -> None:
     member.master.copy_(rows_of(whole, member.span))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.device import accumulate
-from layerzero.device.accumulate import add_up
+from layerzero.device.accumulate import accumulate_parts
 
 PIECE = 64
 
@@ -52,15 +52,15 @@ def test_pieces_have_the_bits_of_the_whole(
     target = torch.randn(numel, generator=draw).to(to)
     parts = [torch.randn(numel, generator=draw).to(of) for _ in range(count)]
     expected = _whole(target, parts, wire, overwrite, scale)
-    add_up(target, iter(parts), wire=wire, overwrite=overwrite, scale=scale)
+    accumulate_parts(target, iter(parts), wire=wire, overwrite=overwrite, scale=scale)
     assert torch.equal(target, expected)
 
 
 def test_what_fits_after_it_is_scaled_is_scaled_before_it_is_rounded() -> None:
     target, part = torch.zeros(2, dtype=torch.float16), torch.tensor([2.0**18, 2.0**-18])
-    add_up(target, (part,), overwrite=True, scale=0.25)
+    accumulate_parts(target, (part,), overwrite=True, scale=0.25)
     assert target.tolist() == [torch.inf, 2.0**-20]
-    add_up(target, (part,), overwrite=True, scale=2.0**-3)
+    accumulate_parts(target, (part,), overwrite=True, scale=2.0**-3)
     assert target.tolist() == [2.0**15, 2.0**-21]
 
 
@@ -72,7 +72,7 @@ def test_what_does_not_lie_in_one_piece_is_added_in_its_shape(turned: str) -> No
     else:
         part = part.t().contiguous().t()
     expected = target + part
-    add_up(target, [part])
+    accumulate_parts(target, [part])
     assert torch.equal(target, expected)
 
 
@@ -80,6 +80,6 @@ def test_only_what_is_gained_by_it_goes_in_pieces() -> None:
     counts = []
     for numel, of in [(4 * PIECE, [torch.bfloat16]), (4 * PIECE, [torch.float32] * 2), (4 * PIECE, [torch.float32])]:
         with mock.patch.object(accumulate, "_add", wraps=accumulate._add) as add:
-            add_up(torch.zeros(numel), [torch.ones(numel, dtype=dtype) for dtype in of])
+            accumulate_parts(torch.zeros(numel), [torch.ones(numel, dtype=dtype) for dtype in of])
         counts.append(add.call_count)
     assert counts == [4, 4, 1]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import checkpoint
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from layerzero.reliability.bits import place_sum, sum64
 from tests.support.bits import flip, places
@@ -30,7 +30,7 @@ def _net(size: int, *, low: bool, **settings: Any) -> tuple[nn.Module, Any, list
     policy = {"mp_policy": BF16} if low else {}
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, **policy, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    return model, optimizer, [handle for handle in runtime_of(model).handles if handle.members]
+    return model, optimizer, [handle for handle in get_state(model).handles if handle.members]
 
 
 def _backward(model: nn.Module, rank: int, step: int) -> None:
@@ -55,7 +55,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
         batch: which of the ranks' this one trains with.
         low: masters and compute weights are not one memory.
     """
-    rank, handles = dist.get_rank(), [handle for handle in runtime_of(model).handles if handle.members]
+    rank, handles = dist.get_rank(), [handle for handle in get_state(model).handles if handle.members]
     guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
     missed: list[str] = []
     tried: set[tuple[str, int]] = set()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests import test_expert_parallel, test_tensor_parallel
 from tests.support.bits import flip, places
@@ -52,7 +52,7 @@ class _Run:
 
     def __init__(self, case: Case) -> None:
         self.model, self.optimizer, self._batch = _sharded(case, low=True)
-        self.handles = [handle for handle in runtime_of(self.model).handles if handle.members]
+        self.handles = [handle for handle in get_state(self.model).handles if handle.members]
 
     def backward(self, step: int) -> None:
         with layerzero.no_sync(self.model):

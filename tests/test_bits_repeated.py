@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import checkpoint
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip, places
 from tests.support.logs import logged
@@ -32,7 +32,7 @@ class _Run:
         self.model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **policy)
         self.optimizer = layerzero.shard_optimizer(exact_sgd(self.model.parameters()), self.model)
         self.guard = layerzero.guard_bits(self.model, self.optimizer, every=1) if guarded else None
-        self.handles = [handle for handle in runtime_of(self.model).handles if handle.members]
+        self.handles = [handle for handle in get_state(self.model).handles if handle.members]
 
     def backward(self, rank: int, step: int) -> None:
         with layerzero.no_sync(self.model):
@@ -139,7 +139,7 @@ def _persistent(rank: int) -> None:
     """A cell of memory that does not keep what is written to it."""
     run = _Run(2, low=True)
     run.step(rank, 0)
-    refreshes, victim = runtime_of(run.model).refreshes, 3
+    refreshes, victim = get_state(run.model).refreshes, 3
     launch = refreshes.launch
 
     def damaged(*given: object) -> None:
@@ -202,7 +202,7 @@ def _frozen(rank: int, every: int) -> None:
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    handle = next(each for each in runtime_of(model).handles if not each.may_be_updated)
+    handle = next(each for each in get_state(model).handles if not each.may_be_updated)
     if rank == 2:
         flip(handle.zero3, places(handle, Extent.NODE)[0][0], 12)
     integer_loss(model, integer_batch(step=9, rank=rank)).backward()
@@ -232,7 +232,7 @@ def _scaled(rank: int) -> None:
         optimizers = [layerzero.shard_optimizer(inner, model) for inner in inners]
         guard = layerzero.guard_bits(model, optimizers[0], every=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-        handle = next(each for each in runtime_of(model).handles if each.members)
+        handle = next(each for each in get_state(model).handles if each.members)
         for step in range(4):
             if faulty and step == 2 and rank == 0:
                 flip(handle.zero3, places(handle, Extent.NODE)[0][0], 3)

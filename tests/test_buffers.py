@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.device.buffer_pools import BufferPool, StoragePool
-from layerzero.engine.hooks import runtime_of
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 needs_parking = pytest.mark.skipif(
-    not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not"
+    not FullBufferPool.can_park,
+    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
 
@@ -29,7 +30,7 @@ def _empty(numel: int) -> torch.Tensor:
 
 @needs_parking
 def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
-    pool = StoragePool(CPU)
+    pool = FullBufferPool(CPU)
     pool.limit = 64
     first, second = torch.empty(16), torch.empty(16)
     view = second.view(4, 4)[1:]
@@ -47,7 +48,7 @@ def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
 
 @needs_parking
 def test_no_more_is_parked_than_the_limit_and_sizes_are_kept_apart() -> None:
-    pool = StoragePool(CPU)
+    pool = FullBufferPool(CPU)
     pool.limit = 100
     tensors = [_empty(16), _empty(16), _empty(8)]
     for _ in range(2):
@@ -76,7 +77,7 @@ def _steady(rank: int) -> None:
     for settings in ({}, {"accumulation": "full"}, {"prefetch": 2}, {"reshard_after_forward": False}):
         model = shard(blocks(6), **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        pools = runtime_of(model).buffers
+        pools = get_state(model).buffers
         counts = []
         for step in range(6):
             for micro_batch in range(2):
@@ -87,12 +88,12 @@ def _steady(rank: int) -> None:
             accumulated = pools.accumulators.device_bytes + pools.accumulators.host_bytes
             counts.append((pools.full.allocations, pools.full.parked_bytes, accumulated))
         assert pools.full.parked_bytes <= pools.full.limit
-        if not StoragePool.can_park:
+        if not FullBufferPool.can_park:
             grown = {after[0] - before[0] for before, after in itertools.pairwise(counts[2:])}
             assert len(grown) == 1, f"{settings}: every step allocates as much"
             continue
         assert counts[2:] == [counts[2]] * 4, (settings, counts)
-        root, unit = (sum(runtime_of(model).handles[index].gathered_sizes) for index in (0, 1))
+        root, unit = (sum(get_state(model).handles[index].gathered_sizes) for index in (0, 1))
         together = 6 if "reshard_after_forward" in settings else 1 + settings.get("prefetch", 1)
         assert pools.full.parked_bytes == root + together * unit, (settings, pools.full.parked_bytes)
         assert layerzero.memory(model).measured["idle_buffer"] == pools.full.parked_bytes
@@ -106,13 +107,13 @@ def test_a_steady_state_allocates_no_full_buffer() -> None:
 def _addresses(rank: int) -> None:
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
-    lend, steps = StoragePool.lend, []
+    lend, steps = FullBufferPool.lend, []
 
-    def seen(pool: StoragePool, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def seen(pool: FullBufferPool, storage: torch.UntypedStorage, nbytes: int) -> None:
         lend(pool, storage, nbytes)
         steps[-1].append((storage._cdata, storage.data_ptr()))
 
-    with mock.patch.object(StoragePool, "lend", seen):
+    with mock.patch.object(FullBufferPool, "lend", seen):
         for step in range(5):
             steps.append([])
             for micro_batch in range(2):

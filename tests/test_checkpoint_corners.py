@@ -21,7 +21,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, run_folder, whole_model_files
 from layerzero.checkpoint.staging import Staging
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -229,7 +229,7 @@ def _no_memory(rank: int, folder: str) -> None:
             checkpoint.save_async(f"{folder}/one", model, optimizer)
     finally:
         Staging.copy = copy
-    staging = runtime_of(model).staging
+    staging = get_state(model).staging
     broken = staging.group
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
     staging.group = None  # what a lost peer leaves

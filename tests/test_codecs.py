@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import layerzero
 from layerzero.comm.codecs import Block
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
@@ -283,7 +283,7 @@ def _counted(rank: int) -> None:
             traffic = layerzero.traffic(model)
             assert traffic.predicted["gather"] == traffic.bytes["gather"]
             sent.append(traffic)
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         gathers = 1 if kept == 2 else 2
         assert sent[1].bytes["gather"] == gathers * sum(h.whole.size for h in handles) * (size - 1) // size
         assert sent[1].bytes.get("regather") == sent[0].bytes.get("regather"), "what is kept has been decoded"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.comm.model_ranks import LateMaximum
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.used_params import PendingUse
 from tests.support import wrapped_gloo
 from tests.support.models import (
@@ -57,8 +57,8 @@ def run(rank):
     before = len(os.listdir("/proc/self/fd"))
     model = layerzero.shard_model(Two(), zero3_size=size, node_memory="off")
     descriptors = len(os.listdir("/proc/self/fd")) - before
-    messages, tell_all = [], used_params.tell_all
-    used_params.tell_all = lambda lane, *more: (messages.append(lane.size - 1), tell_all(lane, *more))[1]
+    messages, all_gather_small = [], used_params.all_gather_small
+    used_params.all_gather_small = lambda lane, *more: (messages.append(lane.size - 1), all_gather_small(lane, *more))[1]
     model(torch.ones(1, 2)).sum().backward()
     gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
     with open(f"{folder}/{rank}.json", "w") as file:
@@ -111,9 +111,9 @@ def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -
 
 def _texts(rank: int, zero3_size: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size))
-    everyone = runtime_of(model).everyone
+    everyone = get_state(model).everyone
     long = '"\\' * (rank + 1)
-    assert everyone.share_texts(long) == ['"\\' * (other + 1) for other in range(WORLD)]
+    assert everyone.all_gather_text(long) == ['"\\' * (other + 1) for other in range(WORLD)]
     numbers = torch.full((3,), rank + 5)
     everyone.broadcast_numbers(numbers)
     assert numbers.tolist() == [5, 5, 5]
@@ -156,8 +156,8 @@ def _reads_before_others_step(rank: int) -> None:
         if rank == 0:
             assert model.second.weight.grad is not None
         dist.barrier()
-        everyone = runtime_of(model).everyone
-        assert everyone.share_texts(str(rank)) == list("0123"), "launched after what was sent about used parameters"
+        everyone = get_state(model).everyone
+        assert everyone.all_gather_text(str(rank)) == list("0123"), "launched after what was sent about used parameters"
         assert model.first.weight.grad is not None and model.second.weight.grad is not None
         model.zero_grad()
     PendingUse.relay = relay  # type: ignore[method-assign]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.model_ranks import Everyone
-from layerzero.device.buffer_pools import StoragePool
-from layerzero.engine.hooks import runtime_of
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.engine.hooks import get_state
 from layerzero.megatron import arguments as flags
 from layerzero.sharding.launchers import connections_warning
 from tests.support.late_device import NAME, Device, register
@@ -36,16 +36,16 @@ def _clip(rank: int) -> None:
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
     integer_loss(model, integer_batch(rank=rank)).backward()
     # Gradients are in host memory; the device is another one.
-    object.__setattr__(runtime_of(model).topology, "device", torch.device("meta"))
-    object.__setattr__(runtime_of(model).everyone.topology, "device", torch.device("meta"))
+    object.__setattr__(get_state(model).topology, "device", torch.device("meta"))
+    object.__setattr__(get_state(model).everyone.topology, "device", torch.device("meta"))
     devices: list[torch.device] = []
 
-    def reduce(everyone: Everyone, number: Tensor, op: Any) -> None:
+    def reduce(everyone: ModelRanks, number: Tensor, op: Any) -> None:
         devices.append(number.device)
         raise _Seen
 
     for norm_type in (2.0, math.inf):
-        with mock.patch.object(Everyone, "reduce", reduce), pytest.raises(_Seen):
+        with mock.patch.object(ModelRanks, "reduce", reduce), pytest.raises(_Seen):
             layerzero.clip_grad_norm_(model, 1.0, norm_type)
     assert devices == [torch.device("meta")] * 2, "the communicator's device"
 
@@ -143,7 +143,8 @@ class _Log:
 
 
 needs_parking = pytest.mark.skipif(
-    not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not"
+    not FullBufferPool.can_park,
+    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
 
@@ -151,10 +152,10 @@ needs_parking = pytest.mark.skipif(
 def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) -> None:
     device = _Log()
     with (
-        mock.patch("layerzero.device.accelerator.streams_module", lambda _: device),
-        mock.patch.object(StoragePool, "can_park", can_park),
+        mock.patch("layerzero.device.accelerator.device_module", lambda _: device),
+        mock.patch.object(FullBufferPool, "can_park", can_park),
     ):
-        pool = StoragePool(torch.device("cpu"))
+        pool = FullBufferPool(torch.device("cpu"))
         storage = torch.empty(0).untyped_storage()
         device.now = "ahead"
         pool.lend(storage, 64)
@@ -181,7 +182,7 @@ def _side_streams_after_a_failure(rank: int) -> None:
     mesh = mesh_on(NAME, 2)
     with Device().installed():
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-        streams = runtime_of(model).gradients.queue.streams
+        streams = get_state(model).gradients.queue.streams
 
         def fail(gradient: Tensor) -> None:
             raise _Seen

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing
 
@@ -207,7 +207,7 @@ def test_a_parameter_of_a_class_is_trained_as_in_one_process(run: Callable[..., 
 def _states(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
     model = shard(wrap(Net(Coded)))
-    assert {type(p._local_tensor).__name__ for p in model.parameters()} == {"LocalRows"}
+    assert {type(p._local_tensor).__name__ for p in model.parameters()} == {"LocalShard"}
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     assert [p.numel() for p in model.parameters()].count(WIDTH * WIDTH) == 4
     one_pass(model, rank, 0)
@@ -251,7 +251,7 @@ def _reported(rank: int) -> None:
             memory, traffic = layerzero.memory(model), layerzero.traffic(model)
             measured = {kind: size for kind, size in memory.measured.items() if size and kind != "optimizer"}
             assert {kind: size for kind, size in memory.predicted.items() if size} == measured, (size, sharing)
-            layer, (plain, extended) = runtime_of(model).units[1], runtime_of(model).units[1].handles
+            layer, (plain, extended) = get_state(model).units[1], get_state(model).units[1].handles
             rows = -(-WIDTH // WORLD) * WORLD  # padding included
             others = plain.full.nbytes if plain.gathers else 0
             assert layer.gathered_memory.nbytes == rows * WIDTH + rows * 8 + others, "int8 rows and fp64 scales"

@@ -98,7 +98,7 @@ def _in_a_post_accumulate_hook(model: nn.Module, fuse: Fuse, rank: int) -> None:
 
 def _in_the_optimizer(model: nn.Module, fuse: Fuse, rank: int) -> None:
     one_pass(model, rank, 7)
-    optimizer = next(iter(layerzero.engine.hooks.runtime_of(model).optimizers))
+    optimizer = next(iter(layerzero.engine.hooks.get_state(model).optimizers))
     handle = optimizer.register_step_pre_hook(_blow)
     try:
         optimizer.step()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, blocks, one_pass, sgd, shard
 from tests.support.late_transfers import late
 from tests.support.ranks import BOTH, run_ranks
@@ -38,7 +38,7 @@ def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any
     with average.swapped(), layerzero.unsharded(model):
         pass
     layerzero.full_state_dict(model)
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     handle = runtime.handles[-1]
     kept = {"model": model, "runtime": runtime, "optimizer": optimizer, "average": average, "handle": handle}
     tensors = {"master": handle.master, "ZeRO-3 shard": handle.zero3, "full buffer": handle.full}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
 from tests.support.ranks import BOTH, run_ranks
 
@@ -124,7 +124,7 @@ def _count(rank: int) -> None:
             units = [str(layer) for layer in range(layers)]
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             model = layerzero.shard_model(net, zero3_size=size, units=units, mp_policy=policy, prefetch=prefetch)
-            unit, full = 4 * width * width, runtime_of(model).buffers.full
+            unit, full = 4 * width * width, get_state(model).buffers.full
             full.limit = 0  # park nothing, so that most_bytes counts what is gathered at once
             with torch.no_grad(), layerzero.full_precision(model):
                 for _ in range(2):  # the order is learnt

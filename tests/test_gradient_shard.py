@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.device.gradient_storage import InsidePlace
+from layerzero.device.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
 from tests.support.models import (
     Step,
@@ -107,13 +107,15 @@ def test_a_final_gradient_and_later_contributions_never_mix(
     run_ranks(_odd_orders, zero3_size, mode, settings, scripts, node_memory=node_memory)
 
 
-def _is_never_set_aside(self: InsidePlace, *, keep: bool, vacate: Callable[..., None] = InsidePlace.vacate) -> None:
+def _is_never_set_aside(
+    self: AliasedStorage, *, keep: bool, vacate: Callable[..., None] = AliasedStorage.vacate
+) -> None:
     assert not keep, "a gradient that nobody wants any more is moved"
     vacate(self, keep=keep)
 
 
 def _usual_loop(rank: int) -> None:
-    with mock.patch.object(InsidePlace, "vacate", _is_never_set_aside):
+    with mock.patch.object(AliasedStorage, "vacate", _is_never_set_aside):
         model, optimizer = prepare("sharded")
         for step in range(3):
             for index in range(3):

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.engine.grad_attribute import ShownGradients
-from layerzero.engine.gradient_reducer import GradientSync
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.grad_attribute import GradAttribute
+from layerzero.engine.gradient_reducer import GradientReducer
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     MODES,
     WORLD,
@@ -310,7 +310,7 @@ def _late(rank: int) -> tuple[nn.Module, nn.Module]:
         alone.zero_grad()
         _pass(model, rank, step)
         _pass_alone(alone, step)
-    assert runtime_of(model).gradients.due.due
+    assert get_state(model).gradients.due.due
     return model, alone
 
 
@@ -322,25 +322,25 @@ def _interrupt(rank: int) -> None:
 
 def _interrupt_after(publications: int, rank: int) -> None:
     """0: after what was told was taken; else after so many handles have got their gradients; 5: that is all."""
-    publish, take = ShownGradients.publish, GradientSync._take_agreed
+    publish, take = GradAttribute.publish, GradientReducer._take_agreed
     model, alone = _late(rank)
     left = [publications]
 
-    def interrupted(shown: ShownGradients, *, agreed: bool) -> None:
+    def interrupted(shown: GradAttribute, *, agreed: bool) -> None:
         publish(shown, agreed=agreed)
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
 
-    def taken(sync: GradientSync, agreement: Any) -> None:
+    def taken(sync: GradientReducer, agreement: Any) -> None:
         take(sync, agreement)
         if left[0] == 0:
             left[0] = -1
             raise KeyboardInterrupt
 
     with (
-        mock.patch.object(ShownGradients, "publish", interrupted),
-        mock.patch.object(GradientSync, "_take_agreed", taken),
+        mock.patch.object(GradAttribute, "publish", interrupted),
+        mock.patch.object(GradientReducer, "_take_agreed", taken),
         pytest.raises(KeyboardInterrupt),
     ):
         model.units[0].linear.weight.grad  # noqa: B018

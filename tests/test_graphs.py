@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero.engine.handle import ShardState
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import Call, ForwardPass
 from tests.support.graphs import (
     IN_FLIGHT,
@@ -334,7 +334,7 @@ def _count_gathered_units(rank: int) -> None:
         gathered: list[int] = []
 
         def watch(gradient: Tensor, model: nn.Module = model, gathered: list[int] = gathered) -> None:
-            states = [handle.state for handle in runtime_of(model).handles]
+            states = [handle.state for handle in get_state(model).handles]
             gathered.append(sum(state is not ShardState.SHARDED for state in states))
 
         def attach(module: nn.Module, args: Any, output: Tensor, watch: Callable[[Tensor], None] = watch) -> None:
@@ -462,9 +462,9 @@ def test_two_models_of_one_mesh_may_share_a_backward() -> None:
 def _follow(rank: int) -> None:
     """What a call whose output nobody uses leaves to the others."""
     model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
-    root, first, second, head = runtime_of(model).units
+    root, first, second, head = get_state(model).units
     for dead in range(4):
-        forward = ForwardPass(root, runtime_of(model).units, expected=[])
+        forward = ForwardPass(root, get_state(model).units, expected=[])
         forward.called = [root, first, second]
         calls = [Call(unit, around=()) for unit in (first, second, first, root)]
         for call in calls:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     IN_FLIGHT,
     WORLD,
@@ -139,7 +139,7 @@ def _two_nodes(rank: int) -> None:
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
-    lane = runtime_of(model).topology.gather_among(2)
+    lane = get_state(model).topology.subgroup_comm(2)
     assert dist.get_process_group_ranks(lane.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
@@ -154,10 +154,10 @@ def _counted(rank: int) -> None:
     groups = []
     for kept in (True, 2):
         model = shard(blocks(), reshard_after_forward=kept)
-        groups.append(len(runtime_of(model).topology.groups._held))
+        groups.append(len(get_state(model).topology.groups._held))
     assert groups[1] == groups[0] + 1, "one communicator more, and only where it is used"
     optimizer = layerzero.shard_optimizer(sgd(model), model)
-    sizes = [handle.full.numel() * handle.full.element_size() for handle in runtime_of(model).handles]
+    sizes = [handle.full.numel() * handle.full.element_size() for handle in get_state(model).handles]
     whole = sum(sizes)
     for step in range(3):
         layerzero.traffic(model, reset=True)
@@ -225,7 +225,7 @@ def _by_unit(rank: int) -> None:
         return {"units.0": 2, "units.1": 1, "units.2": 4}.get(name, True)
 
     model = shard(blocks(), reshard_after_forward=chosen, prefetch=0)
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     assert [unit.reshards for unit in runtime.units] == [True, 2, False, True]
     assert [type(unit.reshards) for unit in runtime.units] == [bool, int, bool, bool]
     loss = loss_of(model(batch(rank, 0)))
@@ -390,7 +390,7 @@ def _refused(rank: int) -> None:
             shard(blocks(), reshard_after_forward=value)
     for value in (2, 3, lambda name, module: 8):
         model = shard_over(blocks(), size=1, reshard_after_forward=value)
-        assert all(unit.reshards is True for unit in runtime_of(model).units), "nothing is gathered"
+        assert all(unit.reshards is True for unit in get_state(model).units), "nothing is gathered"
     for value in (2 if rank else True, lambda name, module: 2 if rank else 4):
         with pytest.raises(ValueError, match=r"ranks disagree.*reshard_after_forward"):
             shard(blocks(), reshard_after_forward=value)

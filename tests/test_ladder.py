@@ -11,16 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Issued, Lane, PendingSum, Works
-from layerzero.comm.traffic_counters import Ledger
+from layerzero.comm.collectives import Communicator, Exchange, LaunchedCollective, PendingCollective, PendingReduction
+from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.gradient_storage import InsidePlace, KeptPlace, Place, ScratchPlace, Stay
-from layerzero.engine.gradient_buffer import Holding, Sum
+from layerzero.device.gradient_storage import (
+    AliasedStorage,
+    AliasState,
+    GradientStorage,
+    PersistentStorage,
+    PooledStorage,
+)
+from layerzero.engine.gradient_buffer import GradientBuffer, SlotState
 from layerzero.engine.handle_gradients import Round
-from layerzero.engine.reduction_spec import Leg, Route
+from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
-from layerzero.layout.shard_grid import Extent, Grid, overlap
+from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 RANK, NODE, WHOLE = Extent.RANK, Extent.NODE, Extent.WHOLE
 CPU = torch.device("cpu")
@@ -31,8 +37,10 @@ SIZES = [(d, s) for d in (1, 2, 3, 4, 6, 8, 12, 16) for s in range(1, d + 1) if 
 SHAPES = [("matrix", (7, 3)), ("empty", (0, 3)), ("bias", (5,)), ("one", (1,)), ("long", (2, 2, 3))]
 
 
-def grids(data_parallel: int, zero3_size: int) -> list[Grid]:
-    return [Grid.of_rank(rank, data_parallel=data_parallel, zero3_size=zero3_size) for rank in range(data_parallel)]
+def grids(data_parallel: int, zero3_size: int) -> list[ShardGrid]:
+    return [
+        ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=zero3_size) for rank in range(data_parallel)
+    ]
 
 
 def layouts(data_parallel: int) -> tuple[FlatLayout, ...]:
@@ -76,9 +84,9 @@ def test_the_part_of_a_slot_is_what_it_shares_with_an_extent(data_parallel: int,
 
 def test_a_grid_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="zero3_size=3 does not divide the 4"):
-        Grid(4, 3, 0, 0)
+        ShardGrid(4, 3, 0, 0)
     with pytest.raises(ValueError, match=r"no rank \(r, s\) = \(2, 0\) among 2 x 2"):
-        Grid.of_rank(4, data_parallel=4, zero3_size=2)
+        ShardGrid.of_rank(4, data_parallel=4, zero3_size=2)
 
 
 # Routes
@@ -102,7 +110,7 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
     lands, waits, legs = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
     for grid in grids(data_parallel, zero3_size):
         for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
-            route = Route.plan(
+            route = ReductionSpec.plan(
                 grid,
                 precision,
                 accumulation=mode,
@@ -144,7 +152,7 @@ def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
     return value
 
 
-def _reduced(gradient: float, route: Route, grid: Grid, *, adds: bool) -> float:
+def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
     """The final gradient where each rank has the same one, in fp16."""
     value = (torch.tensor(gradient, dtype=F16).float() * route.landing_scale).to(route.landing_dtype)
     for leg in route.legs:
@@ -165,16 +173,16 @@ def _root_of_ranks(data_parallel: int, zero3_size: int) -> float:
 def test_fp16_gradients_keep_their_size_on_the_way(
     data_parallel: int, zero3_size: int, adds: bool, mode: str, wires: str
 ) -> None:
-    grid = Grid.of_rank(0, data_parallel=data_parallel, zero3_size=zero3_size)
+    grid = ShardGrid.of_rank(0, data_parallel=data_parallel, zero3_size=zero3_size)
     precision = Precision(F32, F16, *WIRES[wires])
     how: Any = {"accumulation": mode, "adds_hop1": adds, "adds_hop2": adds}
-    route = Route.plan(grid, precision, divide_factor=data_parallel, **how)
+    route = ReductionSpec.plan(grid, precision, divide_factor=data_parallel, **how)
     assert _reduced(3e-5, route, grid, adds=adds) == pytest.approx(3e-5, rel=0.05), "1e-3 of it, divided by all of D"
     lost = 1 if adds else _root_of_ranks(data_parallel, zero3_size)
     for gradient in (2.0**-24 * lost, 2.0**15 / lost, 1.0):
         assert _reduced(gradient, route, grid, adds=adds) == gradient
     # A sum is what a loss wants that is divided by all tokens: then each rank's gradient is small already.
-    summed = Route.plan(grid, precision, divide_factor=1.0, **how)
+    summed = ReductionSpec.plan(grid, precision, divide_factor=1.0, **how)
     assert summed.landing_scale == 1.0
     assert _reduced(2.0**-24, summed, grid, adds=adds) == 2.0**-24 * data_parallel
     assert _reduced(2.0**15 / data_parallel, summed, grid, adds=adds) == 2.0**15
@@ -183,10 +191,12 @@ def test_fp16_gradients_keep_their_size_on_the_way(
 @pytest.mark.parametrize("factor", [0.5, 3.0, 24.0, 1e6])
 @pytest.mark.parametrize("zero3_size", [1, 2, 3, 6, 12])
 def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> None:
-    grid = Grid.of_rank(0, data_parallel=12, zero3_size=zero3_size)
+    grid = ShardGrid.of_rank(0, data_parallel=12, zero3_size=zero3_size)
     for wires, mode, adds in itertools.product(WIRES.values(), ("sharded", "full"), (True, False)):
         precision = Precision(F32, F16, *wires)
-        route = Route.plan(grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds)
+        route = ReductionSpec.plan(
+            grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds
+        )
         scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
         assert math.prod(scales) == pytest.approx(1 / factor, rel=1e-15)
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
@@ -195,10 +205,10 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
 @pytest.mark.parametrize("mode", ["sharded", "full"])
 @pytest.mark.parametrize("zero3_size", [3, 5, 6, 12])
 def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: str) -> None:
-    grid = Grid.of_rank(0, data_parallel=2 * zero3_size, zero3_size=zero3_size)
+    grid = ShardGrid.of_rank(0, data_parallel=2 * zero3_size, zero3_size=zero3_size)
     precision = Precision(F32, F16, F16, F16)
     how: Any = {"accumulation": mode, "divide_factor": 2.0 * zero3_size, "adds_hop1": True, "adds_hop2": True}
-    route = Route.plan(grid, precision, **how)
+    route = ReductionSpec.plan(grid, precision, **how)
     sent = zero3_size * route.landing_scale * route.legs[0].scale
     assert 0.5 < sent <= 1, "65504 times this is a number of fp16"
 
@@ -207,26 +217,26 @@ def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: 
 
 
 class Rank(NamedTuple):
-    grid: Grid
-    sums: dict[Extent, Sum]
+    grid: ShardGrid
+    sums: dict[Extent, GradientBuffer]
 
 
-def make_rank(grid: Grid, route: Route, layout: FlatLayout, pool: BufferPool) -> Rank:
+def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: BufferPool) -> Rank:
     """Sums as the engine has them, the final gradient inside the node sum where that waits."""
-    sums: dict[Extent, Sum] = {}
+    sums: dict[Extent, GradientBuffer] = {}
     for extent in (WHOLE, NODE, RANK):
         numel = grid.numel(layout, extent)
-        place: Place = KeptPlace(numel, torch.float32, CPU)
+        place: GradientStorage = PersistentStorage(numel, torch.float32, CPU)
         if extent is route.lands and route.shares_early:
-            place = ScratchPlace(numel, torch.float32, pool)
+            place = PooledStorage(numel, torch.float32, pool)
         if extent is RANK and route.waits is NODE:
-            place = InsidePlace(sums[NODE].place, grid.place(layout, RANK, NODE))
+            place = AliasedStorage(sums[NODE].place, grid.place(layout, RANK, NODE))
         place.open(keep=False).fill_(torch.nan)
-        sums[extent] = Sum(layout, grid, extent, place)
+        sums[extent] = GradientBuffer(layout, grid, extent, place)
     return Rank(grid, sums)
 
 
-def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[Leg, ...], pool: BufferPool) -> None:
+def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...], pool: BufferPool) -> None:
     """What the engine does on each rank, and the exchanges in between."""
     for leg in legs:
         sent = []
@@ -248,11 +258,11 @@ def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[Leg, ...], pool: Bu
             rank.sums[leg.stop].add_exchange(pending, scale=leg.scale)
 
 
-def brought(*parts: Tensor) -> PendingSum:
+def brought(*parts: Tensor) -> PendingReduction:
     """An exchange that has ended."""
-    lane = Lane("nobody's", "zero3", None, Ledger(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
-    works = Works((), Issued(lane, Exchange.HOP1, "", None))
-    return PendingSum(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
+    lane = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
+    works = PendingCollective((), LaunchedCollective(lane, Exchange.HOP1, "", None))
+    return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 
 
 def contribution(rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
@@ -275,11 +285,11 @@ def test_every_program_ends_with_the_mean_of_what_was_contributed(
             follow(program, layout, grids(data_parallel, zero3_size), mode)
 
 
-def follow(program: str, layout: FlatLayout, all_grids: list[Grid], mode: str) -> None:
+def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: str) -> None:
     pool = BufferPool(CPU)
     factor = 4.0
     how: Any = {"accumulation": mode, "divide_factor": factor, "adds_hop1": True, "adds_hop2": True}
-    routes = [Route.plan(grid, FP32, **how) for grid in all_grids]
+    routes = [ReductionSpec.plan(grid, FP32, **how) for grid in all_grids]
     ranks = [make_rank(grid, route, layout, pool) for grid, route in zip(all_grids, routes, strict=True)]
     route, dropped = routes[0], len(layout.slots) - 1
     expected = {slot: torch.zeros(each.shape) for slot, each in enumerate(layout.slots)}
@@ -309,26 +319,26 @@ def follow(program: str, layout: FlatLayout, all_grids: list[Grid], mode: str) -
             flat = rank.grid.range_of(layout, RANK)
             for slot, each in enumerate(layout.slots):
                 rows = layout.rows_in(each, flat)
-                if final[slot] is Holding.FILLED or len(ranks) > 1:  # an exchange fills all
+                if final[slot] is SlotState.FILLED or len(ranks) > 1:  # an exchange fills all
                     ours, theirs = final.part(slot), expected[slot][rows.start : rows.stop]
                     assert torch.equal(ours, theirs), (program, mode, rank.grid, each.name)
 
 
-def one_sum() -> tuple[Sum, FlatLayout]:
+def one_sum() -> tuple[GradientBuffer, FlatLayout]:
     (layout,) = plan_layouts([("a", (2, 2)), ("b", (3,))], num_shards=1, align=1)
-    place = KeptPlace(layout.numel, torch.float32, CPU)
+    place = PersistentStorage(layout.numel, torch.float32, CPU)
     place.open(keep=False).fill_(torch.nan)
-    return Sum(layout, Grid(1, 1, 0, 0), WHOLE, place), layout
+    return GradientBuffer(layout, ShardGrid(1, 1, 0, 0), WHOLE, place), layout
 
 
 def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> None:
     ours, layout = one_sum()
     names = {slot.name: index for index, slot in enumerate(layout.slots)}
     a, b = names["a"], names["b"]
-    assert ours.empty and ours.untouched and ours[a] is Holding.EMPTY
+    assert ours.empty and ours.untouched and ours[a] is SlotState.EMPTY
     ours.add(a, torch.ones(2, 2), 0.5)
     ours.add(a, torch.ones(2, 2).bfloat16(), 2.0)
-    assert ours[a] is Holding.FILLED and ours[b] is Holding.EMPTY and not ours.empty
+    assert ours[a] is SlotState.FILLED and ours[b] is SlotState.EMPTY and not ours.empty
     ours.hand_over()
     whole = ours.place.open(keep=True)
     assert whole[layout.slots[a].offset] == 2.5 and not whole[layout.slots[b].offset : layout.slots[b].end].any()
@@ -347,24 +357,24 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
 def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> None:
     ours, _ = one_sum()
     ours.offer(0).add_(1)
-    assert ours[0] is Holding.OFFERED and ours.empty and not ours.untouched
+    assert ours[0] is SlotState.OFFERED and ours.empty and not ours.untouched
     ours.take(0)
     ours.offer(0).add_(1)
-    assert ours[0] is Holding.FILLED and ours.part(0).eq(2).all(), "what is there is kept"
+    assert ours[0] is SlotState.FILLED and ours.part(0).eq(2).all(), "what is there is kept"
     ours.offer(1).add_(1)
     with pytest.raises(RuntimeError, match="its gradient never came"):
         ours.hand_over()
     ours.withdraw([0, 1])
-    assert ours[0] is Holding.FILLED and ours[1] is Holding.EMPTY
+    assert ours[0] is SlotState.FILLED and ours[1] is SlotState.EMPTY
     with pytest.raises(RuntimeError, match="was kept from a forward"):
         ours.take(1)
     ours.zero(1)
-    assert ours[1] is Holding.FILLED and not ours.part(1).any()
+    assert ours[1] is SlotState.FILLED and not ours.part(1).any()
 
 
 def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
     pool = BufferPool(CPU)
-    kept = KeptPlace(4, torch.float32, CPU)
+    kept = PersistentStorage(4, torch.float32, CPU)
     in_place, copied = kept.lend(torch.float32, pool), kept.lend(torch.bfloat16, pool)
     assert kept.leased and in_place.tensor.data_ptr() == kept.open(keep=True).data_ptr()
     assert copied.tensor.dtype == torch.bfloat16
@@ -374,25 +384,25 @@ def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
     allocated = pool.allocated_bytes
     copied.end()
     assert pool.take(4, torch.bfloat16).data_ptr() == copied.tensor.data_ptr() and pool.allocated_bytes == allocated
-    scratch = ScratchPlace(4, torch.float32, pool)
+    scratch = PooledStorage(4, torch.float32, pool)
     first = scratch.open(keep=False)
     lease = scratch.lend(torch.float32, pool)
     assert lease.tensor is first and scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
 
 
 def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
-    around = KeptPlace(4, torch.float32, CPU)
-    inside = InsidePlace(around, slice(1, 3))
+    around = PersistentStorage(4, torch.float32, CPU)
+    inside = AliasedStorage(around, slice(1, 3))
     inside.vacate(keep=False)
-    assert inside.stay is Stay.AWAY and not inside.nbytes, "nothing is moved"
+    assert inside.stay is AliasState.AWAY and not inside.nbytes, "nothing is moved"
     inside.settle(keep=False)
     inside.open(keep=True).fill_(3)
     inside.vacate(keep=True)
     inside.vacate(keep=True)  # it has left
     around.open(keep=True).fill_(7)
-    assert inside.stay is Stay.ASIDE and inside.open(keep=True).eq(3).all()
+    assert inside.stay is AliasState.ASIDE and inside.open(keep=True).eq(3).all()
     inside.settle(keep=True)
-    assert inside.stay is Stay.HOME and around.open(keep=True).tolist() == [7, 3, 3, 7]
+    assert inside.stay is AliasState.HOME and around.open(keep=True).tolist() == [7, 3, 3, 7]
     assert inside.nbytes == 8, "it stays, to be used again"
     inside.vacate(keep=True)
     inside.settle(keep=False)

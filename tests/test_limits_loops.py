@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     WIDTH,
     WORLD,
@@ -265,7 +265,7 @@ def _groups_of_a_model(rank: int) -> list[int]:
     before = len(dist.distributed_c10d._world.pg_map)
     models.append(layerzero.shard_model(nn.Linear(4, 4), mesh=mesh_of(2)))
     assert len(dist.distributed_c10d._world.pg_map) == before, "meshes of the same ranks share their groups"
-    return [len(runtime_of(model).topology.groups._held) for model in models]
+    return [len(get_state(model).topology.groups._held) for model in models]
 
 
 def test_each_model_makes_five_process_groups() -> None:
@@ -361,7 +361,7 @@ class _Tower(nn.Module):
 
 def _stays_gathered(rank: int) -> None:
     model = layerzero.shard_model(_Tower(), mesh=mesh_of(2), units=["near", "far", "tower"])
-    units = {unit.name: unit for unit in runtime_of(model).units}
+    units = {unit.name: unit for unit in get_state(model).units}
     for needs in (False, True):
         raw = torch.ones(2, 4, requires_grad=needs)
         hidden = torch.ones(2, 4, requires_grad=True) * 1

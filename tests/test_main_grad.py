@@ -93,7 +93,7 @@ def _adds_once(rank: int) -> None:
     for size, early, offload in itertools.product((1, 2, 4), (False, True), (False, True)):
         if early and offload:
             continue
-        with mock.patch("layerzero.sharding.shard_model.Transfers", LateTransfers):
+        with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
             model = shard(net(), size, offload_grads=offload)
         for layer in model:
             layer.early = early
@@ -171,7 +171,7 @@ def _refused(rank: int) -> None:
         sharded(batch(rank, 0, 0)).sum().backward()
     with torch.no_grad():
         sharded(batch(rank, 0, 0))
-    with mock.patch("layerzero.sharding.shard_model.Transfers", LateTransfers):
+    with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
         offloaded = shard(net(), offload_grads=True)
     offloaded[3].early = True
     with pytest.raises(RuntimeError, match="asked for outside of its backward, but with offload_grads=True"):

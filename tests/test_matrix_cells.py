@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.optimizers import param_owners
 from layerzero.optimizers.compatibility_trial import steps_stacks_apart
 from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
@@ -44,7 +44,7 @@ def _second(rank: int, names: tuple[str, str]) -> None:
     model, net = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly), Linearly()
     ours = [layerzero.shard_optimizer(STACKS[name](model), model) for name in names]
     theirs = [STACKS[name](net) for name in names]
-    assert runtime_of(model).owners["layers.0.experts.weight"].axis == 0, "one of them takes norms over whole stacks"
+    assert get_state(model).owners["layers.0.experts.weight"].axis == 0, "one of them takes norms over whole stacks"
     for step in range(3):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             batches = [integer_batch(step=step, micro_batch=index, rank=r) for r in range(4)]
@@ -71,7 +71,7 @@ def _too_late(rank: int) -> None:
     again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than there is
     with pytest.raises(RuntimeError, match=r"another one has state for 'layers.\d.experts.weight'"):
         layerzero.shard_optimizer(STACKS["whole stack"](model), model)
-    assert runtime_of(model).owners["layers.0.experts.weight"].axis is None
+    assert get_state(model).owners["layers.0.experts.weight"].axis is None
     assert not different(full_parameters(model), before)
     stacks_step(model, again, rank, 1)
 
@@ -87,7 +87,7 @@ def _unlike_trials(rank: int) -> None:
             patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
-    assert not runtime_of(model).owners
+    assert not get_state(model).owners
     stacks_step(model, layerzero.shard_optimizer(STACKS["each matrix"](model), model), rank, 0)
 
 
@@ -166,7 +166,7 @@ class Largest(TorchDispatchMode):
 def _told(rank: int) -> None:
     model, _ = tensor_parallel(4, 1)
     owned_sgd(model)
-    face = runtime_of(model).members["a.weight"].span.face
+    face = get_state(model).members["a.weight"].span.face
     assert face is not None
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         whole = torch.arange(24).view(8, 3).to(dtype)

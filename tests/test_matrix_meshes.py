@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from layerzero.comm.mesh_info import mesh_of_ranks
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.optimizers.compatibility_trial import steps_stacks_apart
 from tests.support.models import (
     LayerwiseScaling,
@@ -439,7 +439,7 @@ def expect_stacks(model: nn.Module, optimizer: Any, name: str, steps: int) -> No
 def _saves_stacks(rank: int, path: str, name: str) -> list[dict[str, int]]:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
-    owner = runtime_of(model).owners["layers.0.experts.weight"]
+    owner = get_state(model).owners["layers.0.experts.weight"]
     assert (owner.axis is None) is (name == "each matrix"), "nothing crosses the ep axis where nothing has to"
     for step in range(2):
         stacks_step(model, optimizer, rank, step)
@@ -530,7 +530,7 @@ def _held(rank: int, size: int) -> int:
     report = layerzero.memory(model)
     for kind in ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator", "reduce_buffer"):
         assert report.measured[kind] == report.predicted[kind], kind
-    runtime, sent = runtime_of(model), Counter[str]()
+    runtime, sent = get_state(model), Counter[str]()
     grid = runtime.topology.grid
     for member in runtime.members.values():
         owner, face, own = runtime.owners[member.name], member.span.face, member.master.numel()

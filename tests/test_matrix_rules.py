@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import layerzero
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
@@ -74,7 +74,7 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
             layerzero.traffic(model, reset=True)
             a_step(model, optimizer, micro_batches)
             counts.append(layerzero.traffic(model, reset=True))
-        runtime, sent = runtime_of(model), Counter[str]()
+        runtime, sent = get_state(model), Counter[str]()
         grid = runtime.topology.grid
         for handle in runtime.handles:
             own, node = (grid.numel(handle.layout, extent) for extent in (Extent.RANK, Extent.NODE))
@@ -109,7 +109,7 @@ def test_a_step_sends_what_the_formulas_say_and_the_slow_link_carries_no_more(ze
 
 def _hold(rank: int, zero3_size: int) -> None:
     model = blocks_on(zero3_size)
-    optimizer, runtime = owned_sgd(model), runtime_of(model)
+    optimizer, runtime = owned_sgd(model), get_state(model)
     grid, take, taken = runtime.topology.grid, BufferPool.take, []
 
     def spy(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.comm.collectives import PendingSum
-from layerzero.device.buffer_pools import BufferPool, Size, StoragePool
+from layerzero.comm.collectives import PendingReduction
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
 from layerzero.engine import reduction_queue
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
@@ -30,7 +30,8 @@ from tests.support.ranks import BOTH, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 needs_parking = pytest.mark.skipif(
-    not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not"
+    not FullBufferPool.can_park,
+    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
 POLICIES = (
@@ -95,21 +96,21 @@ def _assert_predicted(model: nn.Module, case: object) -> None:
     assert report.measured_peak == report.predicted_peak, (case, report)
 
 
-_wait = PendingSum.wait
+_wait = PendingReduction.wait
 
 
-def _slow(pending: PendingSum, **how: bool) -> None:
+def _slow(pending: PendingReduction, **how: bool) -> None:
     """Later than the program wants it."""
     time.sleep(0.02)
     _wait(pending, **how)
 
 
-def _very_slow(pending: PendingSum, **how: bool) -> None:
+def _very_slow(pending: PendingReduction, **how: bool) -> None:
     time.sleep(0.2)
     _wait(pending, **how)
 
 
-def _fast(pending: PendingSum, **how: bool) -> None:
+def _fast(pending: PendingReduction, **how: bool) -> None:
     """As fast as it goes."""
     _wait(pending, **how)
 
@@ -118,10 +119,10 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
     for (size, mode), policy in itertools.product(_layouts(sizes), POLICIES):
         # One unit more than may be in flight, and the root.
         model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
-        pool, optimizer = runtime_of(model).buffers.scratch, None
+        pool, optimizer = get_state(model).buffers.scratch, None
         for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
             case = (size, policy, mode, wait, micro_batches)
-            with mock.patch.object(PendingSum, "wait", wait), _in_use(pool) as most:
+            with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
             assert all(count <= pool.foreseen[size] for size, count in most.items()), (case, most, pool.foreseen)
             _assert_predicted(model, case)
@@ -186,7 +187,7 @@ def _predicted_on_a_device(rank: int) -> None:
             model = shard(chain, mesh=mesh, mp_policy=policy, accumulation=mode, **settings)
             _train(model, rank, (1, 2, 3))
             _assert_predicted(model, case)
-            made = runtime_of(model).buffers.scratch._made
+            made = get_state(model).buffers.scratch._made
             assert max(made.values()) == 3, "of the four units of width 7"
             # The host's masters are sent from, and summed up in, buffers of one size.
             assert settings is OFFLOADED or min(made.values()) == 1, "of the one of width 40"
@@ -233,7 +234,7 @@ def _predicted_for_odd_models(rank: int) -> None:
             model = shard(make().float(), **({"size": 2} | settings))
             _train(model, rank, (1, 2))
             _assert_predicted(model, (case, settings))
-            if not StoragePool.can_park:
+            if not FullBufferPool.can_park:
                 assert layerzero.memory(model).measured["idle_buffer"] == 0
 
 
@@ -271,7 +272,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
             layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=0.01), model),
             layerzero.shard_optimizer(torch.optim.AdamW(rest), model),
         ]
-        pool = runtime_of(model).buffers.scratch
+        pool = get_state(model).buffers.scratch
         for used, count in ((range(5), 1), (range(1, 5), 2), (range(5), 2)):
             model.order = used
             with _in_use(pool) as most:
@@ -296,7 +297,10 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(node_memory: str |
 def _notices(rank: int) -> None:
     """More reductions in flight than was planned for take more memory than was predicted."""
     model = shard(_seeded(8), size=2)
-    with mock.patch.object(PendingSum, "wait", _very_slow), mock.patch.object(reduction_queue, "IN_FLIGHT", (3, 8)):
+    with (
+        mock.patch.object(PendingReduction, "wait", _very_slow),
+        mock.patch.object(reduction_queue, "IN_FLIGHT", (3, 8)),
+    ):
         _train(model, rank, (1, 1))
     with pytest.raises(AssertionError):
         _assert_predicted(model, "")
@@ -375,5 +379,5 @@ def test_the_test_notices_units_that_move() -> None:
 
 
 def _addresses_without_homes(rank: int) -> None:
-    with mock.patch.object(StoragePool, "_choose", lambda self, storage, parked: random.randrange(len(parked))):
+    with mock.patch.object(FullBufferPool, "_choose", lambda self, storage, parked: random.randrange(len(parked))):
         _addresses(rank)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import _sum_in_node
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, NodePool, room_for
-from layerzero.engine.hooks import runtime_of
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, room_for
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
     assert_close,
@@ -132,17 +132,19 @@ def _late_reader(rank: int, breaks: bool) -> bool:
     net = integer_net()
     model = layerzero.shard_model(integer_net(), zero3_size=2, accumulation="full")
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    parts = NodePool.parts
+    parts = SharedBufferPool.parts
 
-    def late(self: NodePool, *args: Any) -> Any:
+    def late(self: SharedBufferPool, *args: Any) -> Any:
         if rank == 1:
             time.sleep(0.2)
         return parts(self, *args)
 
     alone = exact_sgd(net.parameters())
     with (
-        mock.patch.object(NodePool, "parts", late),
-        mock.patch.object(NodePool, "await_readers", (lambda self, buffer: None) if breaks else NodePool.await_readers),
+        mock.patch.object(SharedBufferPool, "parts", late),
+        mock.patch.object(
+            SharedBufferPool, "await_readers", (lambda self, buffer: None) if breaks else SharedBufferPool.await_readers
+        ),
     ):
         for step in range(3):
             for each in (2 * step, 2 * step + 1):  # each of them reduces
@@ -169,7 +171,7 @@ def _offloaded(rank: int) -> None:
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, node_memory="off"), rank, random.Random(0))
-    assert runtime_of(model).buffers.outgoing.kept_bytes == 0
+    assert get_state(model).buffers.outgoing.kept_bytes == 0
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, "offloaded")
 

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.comm.transport import shm_segment
 from layerzero.comm.transport.shm_rendezvous import share_memory
-from layerzero.comm.transport.shm_segment import NodeMemory, Region, left_of_container
-from layerzero.engine.hooks import runtime_of
+from layerzero.comm.transport.shm_segment import Region, SharedSegment, left_of_container
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (
     IntegerNet,
@@ -46,7 +46,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def _shares(model: nn.Module) -> bool:
     """Whether all handles of a model lie in the memory of the node; some alone never do."""
-    shared = {handle.shared is not None for handle in runtime_of(model).handles}
+    shared = {handle.shared is not None for handle in get_state(model).handles}
     assert len(shared) == 1, shared
     return shared.pop()
 
@@ -80,7 +80,7 @@ def _count(rank: int) -> None:
     for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
         model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         numels = [handle.layout.numel for handle in handles]
         for step in range(3):
             layerzero.traffic(model, reset=True)
@@ -109,7 +109,7 @@ def _weigh(rank: int) -> None:
         in_lockstep(rank, (model, optimizer), _alone(), range(3))
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
-        runtime = runtime_of(model)
+        runtime = get_state(model)
         whole = sum(handle.layout.numel * handle.zero3.itemsize for handle in runtime.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
         assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
@@ -190,20 +190,20 @@ def _target(name: str) -> str:
 @contextmanager
 def _sharing_under(limit: Callable[[], Any]) -> Any:
     """Let this rank run into a limit of the system where it makes or opens shared memory, and nowhere else."""
-    before = {name: vars(NodeMemory)[name] for name in ("create", "open")}
+    before = {name: vars(SharedSegment)[name] for name in ("create", "open")}
     for name in ("create", "open"):
-        whole = getattr(NodeMemory, name)
+        whole = getattr(SharedSegment, name)
 
         def limited(*args: Any, whole: Callable[..., Any] = whole) -> Any:
             with limit():
                 return whole(*args)
 
-        setattr(NodeMemory, name, staticmethod(limited))
+        setattr(SharedSegment, name, staticmethod(limited))
     try:
         yield
     finally:
         for name, whole in before.items():
-            setattr(NodeMemory, name, whole)
+            setattr(SharedSegment, name, whole)
 
 
 @pytest.mark.parametrize(("limit", "limited"), [(_too_small, 0), (_no_more_files, 3), (_no_more_files, 2)])
@@ -221,7 +221,7 @@ def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
 def _ask_for_too_much(rank: int) -> list[str]:
     heard = _Heard()
     logging.getLogger("layerzero").addHandler(heard)
-    lane = runtime_of(shard(blocks(1), size=2, node_memory="off")).topology.node_control
+    lane = get_state(shard(blocks(1), size=2, node_memory="off")).topology.node_control
     assert share_memory(lane, Region(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
     return heard.lines
 
@@ -251,13 +251,13 @@ def test_a_container_that_is_full_lends_nothing(
     assert left_of_container(tmp_path) == 100_120
     monkeypatch.setattr(shm_segment, "left_of_container", lambda: left_of_container(tmp_path))
     region = Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
-    file, _ = NodeMemory.create(region, 2)
+    file, _ = SharedSegment.create(region, 2)
     try:
         assert os.fstat(file).st_mode & 0o777 == 0o600, "the user's own"
     finally:
         os.close(file)
     with pytest.raises(OSError, match="are needed, 100120 are available"):
-        NodeMemory.create(Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
+        SharedSegment.create(Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
 
 
 # --- what is left ---
@@ -306,7 +306,7 @@ def _train(model: nn.Module, rank: int) -> None:
 
 
 def _meet(model: nn.Module, rank: int) -> None:
-    lane = runtime_of(model).topology.node_control
+    lane = get_state(model).topology.node_control
     for _ in range(100_000):
         memory = share_memory(lane, Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
         assert memory is not None
@@ -378,7 +378,7 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
     if rank >= 2:  # the other node never comes
         time.sleep(60)
     layerzero.refresh(model)
-    handle = runtime_of(model).handles[0]
+    handle = get_state(model).handles[0]
     assert handle._refreshing is not None and not handle._refreshing.done()
     assert "layerzero refresh" in {thread.name for thread in threading.enumerate()}
     return model
@@ -422,7 +422,7 @@ def _sleep(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_not_come_to() -> None:
     message, _ = run_ranks(_sleep, world_size=2, pg_timeout=3.0)
-    assert message.startswith("LostExchange") and "hop 1 of" in message and "failed on rank 0" in message, message
+    assert message.startswith("CollectiveError") and "hop 1 of" in message and "failed on rank 0" in message, message
     assert "rank 1 did not take part within 3 s" in message, message
 
 

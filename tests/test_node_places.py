@@ -15,7 +15,7 @@ _SCRIPT = """
 import logging, sys
 import torch, torch.distributed as dist
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 
 class Heard(logging.Handler):
     lines = 0
@@ -31,7 +31,7 @@ for _ in range(2):
     model(torch.ones(1, 1 << 10)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-handles = runtime_of(model).handles
+handles = get_state(model).handles
 shared = all(handle.shared is not None for handle in handles)
 print(f"rank {dist.get_rank()}: shared {shared}, said {Heard.lines}", flush=True)
 dist.barrier()

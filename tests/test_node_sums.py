@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.collectives import PendingSum, _sum_in_node
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePool, room_for
+from layerzero.comm.collectives import PendingReduction, _sum_in_node
+from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, room_for
 from layerzero.comm.transport.shm_counters import LINE, Signals
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
 from tests.support.node import node_pool, numbered
@@ -45,10 +45,10 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
         pool._wait = lambda word, target: wait(word, 0)  # type: ignore[method-assign]
     arrival = nullcontext()
     if breaks == "arrival":
-        arrival = mock.patch.object(NodePool, "await_sent", lambda self, number: None)
+        arrival = mock.patch.object(SharedBufferPool, "await_sent", lambda self, number: None)
     wrong, flying = [], []
 
-    def land(number: int, pending: PendingSum, flat: torch.Tensor) -> None:
+    def land(number: int, pending: PendingReduction, flat: torch.Tensor) -> None:
         pending.wait()
         target = torch.zeros(NUMEL // world)
         parts = pending.parts()
@@ -175,9 +175,9 @@ def test_who_waits_sleeps() -> None:
 def _train_with_naps(rank: int, seed: int) -> None:
     """Each rank naps where it likes, in the midst of backwards and of additions."""
     naps = random.Random(10 * seed + rank)
-    whole = PendingSum.add_to
+    whole = PendingReduction.add_to
 
-    def slow(self: PendingSum, *args: Any, **kwargs: Any) -> None:
+    def slow(self: PendingReduction, *args: Any, **kwargs: Any) -> None:
         if naps.random() < 0.3:
             time.sleep(naps.uniform(0, 0.01))
         whole(self, *args, **kwargs)
@@ -186,7 +186,7 @@ def _train_with_naps(rank: int, seed: int) -> None:
         if naps.random() < 0.3:
             time.sleep(naps.uniform(0, 0.01))
 
-    with mock.patch.object(PendingSum, "add_to", slow):
+    with mock.patch.object(PendingReduction, "add_to", slow):
         for size, settings in ((2, {}), (4, {}), (4, {"accumulation": "full"})):
             net = integer_net()
             model = layerzero.shard_model(integer_net(), zero3_size=size, units=IntegerNet.UNITS, **settings)
@@ -209,7 +209,7 @@ def _scratch(rank: int) -> None:
     for settings in ({}, {"mp_policy": low}, {"mp_policy": low, "accumulation": "full"}, {"accumulation": "full"}):
         model = shard(blocks(12).float(), size=4, **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        pool = runtime_of(model).buffers.outgoing
+        pool = get_state(model).buffers.outgoing
         held = []
         for step in range(8):
             for micro_batch in range(2):
@@ -219,13 +219,13 @@ def _scratch(rank: int) -> None:
             optimizer.zero_grad()
             held.append(pool._used - RING_BYTES)
         if "accumulation" in settings:  # the sums themselves, whatever travels, and nothing beside them
-            sums = sum(room_for(handle.layout.numel * 4) for handle in runtime_of(model).handles)
+            sums = sum(room_for(handle.layout.numel * 4) for handle in get_state(model).handles)
             assert held[-1] == sums == pool.kept_bytes, (settings, held, sums)
             continue
         itemsize = 2 if "mp_policy" in settings else 4
-        root, *units = (room_for(handle.layout.numel * itemsize) for handle in runtime_of(model).handles)
+        root, *units = (room_for(handle.layout.numel * itemsize) for handle in get_state(model).handles)
         assert held == [root * 2 + max(units) * 4] * 8, (settings, held)
-        assert runtime_of(model).buffers.scratch.allocated_bytes == 0, "nothing is received"
+        assert get_state(model).buffers.scratch.allocated_bytes == 0, "nothing is received"
 
 
 def test_scratch_is_a_few_units_whatever_the_depth() -> None:

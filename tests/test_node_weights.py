@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.transport.shared_memory import HandOver, SharedWeights
-from layerzero.engine.hooks import runtime_of
+from layerzero.comm.transport.shared_memory import SharedFullBuffer, WriteBarrier
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import WIDTH, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (
     IntegerNet,
@@ -126,15 +126,15 @@ def _late_reads(rank: int, write: Callable[..., None], policy: MixedPrecisionPol
     return all(model.seen)
 
 
-_WAIT = HandOver.wait
+_WAIT = WriteBarrier.wait
 
 
 def _be_careless() -> None:
-    HandOver.wait = lambda *_: None  # type: ignore[method-assign]
+    WriteBarrier.wait = lambda *_: None  # type: ignore[method-assign]
 
 
 def _be_careful() -> None:
-    HandOver.wait = _WAIT  # type: ignore[method-assign]
+    WriteBarrier.wait = _WAIT  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
@@ -158,11 +158,11 @@ def _read_early(rank: int, honest: bool) -> bool:
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
     with torch.no_grad():
         model(torch.zeros(2))  # all ranks come to a first forward together
-    (handle,) = runtime_of(model).handles
+    (handle,) = get_state(model).handles
     own = handle.zero3
-    land = SharedWeights.land
+    land = SharedFullBuffer.land
 
-    def late(self: SharedWeights, works: Any) -> None:
+    def late(self: SharedFullBuffer, works: Any) -> None:
         value = own.clone()
         own.fill_(torch.nan)
         time.sleep(LATE if honest else VERY_LATE)

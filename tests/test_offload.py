@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.device.gradient_offload import Accumulators, _Slabs
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     IN_FLIGHT,
     WORLD,
@@ -223,7 +223,7 @@ def _where_it_lies(rank: int) -> None:
         with late():
             model = shard(blocks(6), accumulation=mode, offload_grads=True)
         (transfers,) = LateTransfers.made
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         sizes = [handle.gradients.waiting.place.own_numel * 8 for handle in handles]
         pointers: list[set[int]] = []
         for step in range(4):

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.device.host_storage import HostPlace
-from layerzero.engine.hooks import runtime_of
+from layerzero.device.host_storage import HostStorage
+from layerzero.engine.hooks import get_state
 from tests import test_scaler
 from tests.support.graphs import (
     WORLD,
@@ -105,7 +105,7 @@ def _without_waiting(rank: int) -> None:
     with late():
         model = _shard(2, offload_optimizer=True)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    with mock.patch.object(HostPlace, "arrive", lambda place: None):
+    with mock.patch.object(HostStorage, "arrive", lambda place: None):
         seen = _train(model, optimizer, rank, range(2), (False,))
     assert different(seen[0], expected[0]) and different(seen[1], expected[1])
 
@@ -122,7 +122,7 @@ def _where(rank: int) -> None:
     for step in range(3):
         transfers.stores = transfers.fetches = 0
         _train(model, optimizer, rank, range(step * 10, step * 10 + 1), (True, False))
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         assert transfers.stores == transfers.fetches == len(handles), "a gradient down, fresh rows up, once a step"
         for handle in handles:
             assert handle.master.data_ptr() in transfers._host
@@ -133,7 +133,7 @@ def _where(rank: int) -> None:
     report = layerzero.memory(model)
     assert report.measured["zero1_shard"] == report.predicted["zero1_shard"] == 0
     assert report.measured["gradient_shard"] == report.predicted["gradient_shard"] == 0
-    elements = sum(handle.layout.shard_numel for handle in runtime_of(model).handles)
+    elements = sum(handle.layout.shard_numel for handle in get_state(model).handles)
     for kind in ("host_zero1_shard", "host_gradient_shard"):
         assert report.measured[kind] == report.predicted[kind] == 4 * elements, kind
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.device.accelerator import Transfers
+from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.host_storage import HostShard
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, register
 from tests.support.late_transfers import LateTransfers, late
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_batch, integer_net
@@ -107,7 +107,7 @@ def _where(rank: int) -> None:
             model = _shard(size, offload_params=True, **others)
         (transfers,) = LateTransfers.made
         _trained(model, rank, range(1))
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         assert all(handle.zero3.data_ptr() in transfers._host for handle in handles)
         report = layerzero.memory(model)
         elements = sum(handle.layout.numel // size * handle.precision.compute.itemsize for handle in handles)
@@ -155,8 +155,8 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
             parameter.data.mul_(0.5)
     layerzero.refresh(offloaded[0])
     assert not different(layerzero.full_state_dict(offloaded[0], rank0_only=False), whole)
-    for handle in runtime_of(offloaded[0]).handles:
-        handle.read_zero3()[0] += 1 if runtime_of(offloaded[0]).topology.grid.r else 0
+    for handle in get_state(offloaded[0]).handles:
+        handle.read_zero3()[0] += 1 if get_state(offloaded[0]).topology.grid.r else 0
     assert layerzero.fingerprint(offloaded[0]).corruptions, "replicas that differ in the host are noticed"
 
 
@@ -183,7 +183,7 @@ def _shared(rank: int) -> None:
     expected = _trained(_shard(2), rank, range(2))
     with pytest.warns(UserWarning, match=r"^offload_params=True on cpu: .*the same$"):
         model = _shard(2, offload_params=True)
-    assert all(handle.in_host is None for handle in runtime_of(model).handles)
+    assert all(handle.in_host is None for handle in get_state(model).handles)
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
     report = layerzero.memory(model)
     assert "host_zero3_shard" not in report.measured and "host_zero3_shard" not in report.predicted
@@ -222,14 +222,14 @@ def test_what_lies_in_the_host_is_pinned_unless_the_user_says_otherwise(pin_memo
         asked.append(kwargs.pop("pin_memory", False))
         return empty(*args, **kwargs)
 
-    transfers = Transfers(torch.device("cpu"), pin_memory=pin_memory)
+    transfers = HostDeviceCopies(torch.device("cpu"), pin_memory=pin_memory)
     transfers.device = torch.device("cuda")
     with mock.patch("torch.empty", noting):
         HostShard(4, torch.float32, transfers, mock.Mock())
     assert asked == [pin_memory]
 
 
-class _RecordedTransfers(Transfers):
+class _RecordedTransfers(HostDeviceCopies):
     """Records which marks each copy comes after, and which marks the current stream waits for."""
 
     def __init__(self) -> None:

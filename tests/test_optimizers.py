@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import optimizers
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.optimizers import kernels
 from layerzero.optimizers.compatibility import kinds_that_need_whole, state_after_a_step
 from tests.support.models import (
@@ -233,7 +233,7 @@ def _two_that_step(rank: int, node_memory: str) -> None:
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, node_memory=node_memory)
     alone = [exact_sgd(parameters) for parameters in _halves(net)]
     ours = [layerzero.shard_optimizer(exact_sgd(parameters), model) for parameters in _halves(model)]
-    handles = len(runtime_of(model).handles)
+    handles = len(get_state(model).handles)
     for step, (stepping, refreshes) in enumerate(((2, 2), (2, 1), (2, 1), (1, 1), (2, 2), (2, 1))):
         layerzero.traffic(model, reset=True)
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()

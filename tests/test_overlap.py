@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 
@@ -85,7 +85,7 @@ def test_exchanges_run_behind_the_computation_of_other_units(tmp_path: Any) -> N
 
 
 def _lanes(rank: int) -> None:
-    topology = runtime_of(shard(blocks(1))).topology
+    topology = get_state(shard(blocks(1))).topology
     groups = [lane.group for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica)]
     assert len({id(group) for group in groups}) == 3, "none queues behind another"
 

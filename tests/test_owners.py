@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.layout.owner_layout import Across, Owner, Plan, plan_owners, work_of
-from layerzero.layout.shard_grid import Extent, Grid
+from layerzero.layout.shard_grid import Extent, ShardGrid
 
 GRIDS = [(replicas, size) for replicas in (1, 2, 3, 4, 8) for size in (1, 2, 4, 8)]
 Params = list[tuple[str, tuple[int, ...]]]
@@ -51,7 +51,7 @@ def check(layouts: list[FlatLayout], owned: list[set[str]], plan: Plan, replicas
             if slot.name in names and slot.numel:
                 assert {k % replicas for k, rows in enumerate(held) if rows} == {plan.owners[slot.name].r}
         for rank in range(layout.num_shards):
-            grid = Grid.of_rank(rank, data_parallel=layout.num_shards, zero3_size=zero3_size)
+            grid = ShardGrid.of_rank(rank, data_parallel=layout.num_shards, zero3_size=zero3_size)
             parts = grid.parts(layout)
             assert (parts is None) == (not layout.bounds)
             if parts is not None:

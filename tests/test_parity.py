@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import (
     IntegerNet,
     Step,
@@ -61,7 +61,7 @@ def mean_over_ranks(losses: Sequence[Tensor]) -> Tensor:
 def assert_replicas_agree(model: nn.Module, case: str) -> None:
     """Each ZeRO-3 shard is bitwise the cast masters inside it, those of all replicas, hence the same on all."""
     rank = dist.get_rank()
-    for handle in runtime_of(model).handles:
+    for handle in get_state(model).handles:
         zero3_size = handle.layout.numel // handle.zero3.numel()
         handle.finish_refresh()
         masters = [torch.empty_like(handle.master) for _ in range(dist.get_world_size())]
@@ -72,7 +72,7 @@ def assert_replicas_agree(model: nn.Module, case: str) -> None:
 
 def assert_nothing_is_gathered(model: nn.Module, case: str) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0, case
-    for handle in runtime_of(model).handles:
+    for handle in get_state(model).handles:
         if handle.gathers:
             assert handle.full.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
             leaves = [member.leaf.untyped_storage().nbytes() for member in handle.members]

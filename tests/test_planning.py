@@ -19,7 +19,7 @@ import layerzero
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
-from layerzero.device.buffer_pools import StoragePool
+from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, Sizes, plan, read_config
 from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
 from layerzero.planning.plan_report import yaml_text
@@ -117,7 +117,9 @@ def _measured(rank: int) -> list[tuple[dict[str, int], int, int]]:
     return found
 
 
-@pytest.mark.skipif(not StoragePool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does")
+@pytest.mark.skipif(
+    not FullBufferPool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does"
+)
 def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
     with torch.device("meta"):
         on_meta = Net()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.reduction_spec import Route
+from layerzero.engine.hooks import get_state
+from layerzero.engine.reduction_spec import ReductionSpec
 from tests.support import late_backend
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.models import (
@@ -268,16 +268,16 @@ def test_tiny_and_large_fp16_gradients_arrive_where_the_backend_adds_them_up() -
 
 
 def _land(rank: int) -> None:
-    plan, policy = Route.plan, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    plan, policy = ReductionSpec.plan, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
-    def as_fp32(*args: Any, adds_hop1: bool, **kwargs: Any) -> Route:
+    def as_fp32(*args: Any, adds_hop1: bool, **kwargs: Any) -> ReductionSpec:
         return plan(*args, adds_hop1=False, **kwargs)
 
     for size, accumulation in ((2, "sharded"), (4, "sharded"), (2, "full")):
         weights, scratch = [], []
         for how in (plan, as_fp32):
             torch.manual_seed(0)
-            with mock.patch.object(Route, "plan", how):
+            with mock.patch.object(ReductionSpec, "plan", how):
                 model = shard(blocks(4).float(), size=size, mp_policy=policy, accumulation=accumulation)
             optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
             for step in range(3):
@@ -289,7 +289,7 @@ def _land(rank: int) -> None:
             weights.append(full_parameters(model))
             scratch.append(layerzero.memory(model).measured["reduce_buffer"])
         assert not different(*weights), (size, accumulation, "the bits of fp32 on the wire")
-        if accumulation == "full" or runtime_of(model).handles[0].shared is not None:  # which counts by pages
+        if accumulation == "full" or get_state(model).handles[0].shared is not None:  # which counts by pages
             assert scratch[0] == scratch[1], scratch
         else:
             assert scratch[0] < 0.75 * scratch[1], scratch

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.planning import Cluster, Probed, Sizes, probe
 from layerzero.planning.probe import _host_bytes, _slowest, speeds_of
 from tests.support.models import integer_net
@@ -63,7 +63,7 @@ def test_what_can_be_measured_is_and_the_rest_is_a_default(world: int, size: int
 
 def _one_is_slow(rank: int) -> dict[str, float]:
     model = layerzero.shard_model(integer_net(), zero3_size=2)
-    control = runtime_of(model).topology.control_lanes
+    control = get_state(model).topology.control_lanes
     found = _slowest({"between": 1.0 + rank, "launch": 10.0 + rank, "nodes": 2, "device": "cpu"}, control)
     return found
 

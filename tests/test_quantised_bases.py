@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import layerzero
 from layerzero.checkpoint.whole_model_files import export_model
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing
 
@@ -162,7 +162,7 @@ def _trained(rank: int) -> None:
             compare(rank, "adapters", Case(make, IN_FLIGHT), ignored_params="unsupported", **settings)
         torch.manual_seed(0)
         model = shard(make(), ignored_params="unsupported")
-        sharded = set(runtime_of(model).members)
+        sharded = set(get_state(model).members)
         assert {name.rpartition(".")[2] for name in sharded} == {"down", "up"} | (set() if as_class else {"scale"})
         assert isinstance(model.layers[0].weight, Int8) == as_class
         assert not model.mask.is_floating_point()

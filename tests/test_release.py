@@ -23,7 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import layerzero
 from layerzero.comm.process_groups import settle_releases
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.late_backend import NAME, register
 from tests.support.models import (
     different,
@@ -451,7 +451,7 @@ def _on_another_backend(rank: int) -> None:
     layerzero.close(model)
     assert counts()["groups"] < before["groups"], "close compares what all ranks have let go"
     if rank == 0:
-        cycle = [runtime_of(sharded(rank, mesh=mesh)[0]).topology]
+        cycle = [get_state(sharded(rank, mesh=mesh)[0]).topology]
     else:
         sharded(rank, mesh=mesh)
     counts()

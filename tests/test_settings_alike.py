@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import SettingsCheck
 from tests.support.models import IntegerNet, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -102,7 +102,7 @@ def _alike(rank: int) -> dict[str, int]:
         before = dict(layerzero.traffic(model).calls)
         assert not _step(model, optimizer, rank, step)
         calls = layerzero.traffic(model).calls
-        axes = len(runtime_of(model).everyone.control_lanes)
+        axes = len(get_state(model).everyone.control_lanes)
         assert calls["agree"] - before.get("agree", 0) == axes or step == 0, "no exchange of its own"
         scheduler.step()
     return dict(layerzero.traffic(model).calls)

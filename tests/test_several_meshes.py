@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import Call
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from tests.support.ranks import run_ranks
 from tests.test_expert_parallel import integer_batch, integer_loss, shard
 from tests.test_memory import needs_parking
@@ -24,14 +24,14 @@ COUNT = 6
 def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
     """What a backward gathers ahead when it has come to each unit."""
     ahead: dict[str, list[str]] = {}
-    prefetch = Runtime._prefetch_before
+    prefetch = LayerZeroState._prefetch_before
 
-    def prefetching(self: Runtime, call: Call) -> None:
+    def prefetching(self: LayerZeroState, call: Call) -> None:
         ahead[call.unit.name] = [earlier.unit.name for earlier in call.before(self.config.prefetch)]
         prefetch(self, call)
 
     x = torch.ones(1, 4, requires_grad=True) * 1
-    with mock.patch.object(Runtime, "_prefetch_before", prefetching):
+    with mock.patch.object(LayerZeroState, "_prefetch_before", prefetching):
         model(x).sum().backward()
     ahead.pop("", None)
     return ahead
@@ -96,7 +96,7 @@ def _router(rank: int) -> None:
     with pytest.raises(ValueError, match=r"'0.router.weight' is a plain tensor in unit '0'.*unit on the root's mesh"):
         layerzero.shard_model(made(), mesh=mesh_of, units=[Experts])
     model = layerzero.shard_model(made(), mesh=mesh_of, units=[Experts, nn.Linear])
-    assert {unit.name: len(unit.topology.ranks) for unit in runtime_of(model).units} == {"": 4, "0": 2, "0.router": 4}
+    assert {unit.name: len(unit.topology.ranks) for unit in get_state(model).units} == {"": 4, "0": 2, "0.router": 4}
     frozen = made()
     frozen[0].router.requires_grad_(False)
     layerzero.shard_model(frozen, mesh=mesh_of, units=[Experts])

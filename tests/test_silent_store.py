@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.comm import failure_report
-from layerzero.comm.failure_report import LostExchange
+from layerzero.comm.failure_report import CollectiveError
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
 from tests.support.logs import logged
@@ -80,7 +80,7 @@ def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool)
     with logged() as lines:
         try:
             train(model, optimizer, range(2, 4))
-        except LostExchange as error:
+        except CollectiveError as error:
             lines.append(f"raised: {error}")
     _write(Path(place, "told"), "\n".join(lines))
     os._exit(0)

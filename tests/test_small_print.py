@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.comm.collectives import Lane
-from layerzero.comm.traffic_counters import Ledger
-from layerzero.engine.gather_order import GatherOrder
-from layerzero.engine.hooks import runtime_of
+from layerzero.comm.collectives import Communicator
+from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.engine.gather_order import GatherOrderCheck
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     MODES,
     SIZE,
@@ -117,8 +117,8 @@ def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failu
 
 
 def _repeat_for_long(rank: int) -> int:
-    lane = Lane.over("control", "control", dist.group.WORLD, Ledger(), "cpu")
-    order = GatherOrder(["a", "b", "c"], [lane], range(lane.size))
+    lane = Communicator.over("control", "control", dist.group.WORLD, TrafficCounters(), "cpu")
+    order = GatherOrderCheck(["a", "b", "c"], [lane], range(lane.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
     return lane.ledger.calls["order"]
@@ -173,7 +173,7 @@ def test_what_was_kept_for_a_backward_that_cannot_come_is_freed(end: str) -> Non
 
 def _evaluate(rank: int) -> int:
     model = shard(blocks(5, own=False), reshard_after_forward=False, prefetch=0)
-    runtime, whole = runtime_of(model), []
+    runtime, whole = get_state(model), []
     for unit in model.units:
         unit.linear.register_forward_hook(lambda *_: whole.append(sum(u.gathered for u in runtime.units)))
     with torch.no_grad():

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
-from layerzero.comm.collectives import Heard, Works, tell_all
+from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
 from layerzero.device.streams import DeviceStreams, _DeviceMark
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
@@ -155,27 +155,27 @@ class _Waits(NamedTuple):
 
 def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    reads, control = _Reads(), runtime_of(model).topology.control_lanes
-    made: list[Heard] = []  # in the step that runs
-    fresh: list[Works] = []
-    old: list[Works] = []
+    reads, control = _Reads(), get_state(model).topology.control_lanes
+    made: list[PendingSmallGather] = []  # in the step that runs
+    fresh: list[PendingCollective] = []
+    old: list[PendingCollective] = []
     backwards = 0
-    wait = Works.wait
+    wait = PendingCollective.wait
 
-    def launch(*args: Any) -> Heard:
-        heard = tell_all(*args)
+    def launch(*args: Any) -> PendingSmallGather:
+        heard = all_gather_small(*args)
         heard.said.copy_(heard.sent.view_as(heard.said))  # torch 2.11 leaves it unwritten on fake ranks
         made.append(heard)
         return heard
 
-    def seen(works: Works, **how: bool) -> None:
+    def seen(works: PendingCollective, **how: bool) -> None:
         if works.issued.lane in control and not how.get("beside"):
             (fresh if works in [heard.work for heard in made] else old).append(works)
         wait(works, **how)
 
     with (
-        mock.patch.object(Works, "wait", seen),
-        mock.patch("layerzero.engine.used_params.tell_all", launch),
+        mock.patch.object(PendingCollective, "wait", seen),
+        mock.patch("layerzero.engine.used_params.all_gather_small", launch),
         mock.patch.object(Event, "synchronize") as synchronize,
     ):
         for step in range(5):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -143,7 +143,7 @@ def _legitimate(rank: int) -> None:
         for change in changes:
             change()
             model(_x(rank)).sum().backward()
-            assert not runtime_of(model)._structure._has_changed()
+            assert not get_state(model)._structure._has_changed()
         torch._dynamo.reset()
 
 
@@ -203,7 +203,7 @@ def _remove_on_one(rank: int, size: int) -> str:
         backward(net, r, 1)
         gradients.append(net.second.weight.grad if r else torch.zeros(6, 5))
     expected = torch.stack(gradients).mean(0)
-    held = next(m for n, m in runtime_of(model).members.items() if n == "second.weight").parameter
+    held = next(m for n, m in get_state(model).members.items() if n == "second.weight").parameter
     assert torch.equal(held.grad.full_tensor(), expected)
     return ""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.collectives import PendingSum, reduce_scatter
+from layerzero.comm.collectives import PendingReduction, reduce_scatter
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
@@ -37,22 +37,22 @@ def _late(rank: int) -> Iterator[None]:
     write what is sent before it was waited for.
     """
     draw = random.Random(rank)
-    wait, add, take = PendingSum.wait, PendingSum.add_to, BufferPool.take
+    wait, add, take = PendingReduction.wait, PendingReduction.add_to, BufferPool.take
     sent: dict[int, Tensor] = {}  # by exchange in flight
 
-    def launch(*args: Any, **settings: Any) -> PendingSum:
+    def launch(*args: Any, **settings: Any) -> PendingReduction:
         pending = reduce_scatter(*args, **settings)
         sent[id(pending)] = pending.sent.clone()
         return pending
 
-    def late_wait(pending: PendingSum, **how: bool) -> None:
+    def late_wait(pending: PendingReduction, **how: bool) -> None:
         wait(pending, **how)
         time.sleep(draw.random() * MOST_LATE)
         before = sent.pop(id(pending))
         if not torch.equal(pending.sent.view(torch.uint8), before.view(torch.uint8)):
             raise AssertionError("written while it was sent")
 
-    def late_add(pending: PendingSum, *args: Any, **settings: Any) -> None:
+    def late_add(pending: PendingReduction, *args: Any, **settings: Any) -> None:
         time.sleep(draw.random() * MOST_LATE)
         add(pending, *args, **settings)
 
@@ -61,8 +61,8 @@ def _late(rank: int) -> Iterator[None]:
 
     with (
         mock.patch("layerzero.engine.handle_gradients.reduce_scatter", launch),
-        mock.patch.object(PendingSum, "wait", late_wait),
-        mock.patch.object(PendingSum, "add_to", late_add),
+        mock.patch.object(PendingReduction, "wait", late_wait),
+        mock.patch.object(PendingReduction, "add_to", late_add),
         mock.patch.object(BufferPool, "take", poisoned),
     ):
         yield
@@ -120,16 +120,16 @@ def test_late_threads_change_no_bit_and_each_lane_has_one_order_on_all_ranks(zer
 def _fails(rank: int) -> None:
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    add = PendingSum.add_to
+    add = PendingReduction.add_to
 
-    def broken(pending: PendingSum, *args: Any, **settings: Any) -> None:
+    def broken(pending: PendingReduction, *args: Any, **settings: Any) -> None:
         add(pending, *args, **settings)
         if pending.work.issued.name == UNITS[2]:
             raise LookupError(f"in thread {threading.current_thread().name!r}")
 
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
     loss = integer_loss(model, integer_batch(step=1, rank=rank))
-    with mock.patch.object(PendingSum, "add_to", broken), pytest.raises(LookupError, match="'layerzero node'"):
+    with mock.patch.object(PendingReduction, "add_to", broken), pytest.raises(LookupError, match="'layerzero node'"):
         loss.backward()
     with pytest.raises(RuntimeError, match="the last backward raised an exception"):
         optimizer.step()
@@ -149,14 +149,14 @@ def _fails_alone(rank: int) -> str:
     """Rank 0 cannot add up what hop 1 of a unit has brought: no other hop 2 of it may be taken for that unit's."""
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
-    add = PendingSum.add_to
+    add = PendingReduction.add_to
 
-    def broken(pending: PendingSum, *args: Any, **settings: Any) -> None:
+    def broken(pending: PendingReduction, *args: Any, **settings: Any) -> None:
         add(pending, *args, **settings)
         if rank == 0 and pending.work.issued.name == UNITS[2]:
             raise MemoryError("of rank 0")
 
-    with mock.patch.object(PendingSum, "add_to", broken):
+    with mock.patch.object(PendingReduction, "add_to", broken):
         try:
             integer_loss(model, integer_batch(step=1, rank=rank)).backward()
         except (MemoryError, RuntimeError) as error:

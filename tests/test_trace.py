@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, Block, Chain, batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.late_threads import late_threads
 from tests.support.models import TiedTransformer
@@ -175,7 +175,7 @@ class _Raises(nn.Module):
 def _errors(rank: int, folder: str) -> None:
     model = shard(Chain(_Raises(), Block()))
     path = f"{folder}/rank{rank}.json"
-    observer = runtime_of(model).observer
+    observer = get_state(model).observer
     with pytest.raises(LookupError), layerzero.trace(model, path) as trace:
         one_pass(model, rank, 0)
         with pytest.raises(RuntimeError, match="already active"), layerzero.trace(model, path):
@@ -218,7 +218,7 @@ def _graphs(rank: int, folder: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         found = nesting(trace.events)
-        units = {unit.label for unit in runtime_of(model).units}
+        units = {unit.label for unit in get_state(model).units}
         for phase in ("forward", "backward"):
             seen = {path.rpartition("/")[2].removeprefix(f"{phase} ") for path in found if f"{phase} " in path}
             assert units <= seen, f"{name}: {phase}"
@@ -266,7 +266,7 @@ def _profiled(rank: int) -> None:
         failing.units[0].raises = False
         output = failing(batch(rank, 1).requires_grad_())
     loss_of(output).backward()
-    assert not runtime_of(failing).observer._open, "ranges that began under the profiler end without it"
+    assert not get_state(failing).observer._open, "ranges that began under the profiler end without it"
 
 
 def test_torchs_profiler_shows_ranges_with_the_names_of_units() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.hyperparameter_check import DIGEST_BYTES
 from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer_batch, integer_loss, integer_net
 from tests.support.ranks import run_ranks
@@ -76,7 +76,7 @@ def traffic_of_a_step(model: nn.Module, optimizer: layerzero.ShardedOptimizer, r
 
 def padded_sizes(model: nn.Module) -> list[int]:
     """Elements G of each handle, padding included."""
-    return [handle.layout.numel for handle in runtime_of(model).handles]
+    return [handle.layout.numel for handle in get_state(model).handles]
 
 
 def sent(sizes: Sequence[int], axis: int, dtype: torch.dtype, *, share: int = 1, times: int = 1) -> int:
@@ -279,7 +279,7 @@ def _full_at_once(rank: int) -> None:
         model = layerzero.shard_model(
             TiedTransformer(), mesh=mesh, units=("blocks.0", "blocks.1", "norm"), prefetch=prefetch
         )
-        units = {handle.name: handle for handle in runtime_of(model).handles}
+        units = {handle.name: handle for handle in get_state(model).handles}
         seen: list[int] = []
 
         def look(*_: object, units=units, seen=seen) -> None:
@@ -313,7 +313,7 @@ class Mixed(nn.Module):
 def _frozen_and_low(rank: int) -> None:
     model = layerzero.shard_model(Mixed(), zero3_size=2, units=("low", "frozen", "head"))
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    handles = {handle.name: handle for handle in runtime_of(model).handles}
+    handles = {handle.name: handle for handle in get_state(model).handles}
     trainable = [handle for handle in handles.values() if handle.trainable]
     assert len(handles) == 3 and len(trainable) == 2
     for _ in range(2):
@@ -347,7 +347,7 @@ def _reentrant(rank: int) -> None:
         x, y = integer_batch(step=step, rank=rank)
         ((forward(model, x) - y) ** 2).sum().backward()
         calls = layerzero.traffic(model).calls
-        assert calls["hop2"] == len(runtime_of(model).handles), calls
+        assert calls["hop2"] == len(get_state(model).handles), calls
         for r in range(4):
             x, y = integer_batch(step=step, rank=r)
             (((forward(alone, x) - y) ** 2).sum() / 4).backward()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters
 from tests.support.ranks import run_ranks
 
@@ -38,7 +38,7 @@ class Parts(nn.Module):
 
 
 def _orders(model: nn.Module) -> list[list[str]]:
-    return [[slot.name for slot in handle.layout.slots] for handle in runtime_of(model).handles]
+    return [[slot.name for slot in handle.layout.slots] for handle in get_state(model).handles]
 
 
 def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str]]:
@@ -72,7 +72,7 @@ def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str
     assert layerzero.fingerprint(model).ok
     if size == 1:
         if rank == 3:
-            runtime_of(model).handles[-1].zero3[0] += 1
+            get_state(model).handles[-1].zero3[0] += 1
         found = layerzero.fingerprint(model).corruptions
         assert found and all(3 in corruption.ranks for corruption in found), found
     return _orders(model)

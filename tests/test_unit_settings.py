@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.sharding.unit_selection import block_classes
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Block, Case, Chain, batch, blocks, compare, shard
 from tests.support.models import TiedTransformer, full_gradients, full_parameters
@@ -79,7 +79,7 @@ def _mixed(rank: int) -> None:
             (_by_hand(alone, batch(r, 0).float()).sum() / WORLD).backward()
         for name, gradient in full_gradients(model).items():
             torch.testing.assert_close(gradient, alone.get_parameter(name).grad, rtol=2e-2, atol=2e-2)
-        kinds = {handle.precision.compute for handle in runtime_of(model).handles}
+        kinds = {handle.precision.compute for handle in get_state(model).handles}
         assert kinds == {torch.bfloat16, torch.float32}
         layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model).step()
         torch.optim.SGD(alone.parameters(), lr=0.5).step()
@@ -103,7 +103,7 @@ def _kept(rank: int) -> None:
 
         compare(rank, "kept", Case(blocks, IN_FLIGHT), reshard_after_forward=reshards)
         model = shard(blocks(), reshard_after_forward=reshards, prefetch=0)
-        runtime = runtime_of(model)
+        runtime = get_state(model)
         loss = model(batch(rank, 0)).sum()
         assert [unit.name for unit in runtime.units if unit.gathered] == list(kept)
         before = layerzero.traffic(model).calls["gather"]
@@ -195,7 +195,7 @@ def _tied_head(rank: int) -> None:
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         compare(rank, "tied head", Case(WithLoss, _loss), **{"units": _grouped, **settings})
     model = shard(WithLoss(), units=_grouped)
-    named = {unit.name: [member.name for member in unit.members()] for unit in runtime_of(model).units}
+    named = {unit.name: [member.name for member in unit.members()] for unit in get_state(model).units}
     assert named["vocabulary"] == ["embedding.weight"] and "norm.weight" in named[""]
     if layerzero.memory(model).measured["full_buffer"] == 0:
         model(*TiedTransformer.batch(step=0, rank=rank))
@@ -234,7 +234,7 @@ def _consecutive(rank: int) -> None:
             compare(rank, "pair", Case(lambda apart=apart: TwoInOne(apart=apart), IN_FLIGHT), units=_pair, **settings)
         for prefetch in (0, 1, 2):
             model = shard(TwoInOne(apart=apart), units=_pair, prefetch=prefetch)
-            assert sorted(unit.name for unit in runtime_of(model).units) == sorted(
+            assert sorted(unit.name for unit in get_state(model).units) == sorted(
                 ["", "body", "between", "norm and head"]
             )
             for step in range(3):
@@ -320,7 +320,7 @@ def _auto(rank: int) -> None:
     for make, names in ((Backbone, ["", "layers.0", "layers.1"]), (lambda: Chain(Backbone()), None)):
         compare(rank, "auto", Case(make, IN_FLIGHT), units="auto")
         model = shard(make(), units="auto")
-        found = [unit.name for unit in runtime_of(model).units]
+        found = [unit.name for unit in get_state(model).units]
         assert found == (names or ["", "units.0.layers.0", "units.0.layers.1"])
     with pytest.raises(ValueError, match=r"units='auto'.*this is a Chain, and it has no such list.*units=\{Block\}"):
         shard(blocks(), units="auto")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp import wrap as policies
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import (
     IntegerNet,
     assert_same_bits,
@@ -197,7 +197,7 @@ def _list_units(rank: int) -> dict[str, list[range]]:
     assert "out_features=3, bias=True, layerzero unit 'head')" in printed
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     low = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=["head"], mp_policy=policy)
-    for unit, its in zip(layerzero.units(low), runtime_of(low).units, strict=True):
+    for unit, its in zip(layerzero.units(low), get_state(low).units, strict=True):
         assert unit.gathered_bytes == sum(handle.full.nbytes for handle in its.handles) < 4 * unit.numel + 64
         assert {each.dtype for each in unit.parameters} == {torch.float32}
     with pytest.raises(ValueError, match="not sharded"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, Block, batch, blocks, one_pass
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -37,7 +37,7 @@ def _masters(handle: Handle) -> Tensor:
 @contextmanager
 def _seen_at_refreshes(model: nn.Module) -> Iterator[dict[int, list[bool]]]:
     """By the index of a handle, when its refresh was launched: which handles' masters had been updated."""
-    handles = runtime_of(model).handles
+    handles = get_state(model).handles
     before = [_masters(handle) for handle in handles]
     seen: dict[int, list[bool]] = {}
     launch = Handle.launch_refresh
@@ -59,7 +59,7 @@ def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> No
         with _seen_at_refreshes(model) as seen:
             optimizer.step()
         optimizer.zero_grad()
-        handles = runtime_of(model).handles
+        handles = get_state(model).handles
         assert list(seen) == list(range(len(handles))), "each once, in the order of the next forward"
         has_rows = [bool(len(_masters(handle))) for handle in handles]
         for index, updated in seen.items():

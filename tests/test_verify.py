@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import layerzero
 from examples import verify_gpt
-from layerzero.engine.reduction_spec import Leg
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.reduction_spec import ReductionStage
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.weight_refresh import Round
 from tests.support.models import Block, TiedTransformer
 from tests.support.ranks import run_ranks
@@ -195,23 +195,23 @@ def test_models_that_are_wrong_when_sharded_are_named() -> None:
 
 
 def _scaled(factor: float) -> Callable[..., None]:
-    original = Leg.__init__
+    original = ReductionStage.__init__
 
-    def init(self: Leg, *args: Any) -> None:
+    def init(self: ReductionStage, *args: Any) -> None:
         *path, scale = args
         original(self, *path, scale if scale == 1.0 else scale * factor)
 
     return init
 
 
-def _forgets_no_sync(self: Runtime) -> None:
+def _forgets_no_sync(self: LayerZeroState) -> None:
     self.drop_gradients()
 
 
 def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, ...]]:
     defects: dict[str, tuple[type, str, Any]] = {
-        "sum instead of mean": (Leg, "__init__", _scaled(4.0)),
-        "off by a thousandth": (Leg, "__init__", _scaled(1.001)),
+        "sum instead of mean": (ReductionStage, "__init__", _scaled(4.0)),
+        "off by a thousandth": (ReductionStage, "__init__", _scaled(1.001)),
         "no refresh": (Round, "launch", lambda self, ready: None),
     }
     reports = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import layerzero
-from layerzero.engine.reduction_spec import Leg
+from layerzero.engine.reduction_spec import ReductionStage
 from tests.support.ranks import run_ranks
 
 
@@ -44,10 +44,10 @@ def _sgd_that_skips_sharded(parameters: Iterable[nn.Parameter]) -> torch.optim.O
     return torch.optim.SGD(parameters, lr=0.0 if isinstance(parameters[0], DTensor) else 1.0)
 
 
-_init = Leg.__init__
+_init = ReductionStage.__init__
 
 
-def _init_off_by_a_thousandth(self: Leg, *args: Any) -> None:
+def _init_off_by_a_thousandth(self: ReductionStage, *args: Any) -> None:
     *path, scale = args
     _init(self, *path, scale if scale == 1.0 else scale * 1.001)
 
@@ -57,7 +57,7 @@ def _verify_norms(rank: int) -> dict[str, layerzero.VerifyReport]:
     reports = {"an ulp": layerzero.verify(Gains, tiny_batch, **once)}
     reports["skipped"] = layerzero.verify(Gains, small_batch, **{**once, "optimizer_fn": _sgd_that_skips_sharded})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Leg, "__init__", _init_off_by_a_thousandth)
+        patch.setattr(ReductionStage, "__init__", _init_off_by_a_thousandth)
         reports["scaled"] = layerzero.verify(Gains, tiny_batch, **once)
     return reports
 

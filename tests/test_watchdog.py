@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import sharded_net, train
 from tests.support.logs import logged
 from tests.support.ranks import run_ranks
@@ -44,7 +44,7 @@ def _sleeps(rank: int, victim: int) -> str:
     said = _reported(dog)  # a rank may go on before its own watchdog has said so
     dist.barrier()
     dog.close()
-    assert runtime_of(model).topology.ledger.watching is None
+    assert get_state(model).topology.ledger.watching is None
     return said
 
 
@@ -62,18 +62,18 @@ def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> N
 def _skips(rank: int) -> str:
     """A rank that leaves one exchange out, and goes on to wait in another."""
     model, optimizer, dog = _watched(2)
-    everyone = runtime_of(model).everyone
+    everyone = get_state(model).everyone
 
     def go_on() -> None:
         if rank != 2:
-            everyone.share_texts("one")
+            everyone.all_gather_text("one")
         train(model, optimizer, range(2, 3))
 
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     said = _reported(dog)
     if rank == 2:
-        everyone.share_texts("one")  # so that all can end
+        everyone.all_gather_text("one")  # so that all can end
     thread.join(20)
     return said
 
@@ -139,7 +139,7 @@ def _in_time(rank: int) -> None:
     assert not any(thread.name == "layerzero watchdog" for thread in threading.enumerate())
     with pytest.raises(ValueError, match="limit must be positive"):
         layerzero.watchdog(model, 0)
-    assert not torch.is_grad_enabled() or runtime_of(model).topology.ledger.watching is None
+    assert not torch.is_grad_enabled() or get_state(model).topology.ledger.watching is None
 
 
 @pytest.mark.parametrize("memory", ["off", None])

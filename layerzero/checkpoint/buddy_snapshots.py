@@ -61,12 +61,12 @@ from layerzero.checkpoint.snapshot_files import (
     room_for,
     whole_snapshots,
 )
-from layerzero.comm.collectives import Lane, swap
+from layerzero.comm.collectives import Communicator, swap
 from layerzero.comm.process_groups import ModelGroups, groups_so_far
-from layerzero.comm.texts import share_texts
-from layerzero.comm.traffic_counters import Ledger
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.comm.texts import all_gather_text
+from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Buddies"]
@@ -113,7 +113,7 @@ class Buddies:
         memory: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._runtime = runtime = runtime_of(model)
+        self._runtime = runtime = get_state(model)
         self.folder = Path(memory) / f"layerzero-{os.getuid()}-{name}"
         failure: Exception | None = None
         node = ""
@@ -129,8 +129,8 @@ class Buddies:
         self._groups = ModelGroups()
         # Of its own ledger: a thread counts there.
         group = runtime.everyone.new_control_group(self._groups)
-        self._lane = Lane.over("snapshots", "control", group, Ledger(), "cpu")
-        told = [json.loads(text) for text in share_texts(self._lane, node)]
+        self._lane = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
+        told = [json.loads(text) for text in all_gather_text(self._lane, node)]
         self._number = max(number for _, number in told)  # of the last snapshot that was begun
         self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
         if self._to is None and self._lane.rank == 0:
@@ -166,7 +166,7 @@ class Buddies:
         agree_on_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Which one is newer]
         said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        told = [json.loads(text) for text in share_texts(self._lane, said)]
+        told = [json.loads(text) for text in all_gather_text(self._lane, said)]
         token = told[0][0]
         self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in told)})
@@ -176,7 +176,7 @@ class Buddies:
             job = self._write(here, state)
         except OSError as error:
             failure = error
-        sizes = share_texts(self._lane, "" if job is None else json.dumps([job.record.name, job.record.size]))
+        sizes = all_gather_text(self._lane, "" if job is None else json.dumps([job.record.name, job.record.size]))
         try:
             if failure is None and self._from is not None and sizes[self._from]:
                 name, size = json.loads(sizes[self._from])
@@ -205,7 +205,7 @@ class Buddies:
     def close(self) -> None:
         """Wait, and remove all snapshots of the run from the memory of all nodes. All ranks must call this."""
         self._finish()
-        share_texts(self._lane, "")  # nobody needs them any more
+        all_gather_text(self._lane, "")  # nobody needs them any more
         self._groups.release()
         shutil.rmtree(self.folder, ignore_errors=True)  # others of the node are at it, too
 
@@ -243,7 +243,7 @@ class Buddies:
         try:
             first = job.state.document if lane.rank == 0 else None
             said = [asdict(job.record), job.chunks, job.state.own, first]
-            told = [json.loads(text) for text in share_texts(lane, json.dumps(said))]
+            told = [json.loads(text) for text in all_gather_text(lane, json.dumps(said))]
             records = [FileRecord(**record) for record, *_ in told]
             failure = ""
             try:
@@ -256,7 +256,7 @@ class Buddies:
                     file.chmod(0o600)
             except (CheckpointError, OSError) as error:
                 failure = f"rank {lane.rank}: {error}"
-            if failures := [text for text in share_texts(lane, failure) if text]:
+            if failures := [text for text in all_gather_text(lane, failure) if text]:
                 raise CheckpointError("; ".join(failures))
             os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Never half new]
         except RuntimeError as error:
@@ -299,7 +299,7 @@ class Buddies:
         remove_views(self.folder, self._lane.size)
         saved = self._saved(newer_than)
 
-        def opened(runtime: Runtime) -> Snapshot:
+        def opened(runtime: LayerZeroState) -> Snapshot:
             return Snapshot(self._lane, view)
 
         for token in whole_snapshots(self._lane, self.folder):
@@ -328,7 +328,7 @@ class Buddies:
             with suppress(OSError):  # another job may remove what is looked at
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
-        return int(share_texts(self._lane, str(saved))[0])
+        return int(all_gather_text(self._lane, str(saved))[0])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.rank_agreement import agree_or_raise
 from layerzero.checkpoint.state_names import Apart, encode_all, trained_rows
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
@@ -38,7 +38,7 @@ class Collected(NamedTuple):
 
 
 def collect(
-    runtime: Runtime,
+    runtime: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
     *,
@@ -66,7 +66,9 @@ def collect(
     return Collected(document, tensors, encoder.own, encoder.digests, bad)
 
 
-def agree_on_state(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
+def agree_on_state(
+    subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
+) -> None:
     """Raise on all ranks unless all of them save the same."""
     try:
         agree_or_raise(subject, runtime, fields, failure)
@@ -76,7 +78,7 @@ def agree_on_state(subject: str, runtime: Runtime, fields: Mapping[str, object],
         raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
 
 
-def who_saves(runtime: Runtime) -> dict[str, int]:
+def who_saves(runtime: LayerZeroState) -> dict[str, int]:
     """As checkpoints have it."""
     topology, everyone = runtime.topology, runtime.everyone
     further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}

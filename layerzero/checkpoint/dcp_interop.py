@@ -23,7 +23,7 @@ from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
 from layerzero.checkpoint.rank_agreement import LostEachOther, told
 from layerzero.comm.process_groups import known_to_torch
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["load_dcp", "reader"]
@@ -59,7 +59,7 @@ def load_dcp(
         layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
     """
 
-    def opened(runtime: Runtime) -> Source:
+    def opened(runtime: LayerZeroState) -> Source:
         source = FileSystemReader(path)
         metadata = source.read_metadata()
         tree = _tree(source, metadata, (model_key, optimizer_key))
@@ -84,7 +84,7 @@ class _DcpFiles:
     """A source of tensors that torch reads; see :class:`layerzero.checkpoint.loading.Source`."""
 
     def __init__(
-        self, contents: Contents, fingerprint: object, source: FileSystemReader, path: str, runtime: Runtime
+        self, contents: Contents, fingerprint: object, source: FileSystemReader, path: str, runtime: LayerZeroState
     ) -> None:
         self.contents = contents
         self.fingerprint = fingerprint

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
-from layerzero.dtensor.sharded_tensor import LocalRows
+from layerzero.dtensor.sharded_tensor import LocalShard
 
 __all__ = [
     "DEPTH",
@@ -90,7 +90,7 @@ class Encoder:
     """
 
     rank: int
-    name_of: Callable[[LocalRows], str]  # of the parameter that a sharded tensor is cut like
+    name_of: Callable[[LocalShard], str]  # of the parameter that a sharded tensor is cut like
     is_apart: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
-        if not isinstance(tensor, (DTensor, LocalRows)) and not has_own_memory(tensor):
+        if not isinstance(tensor, (DTensor, LocalShard)) and not has_own_memory(tensor):
             raise TypeError(
                 f"{path}: a {type(tensor).__name__}, a tensor of a class of its own, cannot be put into a safetensors "
                 "file; save what is trained, layerzero.full_state_dict(model, trainable_only=True), and make the rest "
@@ -176,7 +176,7 @@ class Encoder:
                 self.apart.add(key)
         if isinstance(tensor, DTensor):
             rows = tensor._local_tensor
-            if not isinstance(rows, LocalRows):
+            if not isinstance(rows, LocalShard):
                 raise TypeError(f"{path}: a DTensor that layerzero has not made; store its full_tensor()")
             if self._prefix:
                 raise TypeError(f"{path}: a sharded tensor belongs to all ranks; take it out of per_rank")

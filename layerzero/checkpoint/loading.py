@@ -22,9 +22,9 @@ from layerzero.checkpoint.safe_json import printable
 from layerzero.checkpoint.safetensors_reader import Files
 from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state_names import Apart
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.param_view import View
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
@@ -78,7 +78,7 @@ def prepare_load(
     """
     path = Path(path)
 
-    def opened(runtime: Runtime) -> Source:
+    def opened(runtime: LayerZeroState) -> Source:
         return Files(Manifest.read(path))
 
     return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
@@ -104,7 +104,7 @@ class Source(Protocol):
 
 
 def prepare_from(
-    opened: Callable[[Runtime], Source],
+    opened: Callable[[LayerZeroState], Source],
     path: str,
     model: nn.Module,
     optimizer: ShardedOptimizer | None,
@@ -113,7 +113,7 @@ def prepare_from(
     apart: Apart | None = None,
 ) -> PreparedLoad:
     """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in restore.py."""
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     everyone = runtime.everyone
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
@@ -156,7 +156,7 @@ def prepare_from(
 class PreparedLoad:
     """A checkpoint that fits and has been compared with its checksums, and a model that is as it was."""
 
-    runtime: Runtime
+    runtime: LayerZeroState
     optimizer: ShardedOptimizer | None
     source: Source
     restore: Restore
@@ -171,7 +171,9 @@ class PreparedLoad:
         return extra
 
 
-def _commit(runtime: Runtime, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str) -> Any:
+def _commit(
+    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str
+) -> Any:
     """The point of no return."""
     extra: Any = None
     failure: Exception | None = None
@@ -197,7 +199,9 @@ def _commit(runtime: Runtime, optimizer: ShardedOptimizer | None, source: Source
     return extra
 
 
-def _mark(runtime: Runtime, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None) -> None:
+def _mark(
+    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
+) -> None:
     runtime.torn = of_model
     if optimizer is not None:
         optimizer.torn = of_optimizer

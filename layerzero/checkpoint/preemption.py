@@ -34,9 +34,9 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.staging import finish_pending
-from layerzero.comm.collectives import Exchange, Heard, tell_all
+from layerzero.comm.collectives import Exchange, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import LateMaximum
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 
 __all__ = ["LeaveRequest", "on_signal"]
 
@@ -75,7 +75,7 @@ class LeaveRequest:
     """Made by :func:`on_signal`. As a context manager, it is closed at the end."""
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
-        self._runtime = runtime_of(model)
+        self._runtime = get_state(model)
         self._signum = signum
         self._deadline = deadline
         self._exit_code = exit_code
@@ -83,7 +83,7 @@ class LeaveRequest:
         self._agreed = False  # all ranks know of a signal
         lanes = self._runtime.everyone.control_lanes
         self._late = LateMaximum(len(lanes), 1)
-        self._heard: list[Heard] = []  # messages of the last question, by axis
+        self._heard: list[PendingSmallGather] = []  # messages of the last question, by axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
         self._handles = True  # its handler is set
@@ -113,7 +113,7 @@ class LeaveRequest:
             if not self._agreed:
                 messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
                 pairs = zip(lanes, messages, strict=True)
-                self._heard = [tell_all(lane, Exchange.AGREE, message) for lane, message in pairs]
+                self._heard = [all_gather_small(lane, Exchange.AGREE, message) for lane, message in pairs]
         if self._agreed:
             self._start_deadline()
         return self._agreed

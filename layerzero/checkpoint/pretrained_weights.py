@@ -21,7 +21,7 @@ from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.rank_agreement import PathLike
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
-from layerzero.dtensor.sharded_tensor import LocalRows, plain
+from layerzero.dtensor.sharded_tensor import LocalShard, plain
 
 __all__ = ["find_safetensors", "load_safetensors"]
 
@@ -170,7 +170,7 @@ def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterato
     if not stored.shape:
         yield memory, file.get_tensor(name)
         return
-    box = local.span.box if isinstance(local, LocalRows) else ()
+    box = local.span.box if isinstance(local, LocalShard) else ()
     start = 0
     for values in pieces(file, name, stored.shape, stored.dtype, box=box):
         yield memory[start : start + len(values)], values

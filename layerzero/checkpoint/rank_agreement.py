@@ -12,7 +12,7 @@ from layerzero.checkpoint.manifest import Unknown
 from layerzero.comm.agreement import agree
 from layerzero.comm.texts import need_numpy
 from layerzero.engine.param_view import View
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["LostEachOther", "PathLike", "agree_or_raise", "check_usable", "told"]
@@ -33,7 +33,9 @@ class LostEachOther(CheckpointError):
     """The ranks' talk has failed: one of them is gone or late."""
 
 
-def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object], failure: Exception | None) -> None:
+def agree_or_raise(
+    subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
+) -> None:
     try:
         agree(subject, fields, ranks=runtime.everyone.ranks, failure=failure)
     except RuntimeError as error:
@@ -43,7 +45,7 @@ def agree_or_raise(subject: str, runtime: Runtime, fields: Mapping[str, object],
         raise
 
 
-def check_usable(runtime: Runtime, optimizer: object) -> None:
+def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
     need_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")

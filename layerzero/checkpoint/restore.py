@@ -31,10 +31,10 @@ from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import Apart, Names
 from layerzero.checkpoint.subclass_tensors import is_made_of_others, is_table, parts_of
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import plain, sharded
-from layerzero.engine.managed_param import Member
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Restore"]
@@ -48,7 +48,7 @@ class _Landing:
     """What a stored tensor is for."""
 
     key: str
-    target: Tensor | Member
+    target: Tensor | ManagedParam
 
 
 class Restore:
@@ -67,7 +67,7 @@ class Restore:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: LayerZeroState,
         optimizer: ShardedOptimizer | None,
         contents: Contents,
         *,
@@ -86,7 +86,7 @@ class Restore:
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._landings: list[_Landing] = []
-        self._uses: dict[str, list[RowSpan | None]] = {}  # by key: how it is cut; None: not
+        self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: how it is cut; None: not
         self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
         self._parts: dict[int, tuple[str, str]] = {}  # by id, what tensors of classes are made of: name and key
@@ -291,7 +291,7 @@ class Restore:
         else:
             self._use(key, None if member is None else member.span)
 
-    def _use(self, key: str, span: RowSpan | None, home: Tensor | None = None) -> None:
+    def _use(self, key: str, span: RowShardSpec | None, home: Tensor | None = None) -> None:
         """The stored tensor `key` is wanted: the rows of `span` that are on this rank, or all of them."""
         self._uses.setdefault(key, []).append(span)
         if span is not None and isinstance(home, Tensor):
@@ -308,24 +308,24 @@ class Restore:
         apart = all(one[1] <= other[0] for one, other in pairwise(able))
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
-    def _memory(self, key: str, spans: list[RowSpan | None]) -> Tensor:
+    def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
         """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
         stored, first = self._stored[key], spans[0]
         if first is None or not all(span is not None and span.cut_like(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
-            return sharded(self._homes[key].detach(), first, Watch())
+            return sharded(self._homes[key].detach(), first, MutationTracker())
         rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
-        return sharded(rows, first, Watch())
+        return sharded(rows, first, MutationTracker())
 
     def _read(self, key: str) -> Any:
         """What was read for `key`; None where it does not fit, or belongs to other ranks."""
         return self.tensors.get(key)
 
-    def _rows(self, key: str, target: Tensor | Member) -> Tensor:
+    def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
         """What has been read for `target`."""
         tensor = self.tensors[key]
-        if isinstance(target, Member) and not isinstance(tensor, DTensor):
+        if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
             return rows_of(tensor, target.span)
         return plain(tensor)
 
@@ -354,7 +354,7 @@ class Restore:
             increment_version(self._homes[key])  # graphs that hold it are out of date
         for landing in self._landings:
             if landing.key not in self.in_place:
-                target = landing.target.master if isinstance(landing.target, Member) else landing.target
+                target = landing.target.master if isinstance(landing.target, ManagedParam) else landing.target
                 target.copy_(self._rows(landing.key, landing.target))
         self._runtime.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
@@ -372,7 +372,7 @@ class Restore:
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
-def _takes_bytes(home: Tensor, span: RowSpan, stored: StoredTensor) -> bool:
+def _takes_bytes(home: Tensor, span: RowShardSpec, stored: StoredTensor) -> bool:
     return (
         type(home) in (Tensor, nn.Parameter)
         and home.layout is torch.strided

@@ -22,8 +22,8 @@ from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import Manifest, Unknown
 from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, agree_or_raise
 from layerzero.checkpoint.run_folder import Survey, put_aside, survey
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Resumed", "load_latest"]
@@ -72,7 +72,7 @@ def load_latest(
         found = layerzero.checkpoint.load_latest("runs/1", model, optimizer)
         first_step = found.extra["step"] if found else 0
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     folder = Path(folder).absolute()
     seen: Survey | None = None
     failure: Exception | None = None
@@ -104,14 +104,14 @@ def load_latest(
     return Resumed(path, extra, tuple(moved))
 
 
-def _heard(runtime: Runtime, texts: list[str] | None) -> list[str]:
+def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
     """What the first rank says."""
-    heard: list[str] = json.loads(runtime.everyone.share_texts(json.dumps(texts))[0])
+    heard: list[str] = json.loads(runtime.everyone.all_gather_text(json.dumps(texts))[0])
     return heard
 
 
 def _tried(
-    runtime: Runtime, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
+    runtime: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
 ) -> tuple[Any, str | None]:
     """Load it; or say why it is damaged, the same on all ranks; empty if it is gone. Others' errors are raised."""
     try:
@@ -123,7 +123,7 @@ def _tried(
     kinds = (Unknown, "unknown"), (CheckpointError, "damaged"), (FileNotFoundError, "gone"), (Exception, "failed")
     mine = next(kind for each, kind in kinds if isinstance(caught, each))
     # Ranks may have met different errors in the same attempt, but each has met one.
-    said = [json.loads(text) for text in runtime.everyone.share_texts(json.dumps([mine, str(caught)]))]
+    said = [json.loads(text) for text in runtime.everyone.all_gather_text(json.dumps([mine, str(caught)]))]
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
     if unknown := next((why for kind, why in said if kind == "unknown"), ""):

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.rng_state import random_states
 from layerzero.checkpoint.state_names import Names
-from layerzero.dtensor.row_shard_spec import RowSpan
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
-from layerzero.optimizers.owner_step import Owned
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
+from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.bits import place_sum
 from layerzero.utils.nonfinite import few_names
@@ -60,7 +60,7 @@ class Chain:
     """
 
     def __init__(self, model: nn.Module, *optimizers: ShardedOptimizer) -> None:
-        self._runtime = runtime_of(model)
+        self._runtime = get_state(model)
         if not all(optimizer in self._runtime.optimizers for optimizer in optimizers):
             raise ValueError("an optimizer belongs to another model, or did not come from layerzero.shard_optimizer")
         self._optimizers = optimizers
@@ -138,10 +138,10 @@ class Chain:
         return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
 
     def _of_ranks(self, text: str) -> list[str]:
-        return self._runtime.everyone.share_texts(text)
+        return self._runtime.everyone.all_gather_text(text)
 
 
-def _not_sharded(runtime: Runtime) -> dict[str, Tensor]:
+def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
     """What checkpoints have from the first rank: persistent buffers, ignored parameters."""
     sharded = {id(member.parameter) for member in runtime.members.values()}
     return {
@@ -168,7 +168,7 @@ class _Places(NamedTuple):
     leads: bool
 
     @classmethod
-    def of(cls, span: RowSpan) -> _Places:
+    def of(cls, span: RowShardSpec) -> _Places:
         shape, box = span.true_shape or (1,), span.box
         cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # beside dim 0
         below = math.prod(shape[cut + 1 :])
@@ -205,7 +205,7 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
     return torch.tensor(_odd(repr(value)), dtype=torch.int64)
 
 
-def _sum_of_owned(value: Any, owned: Owned) -> Tensor:
+def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     """What this rank, the owner of a parameter, adds for an entry of its state."""
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)

@@ -18,7 +18,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CONTENTS, Contents
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.safe_json import parse
-from layerzero.dtensor.sharded_tensor import LocalRows, plain
+from layerzero.dtensor.sharded_tensor import LocalShard, plain
 
 __all__ = ["Files", "same_columns"]
 
@@ -149,7 +149,7 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
             yield _Part(file, key, sizes, 0, memory)
         return
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    box = local.span.box if isinstance(local, LocalRows) else tuple(slice(0, size) for size in stored.shape)
+    box = local.span.box if isinstance(local, LocalShard) else tuple(slice(0, size) for size in stored.shape)
     first, last = box[0].start, box[0].stop
     for file, at, sizes in stored.chunks:
         row = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes

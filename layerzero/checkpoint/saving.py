@@ -28,8 +28,8 @@ from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import Apart
 from layerzero.comm.agreement import agree
 from layerzero.comm.process_groups import groups_so_far, known_to_torch
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
@@ -90,7 +90,7 @@ def save(
         extra = {"step": step, "scheduler": scheduler.state_dict()}
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     how = _How(keep_last, overwrite, require_finite)
     _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control_group())
 
@@ -99,7 +99,7 @@ def save_with(
     apart: Apart | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
     """:func:`save` of a model of which other ranks have something else under the same names."""
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
     _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.everyone.control_group())
 
@@ -130,7 +130,7 @@ def save_async(
         train_on()
         pending.wait()
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     job = _prepare(Path(path), runtime, optimizer, extra, _How(keep_last, overwrite, require_finite))
     staging = staging_of(runtime)
     failure: Exception | None = None
@@ -213,7 +213,7 @@ class _Job:
 
 def _prepare(
     path: Path,
-    runtime: Runtime,
+    runtime: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
     how: _How,
@@ -253,10 +253,10 @@ def _prepare(
     return _Job(path, writer, state.tensors, how.keep_last)
 
 
-def _renew_group(runtime: Runtime, staging: Staging) -> None:
+def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Make a group for the ranks' talk, if any of them has none: whether a talk has failed, each knows for itself."""
     everyone = runtime.everyone
-    said = everyone.share_texts("lacks one" if staging.group is None else "has one")
+    said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
         agree("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
         staging.group = everyone.new_control_group()

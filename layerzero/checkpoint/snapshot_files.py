@@ -20,8 +20,8 @@ from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manif
 from layerzero.checkpoint.dcp_storage import CONTENTS
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.safetensors_reader import Files
-from layerzero.comm.collectives import Lane, swap
-from layerzero.comm.texts import share_texts
+from layerzero.comm.collectives import Communicator, swap
+from layerzero.comm.texts import all_gather_text
 from layerzero.comm.transport.shm_rendezvous import boot_id
 
 __all__ = [
@@ -111,17 +111,17 @@ def opened_to_write(path: Path, size: int) -> Tensor:
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def whole_snapshots(lane: Lane, folder: Path) -> list[str]:
+def whole_snapshots(lane: Communicator, folder: Path) -> list[str]:
     """The tokens of snapshots that have been whole, newest first: the same on all ranks, which all call this."""
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
         found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
-    told = [json.loads(text) for text in share_texts(lane, json.dumps(found))]
+    told = [json.loads(text) for text in all_gather_text(lane, json.dumps(found))]
     # A manifest says that once all files have been there; and who says so may not be there any more.
     return sorted({token for tokens in told for token, names in tokens.items() if MANIFEST in names}, reverse=True)
 
 
-def gather_view(lane: Lane, folder: Path, token: str, view: Path) -> None:
+def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> None:
     """Make a folder of this rank in which a snapshot can be opened: with links to the files that its node has.
 
     All ranks must call this.
@@ -139,7 +139,7 @@ def gather_view(lane: Lane, folder: Path, token: str, view: Path) -> None:
                 text = text or _intact(piece.folder)
     except OSError as error:
         failure = f"rank {lane.rank}: {error}"
-    told = share_texts(lane, text)
+    told = all_gather_text(lane, text)
     text = next((text for text in told if text), "")
     if not text:
         raise CheckpointError(f"the snapshot {token} has no manifest that is intact")
@@ -167,13 +167,13 @@ def _intact(folder: Path) -> str:
         return ""
 
 
-def _all_well(lane: Lane, failure: str) -> None:
+def _all_well(lane: Communicator, failure: str) -> None:
     """Raise CheckpointError on all ranks where one has failed."""
-    if failures := [text for text in share_texts(lane, failure) if text]:
+    if failures := [text for text in all_gather_text(lane, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
 
-def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
+def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
     """Get what this rank wants of a snapshot and its node does not have. All ranks must call this.
 
     Raises:
@@ -181,7 +181,7 @@ def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
     said = json.dumps([sorted(have), sorted(wanted - have)])
-    told = [json.loads(text) for text in share_texts(lane, said)]
+    told = [json.loads(text) for text in all_gather_text(lane, said)]
     holders = {name: [rank for rank, (names, _) in enumerate(told) if name in names] for name in records}
     if nowhere := sorted({f"no rank has {name}" for _, needs in told for name in needs if not holders[name]}):
         raise CheckpointError("; ".join(nowhere))
@@ -205,7 +205,7 @@ def fetch(lane: Lane, view: Path, records: Mapping[str, FileRecord], wanted: Set
     _all_well(lane, failure)
 
 
-def travel(lane: Lane, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
+def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
     """Send all of it, or receive it, chunk by chunk."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
@@ -241,7 +241,7 @@ class Snapshot(Files):
         view: from :func:`gather_view`.
     """
 
-    def __init__(self, lane: Lane, view: Path) -> None:
+    def __init__(self, lane: Communicator, view: Path) -> None:
         manifest = Manifest.read(view, parts=True)
         super().__init__(manifest)
         self._lane, self._view, self._records = lane, view, manifest.files

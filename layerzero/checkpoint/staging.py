@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.device.accelerator import finish_copies, host_memory
-from layerzero.dtensor.row_shard_spec import Watch
-from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
-from layerzero.engine.runtime import Runtime
+from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.engine.runtime import LayerZeroState
 
 __all__ = ["Staging", "finish_pending", "staging_of"]
 
@@ -36,7 +36,7 @@ class Staging:
         listeners: of the pending save.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: MeshInfo) -> None:
         device, self._groups = topology.device, topology.groups
         self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
@@ -68,7 +68,7 @@ class Staging:
             copy.copy_(source, non_blocking=True)
             original = tensors[key]
             rows = original._local_tensor if isinstance(original, DTensor) else None
-            copies[key] = sharded(copy, rows.span, Watch()) if isinstance(rows, LocalRows) else copy
+            copies[key] = sharded(copy, rows.span, MutationTracker()) if isinstance(rows, LocalShard) else copy
         finish_copies(self._device)
         return copies
 
@@ -78,12 +78,12 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
-def staging_of(runtime: Runtime) -> Staging:
+def staging_of(runtime: LayerZeroState) -> Staging:
     if runtime.staging is None:
         runtime.staging = Staging(runtime.topology)
     return cast("Staging", runtime.staging)
 
 
-def finish_pending(runtime: Runtime) -> None:
+def finish_pending(runtime: LayerZeroState) -> None:
     """Wait for a save in the background. If it has failed and nobody has been told, warn."""
     staging_of(runtime).finish()

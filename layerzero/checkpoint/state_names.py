@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.json_codec import Encoder, Joint
 from layerzero.checkpoint.subclass_tensors import as_table
 from layerzero.dtensor.row_shard_spec import refuse_apart
-from layerzero.dtensor.sharded_tensor import LocalRows, plain
+from layerzero.dtensor.sharded_tensor import LocalShard, plain
 from layerzero.engine.buffers import original_dtypes
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Apart", "Names", "encode_all", "plain_name", "trained_rows"]
@@ -67,7 +67,7 @@ class Names:
         odd: names in the state dict that stand for none of these.
     """
 
-    def __init__(self, runtime: Runtime, apart: Apart | None = None) -> None:
+    def __init__(self, runtime: LayerZeroState, apart: Apart | None = None) -> None:
         self.apart = apart = apart or Apart.nothing()
         self.entries: dict[str, Any] = {}  # by stored name: what is saved
         self.targets: dict[str, Tensor | nn.Module] = {}
@@ -99,7 +99,7 @@ class Names:
         spans = (member.span for name, member in self.members.items() if not apart.is_apart(name))
         refuse_apart("layerzero.checkpoint", spans, runtime.everyone.size)
 
-    def of_rows(self, rows: LocalRows) -> str:
+    def of_rows(self, rows: LocalShard) -> str:
         """Of the parameter that a sharded tensor is cut like: its own, or the same of a model cut like this one.
 
         Raises:
@@ -133,7 +133,7 @@ def plain_name(name: str) -> str:
 
 
 def encode_all(
-    runtime: Runtime, optimizer: ShardedOptimizer | None, extra: object, *, rank: int, apart: Apart | None = None
+    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, extra: object, *, rank: int, apart: Apart | None = None
 ) -> tuple[dict[str, Any], Encoder]:
     """The document of a checkpoint, and the encoder that has its tensors.
 
@@ -163,7 +163,7 @@ def encode_all(
     return document, encoder
 
 
-def trained_rows(runtime: Runtime, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of what is going to be saved, by key: this rank's rows of trained parameters and of their optimizer state."""
     frozen = {id(member.parameter) for member in runtime.members.values() if not member.parameter.requires_grad}
     return {

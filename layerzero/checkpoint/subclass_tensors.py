@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import has_own_memory
-from layerzero.dtensor.sharded_tensor import LocalRows
+from layerzero.dtensor.sharded_tensor import LocalShard
 
 __all__ = ["as_table", "is_made_of_others", "is_table", "parts_of"]
 
@@ -26,7 +26,7 @@ _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # an object without a te
 
 def is_made_of_others(tensor: Tensor) -> bool:
     """It is of a class that keeps its values in other tensors; layerzero's own are not meant."""
-    return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalRows))
+    return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
 def parts_of(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
@@ -69,7 +69,7 @@ def parts_of(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
 
 def _can_be_filled(value: Any, again: Any) -> bool:
     """Whether a plain tensor, asked for twice, is the same memory: what is made when asked for holds nothing."""
-    plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalRows)) and value.layout is torch.strided
+    plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
     return plain and value.data_ptr() == again.data_ptr()
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from layerzero.comm.failure_report import Word, leave_word, words_of
+from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
 
 __all__ = ["agree", "has_peers"]
 
@@ -103,7 +103,7 @@ def _exchange(
         # The store itself counts this rank's calls, so that no counter lives in the process.
         turn = store.add(f"{scope}/turn/{rank}", 1)
         here = f"{scope}/{turn}"
-        leave_word(Word(subject, answer=f"{here}/first"))
+        publish_status(RankStatus(subject, answer=f"{here}/first"))
 
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
         mine = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
@@ -159,7 +159,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
 
 def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """How long they were waited for, and where they last were, as far as is known."""
-    last = [f"rank {rank} last left word at: {word}" for rank, word in words_of(missing).items()]
+    last = [f"rank {rank} last left word at: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
 
 

@@ -31,22 +31,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.failure_report import LostExchange, Word, explain_loss
+from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
-from layerzero.comm.trace_recorder import Flight
-from layerzero.comm.traffic_counters import GATHERS, Exchange, Ledger, Watched, spelled
-from layerzero.comm.transport.shm_buffers import Arrival, NodePool
-from layerzero.device.accumulate import add_up
+from layerzero.comm.trace_recorder import CollectiveTrace
+from layerzero.comm.traffic_counters import GATHERS, Exchange, TrafficCounters, Watched, spelled
+from layerzero.comm.transport.shm_buffers import Arrival, SharedBufferPool
+from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.streams import Unexplained
+from layerzero.device.streams import DeferredCollectiveError
 
 __all__ = [
+    "Communicator",
     "Exchange",
-    "Heard",
-    "Lane",
-    "PendingSum",
-    "Works",
+    "PendingCollective",
+    "PendingReduction",
+    "PendingSmallGather",
     "all_gather",
+    "all_gather_small",
     "all_reduce",
     "broadcast",
     "connect",
@@ -54,13 +55,12 @@ __all__ = [
     "reduce_scatter",
     "send_pieces",
     "swap",
-    "tell_all",
     "timeout_of",
 ]
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class Communicator:
     """One communicator along one axis of the mesh.
 
     Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
@@ -69,13 +69,15 @@ class Lane:
     name: str  # for people
     axis: str  # "zero3", "replica" or "control"
     held: HeldGroup
-    ledger: Ledger
+    ledger: TrafficCounters
     size: int
     rank: int
     is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
 
     @classmethod
-    def over(cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, ledger: Ledger, device_type: str) -> Lane:
+    def over(
+        cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, ledger: TrafficCounters, device_type: str
+    ) -> Communicator:
         held = group if isinstance(group, HeldGroup) else HeldGroup(group)
         return cls(
             name=name,
@@ -103,18 +105,18 @@ Transfer = dist.Work | Arrival
 
 
 @dataclass(frozen=True)
-class Issued:
+class LaunchedCollective:
     """An exchange that has been counted and launched."""
 
-    lane: Lane
+    lane: Communicator
     exchange: Exchange
     name: str  # whose it is: a unit's, for instance
-    flight: Flight | None  # for who watches
+    flight: CollectiveTrace | None  # for who watches
 
-    def carried_by(self, *each: Transfer) -> Works:
+    def carried_by(self, *each: Transfer) -> PendingCollective:
         if self.flight is not None:
             self.flight.follow(each)
-        works = Works(each, self)
+        works = PendingCollective(each, self)
         if self.lane.held.is_local:
             self.lane.held.track(works)
         if (watching := self.lane.ledger.watching) is not None:  # read once: it may end meanwhile
@@ -122,12 +124,12 @@ class Issued:
         return works
 
     @property
-    def word(self) -> Word:
+    def word(self) -> RankStatus:
         """What this rank leaves word of where it waits for it in vain."""
         doing = spelled(self.exchange, self.name)
         if self.exchange not in (*GATHERS, Exchange.ORDER):
-            return Word(doing)
-        return Word(doing, gathers=self.lane.ledger.gathers_up_to(self.exchange, self.name))
+            return RankStatus(doing)
+        return RankStatus(doing, gathers=self.lane.ledger.gathers_up_to(self.exchange, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
         """What to raise where waiting for it has raised `error`: which ranks did not come to it, as far as is known."""
@@ -135,7 +137,7 @@ class Issued:
         if ledger.failure:  # the others may be anywhere by now
             return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
         ranks = dist.get_process_group_ranks(self.lane.group)
-        lost = explain_loss(word, error, ranks=ranks, timeout=timeout_of(self.lane.group))
+        lost = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.lane.group))
         ledger.failure = str(lost)
         return lost
 
@@ -149,22 +151,22 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 @dataclass(frozen=True)
-class Works:
+class PendingCollective:
     """Several transfers in flight that are waited for together, as one exchange."""
 
     each: tuple[Transfer, ...]
-    issued: Issued
+    issued: LaunchedCollective
     watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # by a watchdog, if there is one
 
     @property
-    def flight(self) -> Flight | None:
+    def flight(self) -> CollectiveTrace | None:
         return self.issued.flight
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
 
     def wait(self, *, beside: bool = False) -> None:
-        """Raises LostExchange where a rank did not come to it, or is gone.
+        """Raises CollectiveError where a rank did not come to it, or is gone.
 
         `beside`: the program does not wait, a thread does.
         """
@@ -176,7 +178,7 @@ class Works:
         except RuntimeError as error:
             self._waited()
             if beside:
-                raise Unexplained(error, self.issued.failed) from error
+                raise DeferredCollectiveError(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
         self._waited()
         if self.flight is not None:
@@ -191,10 +193,10 @@ class Works:
 
 
 @dataclass
-class PendingSum:
+class PendingReduction:
     """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
 
-    work: Works
+    work: PendingCollective
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
     parts: Callable[[], Sequence[Tensor]]  # after `wait`: each 1-D [n]; rounded to `wire`, their sum is the result
     wire: torch.dtype
@@ -207,7 +209,7 @@ class PendingSum:
         """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
-                add_up(target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale)
+                accumulate_parts(target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale)
         finally:  # other ranks may wait for it
             self.give_back()
 
@@ -218,7 +220,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Issued]:
+def _issued(lane: Communicator, exchange: Exchange, name: str, sent: int) -> Iterator[LaunchedCollective]:
     """Count an exchange that is launched, show it to who watches, and name it where it fails."""
     lane.held.require_open()
     if lane.held.reserved is not None:
@@ -231,8 +233,8 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Is
         )
     try:
         with nullcontext() if flight is None else flight.launching():
-            yield Issued(lane, exchange, name, flight)
-    except LostExchange:  # while it waited for room
+            yield LaunchedCollective(lane, exchange, name, flight)
+    except CollectiveError:  # while it waited for room
         raise
     except RuntimeError as error:
         raise RuntimeError(
@@ -242,7 +244,7 @@ def _issued(lane: Lane, exchange: Exchange, name: str, sent: int) -> Iterator[Is
 
 
 def all_gather(
-    lane: Lane,
+    lane: Communicator,
     exchange: Exchange,
     out: Tensor,
     shard: Tensor,
@@ -250,7 +252,7 @@ def all_gather(
     name: str = "",
     only_reads_shard: bool = False,
     parts: Sequence[int] | None = None,
-) -> Works:
+) -> PendingCollective:
     """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
 
     `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
@@ -275,7 +277,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    lane: Lane,
+    lane: Communicator,
     exchange: Exchange,
     flat: Tensor,
     pool: BufferPool,
@@ -283,13 +285,13 @@ def reduce_scatter(
     wire: torch.dtype,
     name: str = "",
     parts: Sequence[int] | None = None,
-) -> PendingSum:
+) -> PendingReduction:
     """Start summing `flat` [size * n], as `wire`, over the lane, piece i to rank i.
 
     `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`, which may
     then be finer than `wire`.
     """
-    if isinstance(pool, NodePool):
+    if isinstance(pool, SharedBufferPool):
         assert parts is None
         return _sum_in_node(lane, flat, pool, wire, name)
     assert flat.dtype == wire
@@ -312,10 +314,12 @@ def reduce_scatter(
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
-        return PendingSum(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.give, received))
+        return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.give, received))
 
 
-def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, name: str) -> PendingSum:
+def _sum_in_node(
+    lane: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
+) -> PendingReduction:
     """See [Note: When a buffer is written again] in shm_buffers.py."""
     numel = flat.numel() // lane.size
     with _issued(lane, Exchange.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
@@ -329,11 +333,11 @@ def _sum_in_node(lane: Lane, flat: Tensor, pool: NodePool, wire: torch.dtype, na
 
         # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
         parts = partial(pool.parts, number, numel, flat.dtype)
-        return PendingSum(issued.carried_by(pool.arrival(number)), flat, parts, wire, give_back)
+        return PendingReduction(issued.carried_by(pool.arrival(number)), flat, parts, wire, give_back)
 
 
 def send_pieces(
-    lane: Lane,
+    lane: Communicator,
     exchange: Exchange,
     received: Tensor,
     sent: Tensor,
@@ -341,7 +345,7 @@ def send_pieces(
     from_each: Sequence[int],
     to_each: Sequence[int],
     name: str = "",
-) -> Works:
+) -> PendingCollective:
     """Start sending each rank its own piece of `sent`; `received` is put together from what came, in rank order.
 
     Args:
@@ -355,7 +359,9 @@ def send_pieces(
         return issued.carried_by(work)
 
 
-def swap(lane: Lane, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str) -> Works:
+def swap(
+    lane: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
+) -> PendingCollective:
     """Start sending host memory to one rank of the lane, and receiving from another; None: nothing goes that way."""
     with _issued(lane, Exchange.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
@@ -366,12 +372,14 @@ def swap(lane: Lane, *, sent: Tensor, to: int | None, received: Tensor, source: 
         return issued.carried_by(*(work for work in works if work is not None))
 
 
-def lost(lane: Lane, exchange: Exchange, name: str, error: Exception) -> RuntimeError:
+def lost(lane: Communicator, exchange: Exchange, name: str, error: Exception) -> RuntimeError:
     """What to raise where waiting for others, in an exchange that is not carried by a backend, has raised `error`."""
-    return Issued(lane, exchange, name, None).failed(error)
+    return LaunchedCollective(lane, exchange, name, None).failed(error)
 
 
-def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Works:
+def all_reduce(
+    lane: Communicator, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType
+) -> PendingCollective:
     """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
     with _issued(lane, exchange, "", sent) as issued:
@@ -379,10 +387,10 @@ def all_reduce(lane: Lane, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp
 
 
 @dataclass(frozen=True)
-class Heard:
+class PendingSmallGather:
     """What all ranks of a lane are telling each other."""
 
-    work: Works
+    work: PendingCollective
     said: Tensor  # [size, n]: by rank, after the wait
     sent: Tensor  # 1-D [size * n]; must not be written before the wait
 
@@ -391,7 +399,7 @@ class Heard:
         return self.said
 
 
-def tell_all(lane: Lane, exchange: Exchange, tensor: Tensor) -> Heard:
+def all_gather_small(lane: Communicator, exchange: Exchange, tensor: Tensor) -> PendingSmallGather:
     """Start telling all ranks of the lane a few numbers, 1-D [n].
 
     Each sends to each at once. A ring, which gloo makes of a reduction, would send less, and take 2 (size - 1) times as
@@ -401,10 +409,10 @@ def tell_all(lane: Lane, exchange: Exchange, tensor: Tensor) -> Heard:
         sent = tensor.repeat(lane.size)
         said = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(said, sent, group=lane.group, async_op=True)
-        return Heard(issued.carried_by(work), said.view(lane.size, -1), sent)
+        return PendingSmallGather(issued.carried_by(work), said.view(lane.size, -1), sent)
 
 
-def connect(lane: Lane, device: torch.device) -> None:
+def connect(lane: Communicator, device: torch.device) -> None:
     """Connect the lane's communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
@@ -418,7 +426,7 @@ def connect(lane: Lane, device: torch.device) -> None:
     _reduce_scatter_flat(each, all_of_them, group=lane.group)
 
 
-def broadcast(lane: Lane, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
+def broadcast(lane: Communicator, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
     with _issued(lane, exchange, "", sent) as issued:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["LostExchange", "Word", "explain_loss", "leave_word", "words_of"]
+__all__ = ["CollectiveError", "RankStatus", "diagnose", "publish_status", "read_statuses"]
 
 _PAUSE = 0.05  # seconds between two looks at the words of others
 _TO_ANSWER = 5.0  # seconds for a store that has much to do
@@ -34,7 +34,7 @@ _HINT = (
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """What a rank has left word of."""
 
     doing: str  # "gather of 'layers.3'"
@@ -48,7 +48,7 @@ class Word:
         return f"{self.doing}{order}{f', which {self.failed}' if self.failed else ''}"
 
 
-class LostExchange(RuntimeError):
+class CollectiveError(RuntimeError):
     """An exchange that failed because ranks did not come to it together.
 
     Attributes:
@@ -56,30 +56,30 @@ class LostExchange(RuntimeError):
         elsewhere: those of the ranks that were elsewhere; empty if a rank is missing altogether.
     """
 
-    def __init__(self, message: str, word: Word, elsewhere: dict[int, Word]) -> None:
+    def __init__(self, message: str, word: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
         super().__init__(message)
         self.word = word
         self.elsewhere = elsewhere
 
 
-def leave_word(word: Word) -> None:
+def publish_status(word: RankStatus) -> None:
     """One message to the store, with no answer that would have to be waited for."""
     _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(word)))
 
 
-def words_of(ranks: Sequence[int], found: dict[int, Word] | None = None) -> dict[int, Word]:
+def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
     """The last word of each of `ranks` that has ever left one, added to `found` as it comes."""
     store = _get_default_store()
     found = {} if found is None else found
     for rank in ranks:
         if store.check([_key(rank)]):
             entry = json.loads(store.get(_key(rank)))
-            word = Word(**entry | {"gathers": tuple(entry["gathers"])})
+            word = RankStatus(**entry | {"gathers": tuple(entry["gathers"])})
             found[rank] = replace(word, passed=True) if word.answer and store.check([word.answer]) else word
     return found
 
 
-def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout: float) -> LostExchange:
+def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
     """Leave word that an exchange has failed, hear from the others, and tell which of them did not come to it.
 
     Args:
@@ -99,7 +99,7 @@ def explain_loss(word: Word, error: Exception, *, ranks: Sequence[int], timeout:
     if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
         why += f"; {_SILENT}"  # by now
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
-    return LostExchange(message, word, elsewhere)
+    return CollectiveError(message, word, elsewhere)
 
 
 def _kind(text: str) -> str:
@@ -121,19 +121,19 @@ def _within(seconds: float, do: Callable[[], None]) -> bool:
     return not doing.is_alive()
 
 
-def _leave_if_there(word: Word) -> None:
+def _leave_if_there(word: RankStatus) -> None:
     with suppress(RuntimeError):  # the store is gone
-        leave_word(word)
+        publish_status(word)
 
 
-def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[int, Word], str]:
+def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
     """The words of others, and what is wrong with the store, if something is."""
-    words: dict[int, Word] = {}
+    words: dict[int, RankStatus] = {}
     told = [_SILENT]
 
     def ask() -> None:
         try:
-            leave_word(word)
+            publish_status(word)
             _get_default_store().check([_key(dist.get_rank())])
             told[0] = ""  # it answers
             _hear(others, words, seconds=seconds)
@@ -144,19 +144,19 @@ def _asked(word: Word, others: Sequence[int], *, seconds: float) -> tuple[dict[i
     return dict(words), told[0]
 
 
-def _hear(others: Sequence[int], words: dict[int, Word], *, seconds: float) -> None:
+def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float) -> None:
     """The words of all of them as soon as each has failed, or what there is by then."""
     deadline = time.monotonic() + seconds
     while True:
-        words_of(others, words)
+        read_statuses(others, words)
         if all(rank in words and words[rank].failed for rank in others) or time.monotonic() > deadline:
             return
         time.sleep(_PAUSE)
 
 
 def _tell(
-    word: Word, others: Sequence[int], words: dict[int, Word], timeout: float
-) -> tuple[list[str], dict[int, Word]]:
+    word: RankStatus, others: Sequence[int], words: dict[int, RankStatus], timeout: float
+) -> tuple[list[str], dict[int, RankStatus]]:
     """What is known of the other ranks; and the words of those that were elsewhere, if no rank is missing."""
     there = {rank: said for rank, said in words.items() if said.failed or not said.passed}
     elsewhere = {rank: said for rank, said in there.items() if said.doing != word.doing}

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Lane, backend_of, connect
+from layerzero.comm.collectives import Communicator, backend_of, connect
 from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
-from layerzero.comm.traffic_counters import Ledger
+from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.device.accelerator import compute_device, default_device_type
-from layerzero.layout.shard_grid import Grid
+from layerzero.layout.shard_grid import ShardGrid
 
 __all__ = [
     "AXES",
-    "Topology",
+    "MeshInfo",
     "as_data_parallel",
     "init_mesh",
     "mesh_from_groups",
@@ -42,27 +42,27 @@ _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 
 @dataclass(frozen=True, eq=False)
-class Topology:
+class MeshInfo:
     """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
 
     mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
     flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
     ranks: tuple[int, ...]  # global ranks, by r * S + s
-    grid: Grid  # where this rank stands among them
+    grid: ShardGrid  # where this rank stands among them
     device: torch.device
-    ledger: Ledger
+    ledger: TrafficCounters
     groups: ModelGroups  # owner of the process groups of the lanes, and of others of the model
     # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
     # function of the program; see "One step" in docs/architecture.md.
-    zero3_gather: Lane
-    zero3_reduce: Lane
-    replica: Lane
+    zero3_gather: Communicator
+    zero3_reduce: Communicator
+    replica: Communicator
     # gloo, for a few bytes that the CPU must read. See [Note: Control messages] in model_ranks.py.
-    node_control: Lane
-    replica_control: Lane
+    node_control: Communicator
+    replica_control: Communicator
     # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
-    over_model: tuple[Lane, ...] = ()
-    _among: dict[int, Lane] = field(default_factory=dict)  # by ranks: see gather_among
+    over_model: tuple[Communicator, ...] = ()
+    _among: dict[int, Communicator] = field(default_factory=dict)  # by ranks: see subgroup_comm
 
     @property
     def zero3_size(self) -> int:
@@ -77,7 +77,7 @@ class Topology:
         return self.grid.data_parallel
 
     @property
-    def control_lanes(self) -> tuple[Lane, ...]:
+    def control_lanes(self) -> tuple[Communicator, ...]:
         """Lanes of several ranks that reach all data-parallel ranks one after the other, in the order of `ranks`."""
         return tuple(lane for lane in (self.node_control, self.replica_control) if lane.size > 1)
 
@@ -91,25 +91,27 @@ class Topology:
         """k, the place of this rank's ZeRO-1 shard in the flat order."""
         return self.grid.shard_index
 
-    def gather_among(self, ranks: int) -> Lane:
+    def subgroup_comm(self, ranks: int) -> Communicator:
         """A lane for gathers among `ranks` neighbours of a node, made when it is first asked for: by all ranks."""
         if ranks not in self._among:
             node, like = dist.get_process_group_ranks(self.zero3_gather.group), self.zero3_gather.group
             first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
             group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
-            self._among[ranks] = Lane.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
+            self._among[ranks] = Communicator.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
             connect(self._among[ranks], self.device)
         return self._among[ranks]
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, ledger: Ledger | None = None, groups: ModelGroups | None = None) -> Topology:
+    def from_mesh(
+        cls, mesh: DeviceMesh, ledger: TrafficCounters | None = None, groups: ModelGroups | None = None
+    ) -> MeshInfo:
         """Every rank of the mesh must call this.
 
         Args:
             ledger: counters of the model, if it has other topologies.
             groups: process groups of the model, if it has other topologies.
         """
-        mesh, ledger = as_data_parallel(mesh), ledger or Ledger()
+        mesh, ledger = as_data_parallel(mesh), ledger or TrafficCounters()
         groups = groups or ModelGroups()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
@@ -126,15 +128,15 @@ class Topology:
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
             ranks=tuple(ranks),
-            grid=Grid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
+            grid=ShardGrid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
             ledger=ledger,
             groups=groups,
-            zero3_gather=Lane.over("zero3 gather", "zero3", gather, ledger, kind),
-            zero3_reduce=Lane.over("zero3 reduce", "zero3", reduce, ledger, kind),
-            replica=Lane.over("replica", "replica", replicas, ledger, kind),
-            node_control=Lane.over("node control", "control", node_control, ledger, "cpu"),
-            replica_control=Lane.over("replica control", "control", replica_control, ledger, "cpu"),
+            zero3_gather=Communicator.over("zero3 gather", "zero3", gather, ledger, kind),
+            zero3_reduce=Communicator.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            replica=Communicator.over("replica", "replica", replicas, ledger, kind),
+            node_control=Communicator.over("node control", "control", node_control, ledger, "cpu"),
+            replica_control=Communicator.over("replica control", "control", replica_control, ledger, "cpu"),
         )
         for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica):
             connect(lane, topology.device)

@@ -23,26 +23,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, Lane, all_reduce, broadcast, connect
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.collectives import Communicator, Exchange, all_reduce, broadcast, connect
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, groups_so_far
-from layerzero.comm.texts import share_texts
+from layerzero.comm.texts import all_gather_text
 
-__all__ = ["Beside", "Everyone", "LateMaximum", "broadcast_over", "reduce_over"]
+__all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "reduce_over"]
 
 
 @dataclass(frozen=True, eq=False)
-class Everyone:
+class ModelRanks:
     """The ranks of a model: the root's data-parallel ones, and those that are beside each of them on further axes."""
 
-    topology: Topology  # of the root's parameters
+    topology: MeshInfo  # of the root's parameters
     ranks: tuple[int, ...]  # global, ascending
-    control_lanes: tuple[Lane, ...]  # that reach all of them, one after the other; see [Note: Control messages]
-    across: tuple[Lane, ...]  # of this rank: one for each further axis
+    control_lanes: tuple[Communicator, ...]  # that reach all of them, one after the other; see [Note: Control messages]
+    across: tuple[Communicator, ...]  # of this rank: one for each further axis
     _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks: none until it is needed
 
     @classmethod
-    def around(cls, topology: Topology, further: DeviceMesh | None) -> Everyone:
+    def around(cls, topology: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
         """The ranks of `topology`, and those beside them on the `further` axes. All of them must call this.
 
         Raises:
@@ -52,8 +52,8 @@ class Everyone:
             return cls(topology, topology.ranks, topology.control_lanes, ())._known()
         like, ledger = topology.node_control.group, topology.ledger
         places = sorted(further.mesh.flatten().tolist())
-        beside = Lane.over("further control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
-        told = share_texts(beside, json.dumps(topology.ranks))
+        beside = Communicator.over("further control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
+        told = all_gather_text(beside, json.dumps(topology.ranks))
         ranks = sorted({rank for text in told for rank in json.loads(text)})
         if len(ranks) != topology.data_parallel * further.size():
             raise ValueError(
@@ -63,10 +63,10 @@ class Everyone:
         lanes = (*topology.control_lanes, beside)
         return cls(topology, tuple(ranks), lanes, _lanes_along(further, topology))._known()
 
-    def _known(self) -> Everyone:
+    def _known(self) -> ModelRanks:
         return replace(self, topology=self.seen_from(self.topology))
 
-    def seen_from(self, topology: Topology) -> Topology:
+    def seen_from(self, topology: MeshInfo) -> MeshInfo:
         """One of the model's topologies, which knows from now on how to reach all ranks of it."""
         return replace(topology, over_model=self.lanes[::-1])
 
@@ -84,7 +84,7 @@ class Everyone:
         return self.rank == 0
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[Communicator, ...]:
         """On which a tensor comes from the first rank to all; in reverse, a number from all to all."""
         return *self.across, self.topology.replica, self.topology.zero3_gather
 
@@ -96,11 +96,13 @@ class Everyone:
         """Reduce a small tensor in place, each rank's once. All of them must call this."""
         reduce_over(self.topology.over_model, number, op)
 
-    def share_texts(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Return the text of each rank, in the order of `ranks`. All of them must call this."""
         known = {dist.get_rank(): text}
         for lane in self.control_lanes:
-            known = {int(rank): said for told in share_texts(lane, json.dumps(known)) for rank, said in _items(told)}
+            known = {
+                int(rank): said for told in all_gather_text(lane, json.dumps(known)) for rank, said in _items(told)
+            }
         return [known[rank] for rank in self.ranks]
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
@@ -128,18 +130,18 @@ class Everyone:
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
+class ModelParallelAxes:
     """The further axes around one data-parallel mesh, on which parameters are DTensors."""
 
     mesh: DeviceMesh
-    lanes: tuple[Lane, ...]  # one for each of its axes
+    lanes: tuple[Communicator, ...]  # one for each of its axes
     shown: DeviceMesh  # of what users see: the further axes, then (zero3, replica); mesh order is the order of rows
 
     @classmethod
-    def of(cls, topology: Topology, further: DeviceMesh, everyone: Everyone) -> Beside:
+    def of(cls, topology: MeshInfo, further: DeviceMesh, everyone: ModelRanks) -> ModelParallelAxes:
         """All ranks of the model must call this, for the same parameters."""
         flat, names = topology.flat_mesh, further.mesh_dim_names
-        told = dict(zip(everyone.ranks, everyone.share_texts(json.dumps(flat.mesh.tolist())), strict=True))
+        told = dict(zip(everyone.ranks, everyone.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
         table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])
         shown = DeviceMesh.from_group(
             [*further.get_all_groups(), *flat.get_all_groups()],
@@ -175,7 +177,7 @@ class LateMaximum:
 
 
 def reduce_over(
-    lanes: Sequence[Lane], number: Tensor, op: dist.ReduceOp.RedOpType, exchange: Exchange = Exchange.NORM
+    lanes: Sequence[Communicator], number: Tensor, op: dist.ReduceOp.RedOpType, exchange: Exchange = Exchange.NORM
 ) -> None:
     """Reduce a small tensor in place along one axis after the other."""
     for lane in lanes:
@@ -183,17 +185,17 @@ def reduce_over(
             all_reduce(lane, exchange, number, op).wait()
 
 
-def broadcast_over(lanes: Sequence[Lane], tensor: Tensor) -> None:
+def broadcast_over(lanes: Sequence[Communicator], tensor: Tensor) -> None:
     """Give what the first rank of some axes has to all of them."""
     for lane in lanes if tensor.numel() else ():
         if lane.size > 1:
             broadcast(lane, Exchange.BROADCAST, tensor)
 
 
-def _lanes_along(further: DeviceMesh, topology: Topology) -> tuple[Lane, ...]:
+def _lanes_along(further: DeviceMesh, topology: MeshInfo) -> tuple[Communicator, ...]:
     ledger, kind = topology.ledger, topology.mesh.device_type
     groups = enumerate(further.get_all_groups())
-    lanes = tuple(Lane.over(f"across {axis}", "across", group, ledger, kind) for axis, group in groups)
+    lanes = tuple(Communicator.over(f"across {axis}", "across", group, ledger, kind) for axis, group in groups)
     for lane in lanes:
         connect(lane, topology.device)
     return lanes

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import torch
 
-from layerzero.comm.collectives import Exchange, Lane, all_gather
+from layerzero.comm.collectives import Communicator, Exchange, all_gather
 
-__all__ = ["need_numpy", "share_texts"]
+__all__ = ["all_gather_text", "need_numpy"]
 
 
-def share_texts(lane: Lane, text: str) -> list[str]:
+def all_gather_text(lane: Communicator, text: str) -> list[str]:
     """The text of every rank of a lane that carries tensors of the CPU, by rank. All of its ranks must call this."""
     if lane.size == 1:
         return [text]

@@ -1,6 +1,6 @@
 """Who computes and what is exchanged, as a trace and torch's profiler see it.
 
-The engine tells an :class:`Observer` what it does. The observer passes it on to the recorder of a trace
+The engine tells an :class:`TraceDispatcher` what it does. The observer passes it on to the recorder of a trace
 (:func:`layerzero.trace`) and to torch's profiler, as ranges with the names of units, where one of them listens.
 
 [Note: Spans are a stack]
@@ -27,7 +27,7 @@ from torch.autograd import profiler
 from layerzero.device.accelerator import Clock
 from layerzero.device.streams import StreamThread
 
-__all__ = ["Flight", "Mark", "Observer", "Recorder"]
+__all__ = ["CollectiveTrace", "Mark", "Recorder", "TraceDispatcher"]
 
 _QUIET: AbstractContextManager[None] = nullcontext()
 _NAP = 2e-4  # seconds
@@ -42,7 +42,7 @@ class Mark:
     began: Any
     ended: Any
     phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
-    flight: Flight | None = None  # of "launch", "wait" and "add"
+    flight: CollectiveTrace | None = None  # of "launch", "wait" and "add"
     beside: bool = False  # a thread of the engine's did it
 
 
@@ -52,9 +52,9 @@ class Recorder:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.marks: list[Mark] = []
-        self.flying: list[Flight] = []  # those that threads of the backend report on
+        self.flying: list[CollectiveTrace] = []  # those that threads of the backend report on
 
-    def mark(self, kind: str, name: str, began: Any, *, flight: Flight) -> None:
+    def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
         """Something of an exchange ends now."""
         beside = isinstance(threading.current_thread(), StreamThread)
         self.marks.append(Mark(kind, name, began, self.clock.now(), flight=flight, beside=beside))
@@ -70,11 +70,11 @@ class Recorder:
             time.sleep(_NAP)
 
 
-class Flight:
+class CollectiveTrace:
     """One exchange in flight that is recorded, or that torch's profiler sees."""
 
     def __init__(
-        self, observer: Observer, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
+        self, observer: TraceDispatcher, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
     ) -> None:
         self.exchange = exchange
         self.lane = lane
@@ -155,7 +155,7 @@ class _Span:
     range: AbstractContextManager[Any]  # of torch's profiler
 
 
-class Observer:
+class TraceDispatcher:
     """Passes on what the engine does; costs the look at two attributes while nobody listens."""
 
     def __init__(self) -> None:
@@ -166,10 +166,12 @@ class Observer:
     def listens(self) -> bool:
         return self.recorder is not None or profiler._is_profiler_enabled
 
-    def flight(self, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int) -> Flight | None:
+    def flight(
+        self, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
+    ) -> CollectiveTrace | None:
         if not self.listens:
             return None
-        return Flight(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
+        return CollectiveTrace(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
         """A span begins inside those that are open, unless it has begun before."""
@@ -214,7 +216,7 @@ class Observer:
             self.end(key)
 
     @contextmanager
-    def awaiting(self, exchange: str, name: str, flight: Callable[[], Flight | None]) -> Iterator[None]:
+    def awaiting(self, exchange: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
         """The program waits for an exchange that another thread launches and adds up; `flight`: when it is known."""
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from layerzero.comm.trace_recorder import Observer
+from layerzero.comm.trace_recorder import TraceDispatcher
 
-__all__ = ["GATHERS", "Exchange", "Ledger", "Watched", "Watching", "gather_name", "spelled"]
+__all__ = ["GATHERS", "Exchange", "TrafficCounters", "Watched", "Watching", "gather_name", "spelled"]
 
 
 class Exchange(enum.Enum):
@@ -85,7 +85,7 @@ def gather_name(exchange: Exchange, unit: str) -> str:
 
 
 @dataclass
-class Ledger:
+class TrafficCounters:
     """Calls and bytes that this rank sent, by exchange and by (exchange, axis), and what else is counted.
 
     Attributes:
@@ -97,7 +97,7 @@ class Ledger:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: Counter[str] = field(default_factory=Counter)
-    observer: Observer = field(default_factory=Observer)
+    observer: TraceDispatcher = field(default_factory=TraceDispatcher)
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
     failure: str = ""  # of the first exchange that did
     watching: Watching | None = None  # is told of each exchange as it is launched, and when its wait has returned

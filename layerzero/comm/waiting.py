@@ -6,15 +6,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from layerzero.comm.collectives import Issued
-from layerzero.comm.traffic_counters import Exchange, Ledger
+from layerzero.comm.collectives import LaunchedCollective
+from layerzero.comm.traffic_counters import Exchange, TrafficCounters
 
-__all__ = ["awaited_by_host"]
+__all__ = ["record_wait"]
 
 
 @contextmanager
-def awaited_by_host(
-    ledger: Ledger, exchange: Exchange, name: str = "", issued: Sequence[Issued] = (), number: int = 0
+def record_wait(
+    ledger: TrafficCounters,
+    exchange: Exchange,
+    name: str = "",
+    issued: Sequence[LaunchedCollective] = (),
+    number: int = 0,
 ) -> Iterator[None]:
     """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched; or,
     without one, for all of a kind.

@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
-from layerzero.comm.collectives import Works
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.collectives import PendingCollective
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import spelled
-from layerzero.device.accelerator import StreamOrder
+from layerzero.device.accelerator import CurrentStream
 
 __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 
@@ -96,7 +96,7 @@ class Launch:
 
     __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
 
-    def __init__(self, works: Works, number: int, step: int, order: StreamOrder | None) -> None:
+    def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
         issued, held = works.issued, works.issued.lane.held
         self.exchange, self.name = issued.exchange, issued.name
         self.group, self.ranks = held.name, held.ranks
@@ -165,12 +165,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, topology: Topology, scope: Scope, limit: float, *, owner: object, is_default: bool = False
+        self, topology: MeshInfo, scope: Scope, limit: float, *, owner: object, is_default: bool = False
     ) -> None:
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
         self._period = _period(limit)
-        self._ledger, self._order = topology.ledger, StreamOrder.of(topology.device)
+        self._ledger, self._order = topology.ledger, CurrentStream.of(topology.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
         # A connection of its own: a request that waits in the default one keeps it from other threads.
@@ -220,7 +220,7 @@ class Watchdog:
     def _count_step(self, *_: object) -> None:
         self._steps += 1
 
-    def launched(self, works: Works) -> Launch:
+    def launched(self, works: PendingCollective) -> Launch:
         """Note that works have been launched. Called for each collective: it takes no lock, and asks no device."""
         group = works.issued.lane.held.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group

@@ -12,20 +12,20 @@ from torch import Tensor
 
 __all__ = [
     "Clock",
+    "CurrentStream",
     "DeviceClock",
-    "StreamMark",
-    "StreamOrder",
+    "HostDeviceCopies",
+    "StreamEvent",
     "TouchedBy",
-    "Transfers",
     "compute_device",
     "default_device_type",
+    "device_module",
     "finish_copies",
     "host_memory",
     "refuse_capture",
-    "streams_module",
 ]
 
-StreamMark = Any  # a place in what a stream does: the device's event, None on the CPU
+StreamEvent = Any  # a place in what a stream does: the device's event, None on the CPU
 
 
 def default_device_type() -> str:
@@ -34,7 +34,7 @@ def default_device_type() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def streams_module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> Any:
     """``torch.cuda``, or what has the streams of another device; None where the host itself computes."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
@@ -45,7 +45,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     Raises:
         RuntimeError: names `what`, which was called, and modules that can be captured.
     """
-    module = streams_module(device)
+    module = device_module(device)
     if module is None or not module.is_current_stream_capturing():
         return
     raise RuntimeError(
@@ -73,27 +73,27 @@ def finish_copies(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class StreamOrder:
+class CurrentStream:
     """Orders what the current stream of a device does after what another one, or itself, has done before."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @classmethod
-    def of(cls, device: torch.device) -> StreamOrder | None:
+    def of(cls, device: torch.device) -> CurrentStream | None:
         """None on the CPU, which has no streams: what the host has done is done."""
-        module = streams_module(device)
+        module = device_module(device)
         return None if module is None else cls(module)
 
     def current(self) -> Any:
         """The current stream."""
         return self._module.current_stream()
 
-    def mark(self) -> StreamMark:
+    def mark(self) -> StreamEvent:
         """What the current stream was given so far."""
         return self._module.current_stream().record_event()
 
-    def wait(self, mark: StreamMark) -> None:
+    def wait(self, mark: StreamEvent) -> None:
         """What the current stream does from here on comes after `mark`. The host does not wait."""
         if mark is not None:
             self._module.current_stream().wait_event(mark)
@@ -106,7 +106,7 @@ class TouchedBy:
     differ from the stream that is current at a copy.
     """
 
-    def __init__(self, order: StreamOrder | None) -> None:
+    def __init__(self, order: CurrentStream | None) -> None:
         self._order = order
         self._streams: list[Any] = []
 
@@ -115,13 +115,13 @@ class TouchedBy:
         if self._order is not None and (stream := self._order.current()) not in self._streams:
             self._streams.append(stream)
 
-    def marks(self) -> list[StreamMark]:
+    def marks(self) -> list[StreamEvent]:
         """Return one event per stream, after its uses so far, and clear the streams."""
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
 
 
-class Transfers:
+class HostDeviceCopies:
     """Copies between a device and host memory that run beside the computation, one after the other each way.
 
     On the CPU, where there is nothing to run beside, a copy is done when :meth:`copy` returns.
@@ -132,10 +132,10 @@ class Transfers:
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         self.device = device
-        self.order = StreamOrder.of(device)
+        self.order = CurrentStream.of(device)
         self.pins = self.order is not None
         self._pin_memory = pin_memory
-        self._module: Any = streams_module(device)
+        self._module: Any = device_module(device)
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
@@ -159,7 +159,7 @@ class Transfers:
         )
         return stream
 
-    def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamMark] = ()) -> StreamMark:
+    def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamEvent] = ()) -> StreamEvent:
         """Start a copy that sees all that the current stream has computed so far, and what `after` marks.
 
         Neither tensor may be touched, nor `source` be written, before :meth:`wait` for the mark that this returns.
@@ -177,12 +177,12 @@ class Transfers:
             target.copy_(source, non_blocking=True)
         return side.record_event()
 
-    def finish(self, mark: StreamMark) -> None:
+    def finish(self, mark: StreamEvent) -> None:
         """Return when the copy is done: the host may use both tensors then."""
         if mark is not None:
             mark.synchronize()
 
-    def wait(self, mark: StreamMark) -> None:
+    def wait(self, mark: StreamEvent) -> None:
         """Let what the current stream computes from here on come after the copy. The host does not wait."""
         if self.order is not None:
             self.order.wait(mark)

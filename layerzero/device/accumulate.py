@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_up"]
+__all__ = ["accumulate_parts"]
 
 _PIECE = 1 << 16  # elements: in fp32, with its copy, half a MiB; torch gives two threads of a pool such a one
 
 
-def add_up(
+def accumulate_parts(
     target: Tensor,
     parts: Iterable[Tensor],
     *,

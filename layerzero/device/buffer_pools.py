@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from layerzero.device.accelerator import StreamMark, StreamOrder
+from layerzero.device.accelerator import CurrentStream, StreamEvent
 
-__all__ = ["BufferPool", "Gathered", "Size", "StoragePool", "bytes_of_buffers", "most_gathered"]
+__all__ = ["BufferPool", "FullBufferPool", "Gathered", "Size", "bytes_of_buffers", "max_gathered_bytes"]
 
 Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
 
@@ -41,7 +41,7 @@ class Gathered(NamedTuple):
     kept: int = 0  # bytes that stay of it from a forward to its backward
 
 
-def most_gathered(units: Sequence[Gathered], prefetch: int) -> int:
+def max_gathered_bytes(units: Sequence[Gathered], prefetch: int) -> int:
     """Bytes of the full buffers that are filled at once: the root's, those that stay, of each mesh a unit's and those
     ahead of it; and of what is kept of them.
     """
@@ -72,8 +72,8 @@ class BufferPool:
     def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
         self.foreseen: Mapping[Size, int] = dict(foreseen)
-        self._order = StreamOrder.of(device)
-        self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamMark]]] = defaultdict(deque)
+        self._order = CurrentStream.of(device)
+        self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
         self._lock = threading.Lock()  # reductions take and give in threads of theirs
         self.allocated_bytes = 0
@@ -112,7 +112,7 @@ class BufferPool:
             self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
 
 
-class StoragePool:
+class FullBufferPool:
     """Lends memory to the storages of full buffers, of which few are filled at once.
 
     Autograd saves views of a full buffer, so its storage must stay the same object while its memory comes and goes.
@@ -134,8 +134,8 @@ class StoragePool:
         self.most_bytes = 0  # lent and parked at once, so far
         self._lent_bytes = 0
         self._device = device
-        self._order = StreamOrder.of(device)
-        self._parked: dict[int, list[tuple[UntypedStorage, StreamMark]]] = defaultdict(list)  # by bytes
+        self._order = CurrentStream.of(device)
+        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # by bytes
         self._empty: list[UntypedStorage] = []
         self._homes: dict[int, int] = {}  # by storage: the address that it had last
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
@@ -174,14 +174,14 @@ class StoragePool:
         else:
             self._free(storage, None if self._order is None else self._order.mark())
 
-    def _free(self, storage: UntypedStorage, used: StreamMark) -> None:
+    def _free(self, storage: UntypedStorage, used: StreamEvent) -> None:
         """Return the memory of a storage to the allocator, to be reused after `used`."""
         stream = self._streams.pop(storage.data_ptr(), None)
         if stream is not None and used is not None:
             stream.wait_event(used)
         storage.resize_(0)
 
-    def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamMark]]) -> int:
+    def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
         """The memory that it had last, if it is there: a program that repeats itself finds units where they were."""
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero.device.accelerator import StreamMark, TouchedBy, Transfers
-from layerzero.device.buffer_pools import BufferPool, StoragePool
-from layerzero.device.gradient_storage import KeptPlace, Place
+from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.device.gradient_storage import GradientStorage, PersistentStorage
 
 __all__ = ["Accumulators", "Buffers", "accumulator_bytes"]
 
@@ -41,13 +41,13 @@ class Accumulators:
     def __init__(
         self,
         device: torch.device,
-        transfers: Transfers | None = None,
-        in_node: Callable[[int, torch.dtype], Place] | None = None,
+        transfers: HostDeviceCopies | None = None,
+        in_node: Callable[[int, torch.dtype], GradientStorage] | None = None,
     ) -> None:
         self._device = device
         self._in_node = in_node
         self._slabs = None if transfers is None else _Slabs(transfers)
-        self._made: list[Place] = []
+        self._made: list[GradientStorage] = []
 
     @property
     def device_bytes(self) -> int:
@@ -58,17 +58,17 @@ class Accumulators:
     @property
     def host_bytes(self) -> int:
         """Bytes in the host's memory now."""
-        return sum(each.host_bytes for each in self._made if isinstance(each, _SlabPlace))
+        return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
 
-    def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> Place:
+    def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> GradientStorage:
         """A place of `numel` elements for a handle of `unit`; `sent_in_node`: hop 1 sends it, if there is one."""
-        made: Place
+        made: GradientStorage
         if self._slabs is not None:
-            made = _SlabPlace(self._slabs, unit, numel, dtype)
+            made = OffloadedStorage(self._slabs, unit, numel, dtype)
         elif sent_in_node and self._in_node is not None:
             made = self._in_node(numel, dtype)
         else:
-            made = KeptPlace(numel, dtype, self._device)
+            made = PersistentStorage(numel, dtype, self._device)
         self._made.append(made)
         return made
 
@@ -88,10 +88,10 @@ class Buffers:
 
     scratch: BufferPool  # of exchanges
     outgoing: BufferPool  # of what hop 1 sends: the same, or memory that the other ranks of the node read
-    full: StoragePool
+    full: FullBufferPool
     accumulators: Accumulators
-    to_host: Transfers | None = None  # what carries masters and final gradients, where the host updates
-    weights_to_host: Transfers | None = None  # copies of compute weights, if these are in host memory
+    to_host: HostDeviceCopies | None = None  # what carries masters and final gradients, where the host updates
+    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
 
 
 def _aligned(nbytes: int) -> int:
@@ -99,7 +99,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class _SlabPlace(Place):
+class OffloadedStorage(GradientStorage):
     """See [Note: Two slabs]."""
 
     lasting = False
@@ -113,7 +113,7 @@ class _SlabPlace(Place):
         self._host: Tensor | None = None  # [numel], from the first store on
         self._device: Tensor | None = None  # [numel], inside a slab, while the unit has one
         self._newer = False  # the slab holds contents that the host does not
-        self._stored: StreamMark = None  # of the last copy to the host
+        self._stored: StreamEvent = None  # of the last copy to the host
 
     @property
     def host_bytes(self) -> int:
@@ -173,13 +173,13 @@ class _Tenant:
     def __init__(self) -> None:
         self.nbytes = 0
         self.slab: _Slab | None = None
-        self._places: list[_SlabPlace] = []
+        self._places: list[OffloadedStorage] = []
 
     @property
     def leased(self) -> bool:
         return any(place.leased for place in self._places)
 
-    def add(self, place: _SlabPlace, nbytes: int) -> slice:
+    def add(self, place: OffloadedStorage, nbytes: int) -> slice:
         """The bytes of a slab that are to be its own."""
         assert self.slab is None, "a unit grows while it has a slab"
         self._places.append(place)
@@ -197,9 +197,9 @@ class _Slab:
     def __init__(self, touched: TouchedBy) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
-        self.copied: StreamMark = None  # the last copy from or to it
+        self.copied: StreamEvent = None  # the last copy from or to it
         self.touched = touched  # streams that have opened it since, and not closed it yet
-        self.used: list[StreamMark] = []  # ends of uses since
+        self.used: list[StreamEvent] = []  # ends of uses since
 
     def end_uses(self) -> None:
         """Order the next copy after the work so far of the current stream and of streams that have opened the slab."""
@@ -210,7 +210,7 @@ class _Slab:
 class _Slabs:
     """Two slabs, and who has them."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: HostDeviceCopies) -> None:
         self.transfers = transfers
         self.lock = threading.RLock()
         self._slabs = [_Slab(TouchedBy(transfers.order)) for _ in range(_SLABS)]  # the one used last comes last
@@ -251,8 +251,8 @@ class _Slabs:
         return slab
 
     def copy(
-        self, slab: _Slab, target: Tensor, source: Tensor, *, to_host: bool, after: StreamMark = None
-    ) -> StreamMark:
+        self, slab: _Slab, target: Tensor, source: Tensor, *, to_host: bool, after: StreamEvent = None
+    ) -> StreamEvent:
         slab.end_uses()
         marks = (slab.copied, after, *slab.used)
         slab.used.clear()

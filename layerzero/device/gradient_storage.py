@@ -28,10 +28,10 @@ from torch import Tensor
 
 from layerzero.device.buffer_pools import BufferPool
 
-__all__ = ["InsidePlace", "KeptPlace", "Lease", "Loan", "Place", "ScratchPlace"]
+__all__ = ["AliasedStorage", "GradientStorage", "Lease", "PersistentStorage", "PooledStorage", "SendLease"]
 
 
-class Place(ABC):
+class GradientStorage(ABC):
     """Flat memory for one sum, 1-D [numel].
 
     Attributes:
@@ -74,15 +74,15 @@ class Place(ABC):
         self._leases += 1
         return Lease(self._end_lease)
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> Loan:
+    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """Let an exchange read all of it, as `wire`: in place, or with `copies` from scratch; nothing is to be kept."""
         tensor = self.open(keep=True)
         if tensor.dtype != wire or copies:
             tensor = pool.take(self.numel, wire).copy_(tensor)
             self.close(keep=False)
-            return Loan(partial(pool.give, tensor), tensor)
+            return SendLease(partial(pool.give, tensor), tensor)
         self._leases += 1
-        return Loan(self._end_loan, tensor)
+        return SendLease(self._end_loan, tensor)
 
     def _end_lease(self) -> None:
         self._leases -= 1
@@ -132,7 +132,7 @@ class Lease:
             end()
 
 
-class Loan(Lease):
+class SendLease(Lease):
     """A lease of what an exchange reads: `tensor`."""
 
     def __init__(self, end: Callable[[], None], tensor: Tensor) -> None:
@@ -140,7 +140,7 @@ class Loan(Lease):
         self.tensor = tensor
 
 
-class KeptPlace(Place):
+class PersistentStorage(GradientStorage):
     """Memory of its own, from its first use on; it starts with zeros."""
 
     fixed = True
@@ -160,7 +160,7 @@ class KeptPlace(Place):
         return self._tensor
 
 
-class ScratchPlace(Place):
+class PooledStorage(GradientStorage):
     """Memory that it takes from a pool when it is opened, and gives back when nothing is to be kept."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
@@ -177,12 +177,12 @@ class ScratchPlace(Place):
             self._tensor = self._pool.take(self.numel, self.dtype)
         return self._tensor
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> Loan:
+    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         if self.dtype != wire:
             return super().lend(wire, pool)
         tensor = self.open(keep=True)
         self._tensor = None  # what comes meanwhile lies elsewhere
-        return Loan(partial(self._pool.give, tensor), tensor)
+        return SendLease(partial(self._pool.give, tensor), tensor)
 
     def close(self, *, keep: bool) -> None:
         if not keep and self._tensor is not None:
@@ -190,24 +190,24 @@ class ScratchPlace(Place):
             self._pool.give(tensor)
 
 
-class Stay(enum.Enum):
-    """States of an :class:`InsidePlace`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
+class AliasState(enum.Enum):
+    """States of an :class:`AliasedStorage`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
 
     HOME = "home"
     AWAY = "away"
     ASIDE = "aside"
 
 
-class InsidePlace(Place):
+class AliasedStorage(GradientStorage):
     """A part of another place, which it leaves while something else is summed up there.
 
     See [Note: The final gradient rests in the node sum].
     """
 
-    def __init__(self, around: Place, part: slice) -> None:
+    def __init__(self, around: GradientStorage, part: slice) -> None:
         super().__init__(part.stop - part.start, around.dtype)
         assert around.lasting
-        self.stay = Stay.HOME
+        self.stay = AliasState.HOME
         self._around = around
         self._part = part
         self._aside: Tensor | None = None  # [numel], allocated at the first copy
@@ -224,22 +224,22 @@ class InsidePlace(Place):
         return self._around.open(keep=True)[self._part]
 
     def open(self, *, keep: bool) -> Tensor:
-        if self.stay is Stay.HOME:
+        if self.stay is AliasState.HOME:
             return self.home()
         if self._aside is None:
             self._aside = torch.empty_like(self.home())
-        self.stay = Stay.ASIDE
+        self.stay = AliasState.ASIDE
         return self._aside
 
     def vacate(self, *, keep: bool) -> None:
-        if self.stay is not Stay.HOME:
+        if self.stay is not AliasState.HOME:
             return
-        self.stay = Stay.AWAY
+        self.stay = AliasState.AWAY
         if keep:
             self.open(keep=False).copy_(self.home())
 
     def settle(self, *, keep: bool) -> None:
-        if keep and self.stay is Stay.ASIDE:
+        if keep and self.stay is AliasState.ASIDE:
             assert self._aside is not None
             self.home().copy_(self._aside)
-        self.stay = Stay.HOME
+        self.stay = AliasState.HOME

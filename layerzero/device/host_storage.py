@@ -23,24 +23,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero.device.accelerator import StreamMark, TouchedBy, Transfers
+from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.gradient_storage import Place
+from layerzero.device.gradient_storage import GradientStorage
 
-__all__ = ["Fetch", "HostPlace", "HostShard"]
+__all__ = ["Fetch", "HostShard", "HostStorage"]
 
 
-class HostPlace(Place):
+class HostStorage(GradientStorage):
     """Memory in the host, used on the device; see [Note: The host updates]."""
 
     lasting = False
 
-    def __init__(self, numel: int, dtype: torch.dtype, transfers: Transfers, pool: BufferPool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
         self._transfers = transfers
         self._pool = pool  # lends the scratch
         self._host: Tensor | None = None
-        self._stored: StreamMark = None  # ends when the host has what was stored last
+        self._stored: StreamEvent = None  # ends when the host has what was stored last
         self._device: Tensor | None = None  # while it is used
         self._touched = TouchedBy(transfers.order)
 
@@ -88,8 +88,8 @@ class HostPlace(Place):
 class Fetch:
     """Copy to the device that no collective follows."""
 
-    transfers: Transfers
-    mark: StreamMark
+    transfers: HostDeviceCopies
+    mark: StreamEvent
 
     def wait(self) -> None:
         """Make the current stream wait for the copy."""
@@ -103,12 +103,12 @@ class HostShard:
         tensor: 1-D [numel], initially zeros.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, transfers: Transfers, pool: BufferPool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         self.tensor = transfers.host_buffer(numel, dtype).zero_()
         self._transfers = transfers
         self._pool = pool  # lends the scratch
-        self._stored: StreamMark = None  # of the last copy to the host
-        self._fetched: StreamMark = None  # of the last copy to the device
+        self._stored: StreamEvent = None  # of the last copy to the host
+        self._fetched: StreamEvent = None  # of the last copy to the device
 
     @contextmanager
     def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:

@@ -35,18 +35,18 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.device.accelerator import streams_module
+from layerzero.device.accelerator import device_module
 
 __all__ = [
-    "Awaited",
+    "DeferredCollectiveError",
     "DeviceStreams",
     "ImmediateStreams",
+    "ReductionStreams",
     "Stream",
     "StreamThread",
-    "Streams",
     "ThreadStream",
     "ThreadStreams",
-    "Unexplained",
+    "Waitable",
     "streams_of",
 ]
 
@@ -56,7 +56,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 _PATIENCE = 5.0  # seconds to wait for collectives in flight when a model is closed or the process ends
 
 
-class Awaited(Protocol):
+class Waitable(Protocol):
     """Something that ends: an exchange, a mark."""
 
     def wait(self) -> None:
@@ -71,15 +71,15 @@ class Stream(ABC):
         """Do this after all that was given before."""
 
     @abstractmethod
-    def wait(self, awaited: Awaited) -> None:
+    def wait(self, awaited: Waitable) -> None:
         """What is given from here on is done after `awaited`."""
 
     @abstractmethod
-    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
+    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
         """Ends when all is done that was given so far; `waiting` is around the time that the host waits for it."""
 
 
-class Streams(ABC):
+class ReductionStreams(ABC):
     """The streams of a model's reductions: launches, what arrives from the node, and from the replicas.
 
     A stream waits for marks of those before it, and `launches` for those of `node`.
@@ -96,10 +96,10 @@ class Streams(ABC):
         return False
 
     @abstractmethod
-    def landed(self) -> Awaited:
+    def landed(self) -> Waitable:
         """All that the program has computed so far: the gradients that have arrived."""
 
-    def bound(self, marks: deque[Awaited], most: int) -> None:
+    def bound(self, marks: deque[Waitable], most: int) -> None:
         """Forget the oldest of `marks` until `most` are left, where the host runs ahead of them: waiting for each."""
         while len(marks) > most:
             marks.popleft()
@@ -111,7 +111,7 @@ class Streams(ABC):
         """End the threads that act as streams, after their pending work."""
 
     @abstractmethod
-    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
         """What the program does from here on comes after all that was given to any stream; forget all `marks`."""
 
 
@@ -143,7 +143,7 @@ class _ThreadMark:
         self._failures.check()
 
 
-class Unexplained(RuntimeError):
+class DeferredCollectiveError(RuntimeError):
     """An error of a thread, of which the host is to find out more where it comes to it: it may know better by then."""
 
     def __init__(self, error: Exception, explain: Callable[[Exception], Exception]) -> None:
@@ -167,10 +167,10 @@ class _Failures:
         Before all is `settled`, only if it is of an exchange. Others come to all ranks at another place of the program,
         and a rank that stopped there would leave its lanes out of step.
         """
-        if self._found and (settled or isinstance(self._found[0], Unexplained)):
+        if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
             first = self._found.popleft()
             self._found.clear()
-            if isinstance(first, Unexplained):
+            if isinstance(first, DeferredCollectiveError):
                 raise first.explain(first.error) from first.error
             raise first
 
@@ -239,11 +239,11 @@ class ThreadStream(Stream):
         else:  # ended with the process, or left behind by a fork
             operation()
 
-    def wait(self, awaited: Awaited) -> None:
+    def wait(self, awaited: Waitable) -> None:
         if awaited is not _NOTHING:
             self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
 
-    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
+    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
         if self.thread.ident is None:  # nothing was given
             return _NOTHING
         mark = _ThreadMark(self._failures, waiting)
@@ -251,7 +251,7 @@ class ThreadStream(Stream):
         return mark
 
 
-class ThreadStreams(Streams):
+class ThreadStreams(ReductionStreams):
     """Streams that threads play; see [Note: Threads and what they share]."""
 
     beside = True
@@ -273,19 +273,19 @@ class ThreadStreams(Streams):
     def failed(self) -> bool:
         return self._launcher.failed
 
-    def landed(self) -> Awaited:
+    def landed(self) -> Waitable:
         for stream in self._threads:  # before anything is in flight
             stream.start()
         return _NOTHING
 
-    def bound(self, marks: deque[Awaited], most: int) -> None:
+    def bound(self, marks: deque[Waitable], most: int) -> None:
         while len(marks) > most:
             marks.popleft().wait()
 
     def check(self) -> None:
         self._failures.check()
 
-    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
         try:
             for each in marks:
                 self.bound(each, 0)
@@ -312,23 +312,23 @@ class _ImmediateStream(Stream):
     def run(self, operation: Operation) -> None:
         operation()
 
-    def wait(self, awaited: Awaited) -> None:
+    def wait(self, awaited: Waitable) -> None:
         awaited.wait()
 
-    def mark(self, waiting: Waiting = nullcontext) -> Awaited:
+    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
         return _NOTHING
 
 
-class ImmediateStreams(Streams):
+class ImmediateStreams(ReductionStreams):
     """One order for all: nothing runs beside anything."""
 
     def __init__(self) -> None:
         self.launches = self.node = self.replica = _ImmediateStream()
 
-    def landed(self) -> Awaited:
+    def landed(self) -> Waitable:
         return _NOTHING
 
-    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
         for each in marks:
             each.clear()
 
@@ -356,7 +356,7 @@ class _DeviceStream(Stream):
         with self._module.stream(self._stream):
             operation()
 
-    def wait(self, awaited: Awaited) -> None:
+    def wait(self, awaited: Waitable) -> None:
         with self._module.stream(self._stream):
             awaited.wait()
 
@@ -364,33 +364,33 @@ class _DeviceStream(Stream):
         return _DeviceMark(self._module, (self._stream.record_event(),))
 
 
-class DeviceStreams(Streams):
+class DeviceStreams(ReductionStreams):
     """Streams of an accelerator, beside the one that computes.
 
     Autograd delivers gradients of leaves on the stream under which their nodes were made: the one that is current now.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module = streams_module(device)
+        self._module = device_module(device)
         self._birth = self._module.current_stream()
         self.launches = _DeviceStream(self._module, device)
         self.node = _DeviceStream(self._module, device)
         self.replica = _DeviceStream(self._module, device)
 
-    def landed(self) -> Awaited:
+    def landed(self) -> Waitable:
         current = self._module.current_stream()
         streams = (current,) if current == self._birth else (current, self._birth)
         return _DeviceMark(self._module, tuple(stream.record_event() for stream in streams))
 
-    def settle(self, marks: Sequence[deque[Awaited]]) -> None:
+    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
         for stream in (self.launches, self.node, self.replica):
             stream.mark().wait()
         for each in marks:
             each.clear()
 
 
-def streams_of(device: torch.device, *, on_gloo: bool) -> Streams:
+def streams_of(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
     """On what the reductions of a model run; see [Note: Streams]."""
-    if streams_module(device) is not None:
+    if device_module(device) is not None:
         return DeviceStreams(device)
     return ThreadStreams() if on_gloo else ImmediateStreams()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.op_errors import explained, penalised
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["with_origin"]
 
@@ -29,7 +29,7 @@ __all__ = ["with_origin"]
 class Derived(DTensor):
     """A DTensor with a ``grad_fn`` that leads to a sharded parameter."""
 
-    origin: RowSpan  # of that parameter, or of the first one of several
+    origin: RowShardSpec  # of that parameter, or of the first one of several
 
     @classmethod
     def __torch_function__(
@@ -50,14 +50,14 @@ class Derived(DTensor):
         return with_origin(made, ours.origin)
 
 
-def with_origin(made: Any, origin: RowSpan) -> Any:
+def with_origin(made: Any, origin: RowShardSpec) -> Any:
     """Return `made` with :class:`Derived` in place of the tensors that autograd has derived from a parameter."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)
 
 
-def _with_origin(origin: RowSpan, made: DTensor) -> DTensor:
+def _with_origin(origin: RowShardSpec, made: DTensor) -> DTensor:
     if type(made) is DTensor and made.grad_fn is not None:
         made.__class__ = Derived
         made.origin = origin  # type: ignore[attr-defined]
@@ -66,5 +66,5 @@ def _with_origin(origin: RowSpan, made: DTensor) -> DTensor:
     return made
 
 
-def _refuse(origin: RowSpan, gradient: Tensor) -> None:
+def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:
     raise RuntimeError(penalised(origin))

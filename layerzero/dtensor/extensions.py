@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, Works, all_gather
-from layerzero.comm.mesh_info import Topology
-from layerzero.device.buffer_pools import StoragePool
+from layerzero.comm.collectives import Exchange, PendingCollective, all_gather
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.device.buffer_pools import FullBufferPool
 
 __all__ = [
     "ExtendedGather",
@@ -152,7 +152,7 @@ class ExtendedGather:
     """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
 
     It has the interfaces of :class:`~layerzero.comm.transport.process_group.Gathers` and
-    :class:`~layerzero.dtensor.leaves.Leaves`.
+    :class:`~layerzero.dtensor.leaves.GatheredParams`.
 
     Args:
         name: name of the parameter.
@@ -169,8 +169,8 @@ class ExtendedGather:
         name: str,
         shape: tuple[int, ...],
         shard: Tensor,
-        topology: Topology,
-        storages: StoragePool,
+        topology: MeshInfo,
+        storages: FullBufferPool,
         *,
         label: str,
     ) -> None:
@@ -246,14 +246,14 @@ class ExtendedGather:
                 self._storages.lend(buffer.untyped_storage(), nbytes)
             return self._launch(inputs, name, Exchange.GATHER)
 
-    def fill(self, storages: StoragePool) -> None:
+    def fill(self, storages: FullBufferPool) -> None:
         """Let the class write the gathered parameter from the received tensors."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.lend(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
-    def free(self, storages: StoragePool) -> None:
+    def free(self, storages: FullBufferPool) -> None:
         """Free the received tensors and the gathered parameter; the next gather fills the same storages."""
         for storage in self._all():
             if storage.nbytes():
@@ -330,7 +330,7 @@ class ExtendedGather:
 class PendingExtension:
     """Gather by an all-gather extension, in flight."""
 
-    works: Sequence[Works]
+    works: Sequence[PendingCollective]
     gather: ExtendedGather
 
     def wait(self) -> None:

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layerzero.comm.collectives import Exchange, all_gather
 from layerzero.dtensor.op_errors import moves_rows
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.utils.bit_sums import digest
 
 if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import LocalRows
+    from layerzero.dtensor.sharded_tensor import LocalShard
 
 __all__ = ["Sharded", "UnevenShard", "rows_of"]
 
@@ -54,7 +54,7 @@ class UnevenShard(Shard):
         return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
 
 
-def rows_of(value: Tensor, span: RowSpan) -> Tensor:
+def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     """This rank's rows of a whole tensor; of a DTensor that torch has cut otherwise, every rank must call this.
 
     Raises:
@@ -72,13 +72,13 @@ def rows_of(value: Tensor, span: RowSpan) -> Tensor:
     return part.reshape(span.stored)[span.rows.start : span.rows.stop]
 
 
-def _is_cut_by_others(value: DTensor, span: RowSpan) -> bool:
+def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
     """By rows on our mesh, but not one of our tensors."""
     by_rows = value.device_mesh == span.topology.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
     return by_rows and not hasattr(value._local_tensor, "span")
 
 
-def _rows_as_cut(value: DTensor, span: RowSpan) -> Tensor:
+def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
     """This rank's rows of a DTensor that :func:`_is_cut_by_others`; see [Note: Whose cut].
 
     Raises:
@@ -126,7 +126,7 @@ def _new(name: str) -> Callable[..., Tensor]:
 class Sharded(DTensor):
     """The part of a sharded tensor that has to do with whole ones; see `layerzero.dtensor.sharded_tensor`."""
 
-    _local_tensor: LocalRows
+    _local_tensor: LocalShard
     new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
     new_ones, new_full = _new("new_ones"), _new("new_full")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
-__all__ = ["OF_GRADIENTS", "GradientsDue", "accumulate_hooks", "once_it_is_known", "plain_access"]
+__all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "once_it_is_known", "plain_access"]
 
 _GRADIENT: Any = Tensor.grad
 OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as __torch_function__ sees them
@@ -37,7 +37,7 @@ def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-class GradientsDue:
+class LazyGrad:
     """What the parameters of a model know of their gradients, without keeping the model.
 
     Args:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from layerzero.device.buffer_pools import StoragePool
-from layerzero.dtensor.main_grad import GatheredParameter
-from layerzero.dtensor.model_parallel_spec import Face
-from layerzero.dtensor.strided import StridedCopy, keeps_order
+from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.dtensor.main_grad import MainGradParameter
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.strided import StridedParam, keeps_order
 
-__all__ = ["Leaves"]
+__all__ = ["GatheredParams"]
 
 
-class Leaves:
+class GatheredParams:
     """Views of `compute`, an alias of the full buffer; some have strides of their own, some are DTensors.
 
     These have version counters of their own, the others that of `compute`.
@@ -21,28 +21,30 @@ class Leaves:
 
     def __init__(self, compute: Tensor) -> None:
         self._compute = compute  # 1-D [G]
-        self._strided: list[StridedCopy] = []
+        self._strided: list[StridedParam] = []
         self._counters = [compute]
 
-    def make(self, place: slice, original: Tensor, face: Face | None, *, offers_main_grad: bool) -> nn.Parameter:
+    def make(
+        self, place: slice, original: Tensor, face: ModelParallelSpec | None, *, offers_main_grad: bool
+    ) -> nn.Parameter:
         """The leaf for the elements at `place`, in the shape and the strides of `original`."""
         whole = self._compute[place].view(original.shape)
         if not keeps_order(original):
-            self._strided.append(StridedCopy(whole, like=original))
+            self._strided.append(StridedParam(whole, like=original))
             whole = self._strided[-1].tensor
             self._counters.append(whole)
         if face is None or not face.dressed:
-            return (GatheredParameter if offers_main_grad else nn.Parameter)(whole)
+            return (MainGradParameter if offers_main_grad else nn.Parameter)(whole)
         leaf = face.dress(whole)
         self._counters.append(leaf)
         return leaf
 
-    def fill(self, storages: StoragePool) -> None:
+    def fill(self, storages: FullBufferPool) -> None:
         """The full buffer has been filled."""
         for strided in self._strided:
             strided.fill(storages)
 
-    def free(self, storages: StoragePool) -> None:
+    def free(self, storages: FullBufferPool) -> None:
         for strided in self._strided:
             strided.free(storages)
 

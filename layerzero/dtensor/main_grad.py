@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-__all__ = ["FLAG", "GatheredParameter", "take_flag"]
+__all__ = ["FLAG", "MainGradParameter", "take_flag"]
 
 FLAG = "grad_added_to_main_grad"
 
 
-class GatheredParameter(nn.Parameter):
+class MainGradParameter(nn.Parameter):
     """A gathered parameter whose gradients are kept whole between the backwards of a step."""
 
     grad_added_to_main_grad: bool

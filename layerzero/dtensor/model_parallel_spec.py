@@ -30,7 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Face", "misplaced", "part_held"]
+__all__ = ["ModelParallelSpec", "misplaced", "part_held"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
@@ -53,7 +53,7 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Face:
+class ModelParallelSpec:
     """What a parameter is beyond the part that the data-parallel ranks share; see [Note: Faces]."""
 
     mesh: DeviceMesh  # the further axes
@@ -65,7 +65,7 @@ class Face:
     held: tuple[int, int] | None = None  # an axis, and the one place on it that has everything; see `of_state`
 
     @classmethod
-    def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> Face:
+    def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> ModelParallelSpec:
         """Of a parameter as the model has it; `mesh` is that of the DTensors beside it, if it is none."""
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         if isinstance(parameter, DTensor):
@@ -115,7 +115,7 @@ class Face:
         """Ranks of the further axes have different parts."""
         return any(isinstance(each, Shard) for each in self.placements)
 
-    def cut_like(self, other: Face) -> bool:
+    def cut_like(self, other: ModelParallelSpec) -> bool:
         alike = (self.shape, self.placements, self.held) == (other.shape, other.placements, other.held)
         return alike and self.mesh == other.mesh
 
@@ -136,7 +136,7 @@ class Face:
         """The shape that the parts of the ranks along one axis have together."""
         return self._box_without(axis)[0]
 
-    def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> Face:
+    def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
         """Of a tensor in the state of the optimizer, where one rank has updated the parameter.
 
         Along `axis`, the rank at `place` has all of it. Another axis that cuts the parameter cuts it into matrices of a

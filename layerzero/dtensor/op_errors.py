@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["MOVED", "TOO_COARSE", "cut_elsewhere", "explained", "moves_rows", "penalised"]
 
@@ -18,7 +18,7 @@ TOO_COARSE = (
 )
 
 
-def moves_rows(what: str, span: RowSpan) -> str:
+def moves_rows(what: str, span: RowShardSpec) -> str:
     """Why an operation that would move rows between ranks is refused."""
     return (
         f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
@@ -27,7 +27,7 @@ def moves_rows(what: str, span: RowSpan) -> str:
     )
 
 
-def penalised(span: RowSpan) -> str:
+def penalised(span: RowShardSpec) -> str:
     """Explain why gradients cannot flow through a result that was computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
@@ -38,7 +38,7 @@ def penalised(span: RowSpan) -> str:
     )
 
 
-def _not_gathered(func: Any, span: RowSpan) -> str:
+def _not_gathered(func: Any, span: RowShardSpec) -> str:
     return (
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
         f"{len(span.rows)} of {span.count} rows. A parameter is whole only while the forward of its unit runs: call "
@@ -49,7 +49,7 @@ def _not_gathered(func: Any, span: RowSpan) -> str:
     )
 
 
-def cut_elsewhere(func: Any, span: RowSpan) -> str:
+def cut_elsewhere(func: Any, span: RowShardSpec) -> str:
     """Why an operation that counts on rows as torch cuts them is refused."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
@@ -66,7 +66,7 @@ _EXPLAINED = {  # by a part of torch's own error
 }
 
 
-def explained(error: RuntimeError, func: Any, span: RowSpan) -> RuntimeError:
+def explained(error: RuntimeError, func: Any, span: RowShardSpec) -> RuntimeError:
     """Return the error to raise in place of torch's: one that names the parameter, or `error` itself."""
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
     return error if explain is None else RuntimeError(explain(func, span))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.dtensor.lazy_grad import OF_GRADIENTS, once_it_is_known
-from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.row_shard_spec import MutationTracker
 
 if TYPE_CHECKING:
     from layerzero.dtensor.sharded_tensor import RowShardedTensor
@@ -111,7 +111,7 @@ def note_empty(func: Any, made: Tensor) -> Tensor:
     """What ``torch.empty_like`` has made of a sharded tensor is watched until somebody writes it."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "watch"):
-        local.watch = Watch()
+        local.watch = MutationTracker()
         local.watch.empty = True
     return made
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["call_whole", "draw_whole", "draws", "is_drawing", "is_truncating", "makes_alike"]
 
@@ -59,7 +59,7 @@ def makes_alike(func: Any) -> bool:
     return func in _ALIKE
 
 
-def draws(func: Any, span: RowSpan) -> bool:
+def draws(func: Any, span: RowShardSpec) -> bool:
     """An operator draws a random number for each element of a tensor of rows.
 
     Raises:
@@ -103,14 +103,14 @@ def is_truncating(caller: FrameType) -> bool:
 def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func` on whole tensors, and keep this rank's rows of what it draws; see [Note: Numbers by global row].
 
-    Some argument is a RowShardedTensor or a LocalRows. What `func` returns is of the same kind; an argument that it
+    Some argument is a RowShardedTensor or a LocalShard. What `func` returns is of the same kind; an argument that it
     returns has been overwritten.
     """
     wholes: dict[int, tuple[Any, Any]] = {}  # by id of the whole tensor: the argument and its rows
 
     def make_whole(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
-        span: RowSpan | None = getattr(rows, "span", None)
+        span: RowShardSpec | None = getattr(rows, "span", None)
         if span is None:
             return argument
         if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # transposed, say
@@ -149,7 +149,7 @@ def _needs_gradient(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _not_by_rows(what: str, span: RowSpan) -> str:
+def _not_by_rows(what: str, span: RowShardSpec) -> str:
     return (
         f"{what} on a tensor derived from parameter {span.name!r}: each rank would draw the same random numbers for "
         "other rows. Draw into the parameter itself or into a tensor like it (p.normal_(), torch.rand_like(p)), or "

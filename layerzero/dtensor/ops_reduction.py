@@ -4,7 +4,7 @@
 ``p.sum()`` and its like make a DTensor with a ``Partial`` placement. Where torch needs the number, or is asked for
 ``full_tensor()``, it adds the parts up (or takes their maximum, and so on), which every rank must do. But ``item()``,
 ``float()`` and ``bool()``, which a loop may call on one rank to print something, show this rank's part without a word.
-So the local tensor of such a DTensor is a :class:`LocalPart`, which refuses that where torch asks. Whoever holds one,
+So the local tensor of such a DTensor is a :class:`PartialScalar`, which refuses that where torch asks. Whoever holds one,
 from ``p.to_local().sum()``, has asked for this rank's part, and reads it. torch's mean of means is right for equal
 numbers of rows only, and is refused; ``p.mean()`` is a sum, divided.
 """
@@ -25,26 +25,26 @@ from layerzero.comm.model_ranks import reduce_over
 from layerzero.dtensor.model_parallel_spec import part_held
 from layerzero.dtensor.op_errors import moves_rows
 from layerzero.dtensor.ops_random import is_truncating
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["EXCHANGES", "REDUCTIONS", "LocalPart", "of_nothing", "refuse_exchange"]
+__all__ = ["EXCHANGES", "REDUCTIONS", "PartialScalar", "of_nothing", "refuse_exchange"]
 
 EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of what torch sends with
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
 
-class LocalPart(torch.Tensor):
+class PartialScalar(torch.Tensor):
     """This rank's part of a number; see [Note: Parts of a number]."""
 
-    span: RowSpan
+    span: RowShardSpec
     made_by: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, span: RowSpan, made_by: str) -> LocalPart:
-        part: LocalPart = torch.Tensor._make_subclass(cls, plain, False)
+    def __new__(cls, plain: Tensor, span: RowShardSpec, made_by: str) -> PartialScalar:
+        part: PartialScalar = torch.Tensor._make_subclass(cls, plain, False)
         part.span, part.made_by = span, made_by
         return part
 
@@ -86,7 +86,7 @@ class LocalPart(torch.Tensor):
         return format(_plain(self), how)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"LocalPart({self.made_by} of {self.span.name!r}, {_plain(self)} of this rank)"
+        return f"PartialScalar({self.made_by} of {self.span.name!r}, {_plain(self)} of this rank)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
     return _plain(args[0]).new_full((), least if name in _LARGEST else most)
 
 
-def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
+def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
     """Raise where torch is about to exchange rows or parts as if all ranks had as many rows; `func` is of EXCHANGES."""
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(moves_rows(func.__name__, span))
@@ -170,7 +170,7 @@ def refuse_exchange(func: Any, args: Sequence[Any], span: RowSpan) -> None:
         )
 
 
-def _only_a_part(part: LocalPart) -> str:
+def _only_a_part(part: PartialScalar) -> str:
     span = part.span
     return (
         f"the value of {part.made_by} over parameter {span.name!r}, or of what was made of it, was asked for: this "

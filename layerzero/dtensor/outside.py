@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["call_between", "explain_dtypes", "inside_backward", "is_calling_itself", "refuse_transforms"]
+__all__ = ["call_between", "explain_dtype_error", "in_backward", "is_recursive_call", "refuse_transforms"]
 
 _SHOWN = 4  # buffers in a message
 
@@ -28,7 +28,7 @@ def call_between(
     return after(self, args, output)
 
 
-def is_calling_itself(modules: Sequence[nn.Module]) -> bool:
+def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
     """An outer call of one of a unit's modules, beside the one that asks, is on the stack: it calls itself."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_between.__code__)
     while frame is not None:
@@ -37,7 +37,7 @@ def is_calling_itself(modules: Sequence[nn.Module]) -> bool:
     return calls > 1
 
 
-def inside_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
@@ -71,7 +71,9 @@ def _refuse_capture(what: str, label: str) -> None:
     )
 
 
-def explain_dtypes(error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None) -> None:
+def explain_dtype_error(
+    error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None
+) -> None:
     """Add the way out to torch's error on mixed dtypes, where buffers are of another dtype than parameters."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return

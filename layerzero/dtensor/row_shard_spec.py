@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Exchange, all_gather, broadcast
-from layerzero.comm.mesh_info import Topology
-from layerzero.dtensor.lazy_grad import GradientsDue
-from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.dtensor.lazy_grad import LazyGrad
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["RowSpan", "Watch", "refuse_apart"]
+__all__ = ["MutationTracker", "RowShardSpec", "refuse_apart"]
 
 
-def refuse_apart(what: str, spans: Iterable[RowSpan], everyone: int) -> None:
+def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> None:
     """Raise ValueError if some of these parameters are others on other ranks of the model, under the same names."""
     if apart := [span.name for span in spans if span.holders < everyone]:
         raise ValueError(
@@ -27,8 +27,8 @@ def refuse_apart(what: str, spans: Iterable[RowSpan], everyone: int) -> None:
         )
 
 
-class Watch:
-    """What has happened to the storage behind some :class:`LocalRows`."""
+class MutationTracker:
+    """What has happened to the storage behind some :class:`LocalShard`."""
 
     __slots__ = ("before_edit", "edited", "edits", "empty", "forbidden", "gradients_due", "loaded", "zeroed")
 
@@ -37,15 +37,15 @@ class Watch:
         self.empty = False  # empty_like made the storage, and nobody has written it since
         self.edits = 0  # so far, for who compares what is at rest
         self.before_edit: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
-        self.gradients_due: GradientsDue | None = None  # to be looked at before .grad is read or set
+        self.gradients_due: LazyGrad | None = None  # to be looked at before .grad is read or set
         self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
         self.loaded: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
         self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
 
-    def moved(self, reason: str) -> Watch:
+    def moved(self, reason: str) -> MutationTracker:
         """The rows are elsewhere from here on: the watch over them there. Using the old ones raises with `reason`."""
         self.forbidden = reason
-        new = Watch()
+        new = MutationTracker()
         new.before_edit, new.gradients_due = self.before_edit, self.gradients_due
         return new
 
@@ -59,14 +59,14 @@ class Watch:
 
 
 @dataclass(frozen=True, eq=False)
-class RowSpan:
+class RowShardSpec:
     """Which rows of one parameter, or of the part of it that they share, the data-parallel ranks hold."""
 
     name: str
     shape: tuple[int, ...]  # of all rows
     bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
-    topology: Topology
-    face: Face | None = None  # what the parameter is beyond these rows; None: nothing
+    topology: MeshInfo
+    face: ModelParallelSpec | None = None  # what the parameter is beyond these rows; None: nothing
 
     @property
     def true_shape(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class RowSpan:
         k = self.topology.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 
-    def cut_like(self, other: RowSpan) -> bool:
+    def cut_like(self, other: RowShardSpec) -> bool:
         """Every rank holds the same rows of both. Equal bounds are not enough: S decides whose is flat position k."""
         if (self.face is None) is not (other.face is None):
             return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero.dtensor.op_errors import moves_rows
-from layerzero.dtensor.row_shard_spec import RowSpan
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["is_about_itself", "is_in_place", "refuse_for_number"]
 
@@ -38,7 +38,7 @@ def is_in_place(func: Any) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
 
 
-def refuse_for_number(func: Any, span: RowSpan) -> None:
+def refuse_for_number(func: Any, span: RowShardSpec) -> None:
     """Raise where `func` would read a number that only one rank has, or give it other dims."""
     if func.__name__ in _RESHAPES:
         raise NotImplementedError(moves_rows(func.__name__, span))

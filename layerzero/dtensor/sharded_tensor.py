@@ -6,12 +6,12 @@ hold unequal numbers of rows, some none. Element-wise operations, norms and othe
 moves rows between ranks does, and torch would return wrong tensors without a word. Two classes prevent that:
 
 - :class:`RowShardedTensor`, the DTensor itself, knows how to build the full tensor.
-- :class:`LocalRows`, its local tensor, travels through DTensor's dispatch into every derived DTensor, refuses the
+- :class:`LocalShard`, its local tensor, travels through DTensor's dispatch into every derived DTensor, refuses the
   collectives that would misplace rows, and refuses to be broadcast against a differently cut tensor.
 
 [Note: Who edited the master]
 Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``,
-reaches :class:`LocalRows` in the end, which tells its :class:`Watch` when it is written to. Version counters would
+reaches :class:`LocalShard` in the end, which tells its :class:`MutationTracker` when it is written to. Version counters would
 miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
 """
 
@@ -34,29 +34,29 @@ from layerzero.dtensor.full_tensor import Sharded
 from layerzero.dtensor.op_errors import cut_elsewhere, explained, moves_rows, penalised
 from layerzero.dtensor.ops_data import CALLS, Absent, note_empty
 from layerzero.dtensor.ops_random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.dtensor.ops_reduction import EXCHANGES, REDUCTIONS, LocalPart, of_nothing, refuse_exchange
-from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.ops_reduction import EXCHANGES, REDUCTIONS, PartialScalar, of_nothing, refuse_exchange
+from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_scalar import is_about_itself, is_in_place, refuse_for_number
 
-__all__ = ["LocalRows", "RowShardedTensor", "plain", "sharded"]
+__all__ = ["LocalShard", "RowShardedTensor", "plain", "sharded"]
 
 
-class LocalRows(torch.Tensor):
+class LocalShard(torch.Tensor):
     """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
 
-    span: RowSpan
-    watch: Watch | None
+    span: RowShardSpec
+    watch: MutationTracker | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, span: RowSpan, watch: Watch | None) -> LocalRows:
-        rows: LocalRows = torch.Tensor._make_subclass(cls, plain, False)
+    def __new__(cls, plain: Tensor, span: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
+        rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
         rows.span, rows.watch = span, watch
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"LocalRows({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
+        return f"LocalShard({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,20 +82,20 @@ class LocalRows(torch.Tensor):
         watch = ours.watch if aliases else None
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
 
-    def _made(self, func: Any, result: Tensor, watch: Watch | None) -> Tensor:
+    def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
         """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
         if result.ndim:
-            return LocalRows(result, self.span, watch)
+            return LocalShard(result, self.span, watch)
         if self.span.is_whole_here:
             return result
-        return LocalPart(result, self.span, func._schema.name.removeprefix("aten::"))
+        return PartialScalar(result, self.span, func._schema.name.removeprefix("aten::"))
 
-    def with_rows(self, rows: Tensor) -> LocalRows:
+    def with_rows(self, rows: Tensor) -> LocalShard:
         return type(self)(rows, self.span, None)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> LocalRows:
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """A copy that nobody watches."""
-        copied = memo[id(self)] = LocalRows(_readable(self).clone(), self.span, None)
+        copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.span, None)
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -151,7 +151,7 @@ class LocalRows(torch.Tensor):
 class RowShardedTensor(Sharded):
     """A DTensor of uneven rows; made by :func:`sharded`."""
 
-    _local_tensor: LocalRows
+    _local_tensor: LocalShard
     gathered: Tensor | None = None  # of a sharded parameter: what the model computes with
     __tensor_flatten__ = Absent()  # see [Note: Moves of a module]
 
@@ -207,7 +207,7 @@ class RowShardedTensor(Sharded):
         return whole
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
-        return sharded(rows, self._local_tensor.span, Watch())
+        return sharded(rows, self._local_tensor.span, MutationTracker())
 
     def within_bounds(self) -> RowShardedTensor:
         """Return a detached alias for which every comparison with a bound is false."""
@@ -251,7 +251,7 @@ class _WithinBounds(RowShardedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class ShardedNumber(RowShardedTensor):
+class ShardedScalar(RowShardedTensor):
     """A sharded tensor of shape ``[]``; see [Note: A number is one row]."""
 
     @classmethod
@@ -268,10 +268,10 @@ class ShardedNumber(RowShardedTensor):
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
         if meets and torch.is_grad_enabled() and not span.is_whole_here:
             raise RuntimeError(penalised(span))
-        numbers: dict[int, ShardedNumber] = {}  # by id of the row that stands for it
+        numbers: dict[int, ShardedScalar] = {}  # by id of the row that stands for it
         rows: list[Tensor] = []
 
-        def row_of(number: ShardedNumber) -> Tensor:
+        def row_of(number: ShardedScalar) -> Tensor:
             if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
                 return _AsRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
             row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
@@ -283,7 +283,7 @@ class ShardedNumber(RowShardedTensor):
             if id(made) in numbers:
                 return numbers[id(made)]
             local = made._local_tensor
-            if made.ndim == 0 or not isinstance(local, LocalRows) or local.span.shape:
+            if made.ndim == 0 or not isinstance(local, LocalShard) or local.span.shape:
                 return made
             if tuple(made.shape) != (1,):
                 raise NotImplementedError(moves_rows(func.__name__, span))
@@ -300,7 +300,7 @@ class ShardedNumber(RowShardedTensor):
 
 class _AsRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, number: ShardedNumber) -> Tensor:
+    def forward(ctx: Any, number: ShardedScalar) -> Tensor:
         ctx.span = number._local_tensor.span
         return _of_rows(number._local_tensor, (1,))
 
@@ -308,7 +308,7 @@ class _AsRow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C._DisableTorchDispatch():  # rows, or parts of a number that was made of them
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
-        return sharded(rows, ctx.span, Watch())
+        return sharded(rows, ctx.span, MutationTracker())
 
 
 class _AsNumber(torch.autograd.Function):
@@ -338,24 +338,24 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def sharded(local: Tensor, span: RowSpan, watch: Watch) -> RowShardedTensor:
+def sharded(local: Tensor, span: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
     """The DTensor of ``span.true_shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
-    return _of_rows(LocalRows(local, span, watch), span.true_shape)
+    return _of_rows(LocalShard(local, span, watch), span.true_shape)
 
 
-def _of_rows(local: LocalRows, shape: tuple[int, ...]) -> RowShardedTensor:
+def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     further = () if local.span.face is None else local.span.face.placements
     spec = DTensorSpec(local.span.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
-    kind = RowShardedTensor if shape else ShardedNumber
+    kind = RowShardedTensor if shape else ShardedScalar
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _alike(made: Tensor) -> Tensor:
     """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
     local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalRows) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
+    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 
@@ -371,13 +371,13 @@ def _derived(made: Any, args: Sequence[Any]) -> Any:
 def plain(tensor: Tensor) -> Tensor:
     """The same storage as an ordinary, unwatched tensor."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if not isinstance(local, LocalRows):
+    if not isinstance(local, LocalShard):
         return local
     with torch._C._DisableTorchDispatch():
         return local.as_subclass(torch.Tensor)
 
 
-def _readable(rows: LocalRows) -> Tensor:
+def _readable(rows: LocalShard) -> Tensor:
     """:func:`plain`, where the values may be used."""
     if rows.watch is not None and rows.watch.forbidden is not None:
         raise RuntimeError(rows.watch.forbidden)
@@ -388,11 +388,11 @@ _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
 
-def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) -> None:
+def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -> None:
     if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
         return
     for other in tensors:
-        if isinstance(other, LocalRows):
+        if isinstance(other, LocalShard):
             # One row and none, or one row and several, would be broadcast.
             if not (func.__name__.startswith("_foreach") or other.span.cut_like(ours.span)):
                 raise ValueError(
@@ -411,7 +411,7 @@ def _refuse_misaligned(func: Any, ours: LocalRows, tensors: Sequence[Tensor]) ->
 def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     if func._schema.name not in _NAMES_ONLY:
         for tensor in tensors:
-            if isinstance(tensor, LocalRows) and tensor.watch is not None and tensor.watch.forbidden is not None:
+            if isinstance(tensor, LocalShard) and tensor.watch is not None and tensor.watch.forbidden is not None:
                 if func._schema.name not in _ZEROES:
                     raise RuntimeError(tensor.watch.forbidden)
                 tensor.watch.zeroed, tensor.watch.forbidden = True, None
@@ -422,5 +422,5 @@ def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in tree_leaves(value):
-            if isinstance(tensor, LocalRows) and tensor.watch is not None:
+            if isinstance(tensor, LocalShard) and tensor.watch is not None:
                 tensor.watch.edit()

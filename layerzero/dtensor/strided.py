@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.device.buffer_pools import StoragePool
+from layerzero.device.buffer_pools import FullBufferPool
 
-__all__ = ["StridedCopy", "keeps_order"]
+__all__ = ["StridedParam", "keeps_order"]
 
 
 def keeps_order(parameter: Tensor) -> bool:
@@ -15,7 +15,7 @@ def keeps_order(parameter: Tensor) -> bool:
     return parameter.is_contiguous() or parameter.numel() == 0
 
 
-class StridedCopy:
+class StridedParam:
     """A gathered parameter, copied into the strides that the model's own parameter had.
 
     Shards are made of rows, so the flat order is row-major. Kernels may be faster, and results differ in the last bit,
@@ -33,9 +33,9 @@ class StridedCopy:
         return self.tensor.untyped_storage().nbytes()
 
     @torch.no_grad()
-    def fill(self, storages: StoragePool) -> None:
+    def fill(self, storages: FullBufferPool) -> None:
         storages.lend(self._written.untyped_storage(), self.gathered_bytes)
         self._written.copy_(self._source)
 
-    def free(self, storages: StoragePool) -> None:
+    def free(self, storages: FullBufferPool) -> None:
         storages.reclaim(self._written.untyped_storage())

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Exchange, Works, all_gather
-from layerzero.dtensor.leaves import Leaves
+from layerzero.comm.collectives import Exchange, PendingCollective, all_gather
+from layerzero.dtensor.leaves import GatheredParams
 from layerzero.dtensor.model_parallel_spec import part_held
 from layerzero.layout.shard_grid import Extent
 
 if TYPE_CHECKING:
-    from layerzero.device.buffer_pools import StoragePool
+    from layerzero.device.buffer_pools import FullBufferPool
     from layerzero.engine.handle import Handle
-    from layerzero.engine.managed_param import Member
+    from layerzero.engine.managed_param import ManagedParam
 
 __all__ = ["FullPrecision"]
 
@@ -34,20 +34,20 @@ class FullPrecision:
         parameters: by member, the parameter that the module computes with, in shape and strides of the gathered one.
     """
 
-    def __init__(self, handle: Handle, storages: StoragePool) -> None:
+    def __init__(self, handle: Handle, storages: FullBufferPool) -> None:
         self._handle = handle
         self._storages = storages
         self._full = torch.empty(handle.layout.numel, dtype=handle.precision.master, device=handle.topology.device)
         self._bytes = self._full.untyped_storage().nbytes()
-        self._leaves = Leaves(self._full.data)  # 1-D [G]; see [Note: Version counters]
-        self.parameters: dict[Member, nn.Parameter] = {}
+        self._leaves = GatheredParams(self._full.data)  # 1-D [G]; see [Note: Version counters]
+        self.parameters: dict[ManagedParam, nn.Parameter] = {}
         for slot, member in zip(handle.layout.slots, handle.members, strict=True):
             place, original = slice(slot.offset, slot.end), part_held(member.leaf)
             made = self._leaves.make(place, original, member.span.face, offers_main_grad=False)
             made.requires_grad_(False)
             self.parameters[member] = made
-        self._first: Works | None = None  # along the replica axis
-        self._second: Works | None = None  # along the zero3 axis
+        self._first: PendingCollective | None = None  # along the replica axis
+        self._second: PendingCollective | None = None  # along the zero3 axis
         self._version = self._leaves.version
         self.free()
 

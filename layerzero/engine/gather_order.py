@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.comm.agreement import has_peers
-from layerzero.comm.collectives import Exchange, Lane, all_gather
-from layerzero.comm.failure_report import LostExchange, leave_word
+from layerzero.comm.collectives import Communicator, Exchange, all_gather
+from layerzero.comm.failure_report import CollectiveError, publish_status
 
-__all__ = ["GatherOrder"]
+__all__ = ["GatherOrderCheck"]
 
 _REMEMBERED = 4096  # gathers in which a repetition is looked for
 _CONTEXT = 64  # gathers that must look alike at most
@@ -34,7 +34,7 @@ _KEPT = (
 )
 
 
-class GatherOrder:
+class GatherOrderCheck:
     """The gathers of one model on one rank, compared with its node's where they are not foreseen.
 
     Args:
@@ -42,7 +42,9 @@ class GatherOrder:
         note: ends the message of an error.
     """
 
-    def __init__(self, names: Sequence[str], lanes: Sequence[Lane], ranks: Sequence[int], *, note: str = "") -> None:
+    def __init__(
+        self, names: Sequence[str], lanes: Sequence[Communicator], ranks: Sequence[int], *, note: str = ""
+    ) -> None:
         self._note = note
         self._names = tuple(names)
         self._lanes = tuple(lanes)
@@ -72,7 +74,7 @@ class GatherOrder:
         else:
             self._repeats = self._place_like_this()
 
-    def explain(self, error: LostExchange) -> LostExchange | RuntimeError:
+    def explain(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """What to raise for a gather, or a comparison, that has failed: says so if other ranks gather other units."""
         orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
         if not orders or not all(orders.values()):
@@ -93,18 +95,18 @@ class GatherOrder:
             }
             raise RuntimeError(_difference(orders) + self._note)
 
-    def _gather(self, lane: Lane, sent: Tensor, name: str) -> Tensor:
+    def _gather(self, lane: Communicator, sent: Tensor, name: str) -> Tensor:
         everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(lane, Exchange.ORDER, everyone, sent, name=name)
         word = comparison.issued.word if self._repeats >= 0 else None  # with no prediction all ranks come here
         if word is not None:
-            leave_word(word)
+            publish_status(word)
         try:
             comparison.wait()
-        except LostExchange as error:
+        except CollectiveError as error:
             raise self.explain(error) from error.__cause__
         if word is not None:
-            leave_word(replace(word, passed=True))
+            publish_status(replace(word, passed=True))
         return everyone
 
     def _spell(self, units: Sequence[int]) -> str:

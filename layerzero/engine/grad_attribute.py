@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.dtensor.row_shard_spec import MutationTracker
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain, sharded
-from layerzero.engine.handle_gradients import Gradients
-from layerzero.engine.managed_param import Member
-from layerzero.layout.usage import Usage
+from layerzero.engine.handle_gradients import HandleGradients
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.layout.usage import GradUsage
 
-__all__ = ["ShownGradients"]
+__all__ = ["GradAttribute"]
 
 
-class ShownGradients:
+class GradAttribute:
     """The ``.grad`` of each parameter of a handle, views of its final gradient."""
 
-    def __init__(self, members: Sequence[Member], gradients: Gradients) -> None:
+    def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
         self.gradients = gradients
-        self._watches = [Watch() for _ in members]
+        self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
         # By slot, in a backward: there was a .grad, and why it was not to be read.
         self._withheld: list[tuple[bool, str | None]] = []
@@ -38,11 +38,11 @@ class ShownGradients:
         guesses = not agreed and self.gradients.holds_of_peers
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
-            if usage[slot] < Usage.SEEN:
+            if usage[slot] < GradUsage.SEEN:
                 maybe = guesses and member.leaf.requires_grad
-                if usage[slot] == Usage.MAYBE and not maybe:
+                if usage[slot] == GradUsage.MAYBE and not maybe:
                     member.parameter.grad = None
-                usage[slot] = Usage.MAYBE if maybe else Usage.NONE
+                usage[slot] = GradUsage.MAYBE if maybe else GradUsage.NONE
             if usage[slot] and not self._is_ours(slot, member.parameter.grad):
                 member.parameter.grad = self._gradient_of(slot)
             self._watches[slot].forbidden = forbidden
@@ -53,7 +53,7 @@ class ShownGradients:
         """The parameter's ``.grad`` is the one that was published here."""
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.watch is self._watches[slot]
 
-    def heed_user(self) -> None:
+    def apply_user_grads(self) -> None:
         """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
         gradients = self.gradients
         if self._withheld:
@@ -64,7 +64,7 @@ class ShownGradients:
             ours = self._is_ours(slot, gradient)
             if watch.zeroed:
                 watch.zeroed = False
-                if ours and gradients.usage[slot] == Usage.MAYBE:
+                if ours and gradients.usage[slot] == GradUsage.MAYBE:
                     gradient = member.parameter.grad = None
                 elif ours:
                     gradients.zero(slot)

@@ -12,22 +12,22 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from layerzero.comm.collectives import PendingSum
-from layerzero.device.accumulate import add_up
-from layerzero.device.gradient_storage import Place
+from layerzero.comm.collectives import PendingReduction
+from layerzero.device.accumulate import accumulate_parts
+from layerzero.device.gradient_storage import GradientStorage
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import Extent, Grid, overlap
+from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
-__all__ = ["Holding", "Sum"]
+__all__ = ["GradientBuffer", "SlotState"]
 
 _MOST_TENSORS = 8  # flat tensors whose parts are kept: more than there are buffers of one size in use
 
 
-class Holding(enum.IntEnum):
+class SlotState(enum.IntEnum):
     """What a sum holds for one slot.
 
-    EMPTY -> OFFERED by :meth:`Sum.offer`, back by :meth:`Sum.withdraw`; both -> FILLED by a write; all -> EMPTY by
-    :meth:`Sum.forget` and :meth:`Sum.hand_over`.
+    EMPTY -> OFFERED by :meth:`GradientBuffer.offer`, back by :meth:`GradientBuffer.withdraw`; both -> FILLED by a write; all -> EMPTY by
+    :meth:`GradientBuffer.forget` and :meth:`GradientBuffer.hand_over`.
     """
 
     EMPTY = 0  # unspecified contents
@@ -35,7 +35,7 @@ class Holding(enum.IntEnum):
     FILLED = 2
 
 
-class Sum:
+class GradientBuffer:
     """Sums of gradients of one handle over one extent; see [Note: Three rules of a sum].
 
     Args:
@@ -43,7 +43,7 @@ class Sum:
         place: its memory, of as many elements.
     """
 
-    def __init__(self, layout: FlatLayout, grid: Grid, extent: Extent, place: Place) -> None:
+    def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
         assert place.numel == grid.numel(layout, extent)
         self.extent = extent
         self.place = place
@@ -57,13 +57,13 @@ class Sum:
 
     # What it holds
 
-    def __getitem__(self, slot: int) -> Holding:
-        return Holding(self._holds[slot])
+    def __getitem__(self, slot: int) -> SlotState:
+        return SlotState(self._holds[slot])
 
     @property
     def empty(self) -> bool:
         """No slot is filled."""
-        return Holding.FILLED not in self._holds
+        return SlotState.FILLED not in self._holds
 
     @property
     def untouched(self) -> bool:
@@ -79,24 +79,24 @@ class Sum:
         if self.empty:
             return []
         _, parts = self._opened or self._open()
-        return [(slot, parts[slot]) for slot, holding in enumerate(self._holds) if holding == Holding.FILLED]
+        return [(slot, parts[slot]) for slot, holding in enumerate(self._holds) if holding == SlotState.FILLED]
 
     # Writes
 
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
         """Add `scale` times the values ``[rows, *rest]``, of any floating dtype."""
         target = (self._opened or self._open())[1][slot]
-        add_up(target, (values,), overwrite=self._holds[slot] != Holding.FILLED, scale=scale)
-        self._holds[slot] = Holding.FILLED
+        accumulate_parts(target, (values,), overwrite=self._holds[slot] != SlotState.FILLED, scale=scale)
+        self._holds[slot] = SlotState.FILLED
 
-    def add_exchange(self, pending: PendingSum, *, scale: float) -> None:
+    def add_exchange(self, pending: PendingReduction, *, scale: float) -> None:
         """Add `scale` times what an exchange that was waited for has brought, for all slots."""
         holds = not self.empty
         target, parts = self._opened or self._open()
         if holds:
             self._fill_holes(parts)
         pending.add_to(target, overwrite=not holds, scale=scale)
-        self._holds = bytearray([Holding.FILLED]) * len(self._holds)
+        self._holds = bytearray([SlotState.FILLED]) * len(self._holds)
 
     def overwrite(self, slot: int, values: Tensor) -> None:
         """Replace what it holds for one slot."""
@@ -106,21 +106,21 @@ class Sum:
     def zero(self, slot: int) -> None:
         """Let it hold zeros for one slot."""
         self._open()[1][slot].zero_()
-        self._holds[slot] = Holding.FILLED
+        self._holds[slot] = SlotState.FILLED
 
     def forget(self, slots: Iterable[int] | None = None) -> None:
         """Hold nothing for some slots; None: for any."""
         for slot in range(len(self._holds)) if slots is None else slots:
-            self._holds[slot] = Holding.EMPTY
+            self._holds[slot] = SlotState.EMPTY
 
     # Kernels that add for themselves
 
     def offer(self, slot: int) -> Tensor:
         """One slot's memory, zeros if it held nothing, for somebody to add to; :meth:`take` makes it count."""
         part = self._open()[1][slot]
-        if self._holds[slot] == Holding.EMPTY:
+        if self._holds[slot] == SlotState.EMPTY:
             part.zero_()
-            self._holds[slot] = Holding.OFFERED
+            self._holds[slot] = SlotState.OFFERED
         return part
 
     def take(self, slot: int) -> None:
@@ -129,18 +129,18 @@ class Sum:
         Raises:
             RuntimeError: nothing was offered since the sum was last handed over or forgotten.
         """
-        if self._holds[slot] == Holding.EMPTY:
+        if self._holds[slot] == SlotState.EMPTY:
             raise RuntimeError(
                 f"main_grad of {self._names[slot]!r} was kept from a forward, and its contents were "
                 "reduced or zeroed since; take it in the backward"
             )
-        self._holds[slot] = Holding.FILLED
+        self._holds[slot] = SlotState.FILLED
 
     def withdraw(self, slots: Iterable[int]) -> None:
         """What may have been added to offered slots does not count."""
         for slot in slots:
-            if self._holds[slot] == Holding.OFFERED:
-                self._holds[slot] = Holding.EMPTY
+            if self._holds[slot] == SlotState.OFFERED:
+                self._holds[slot] = SlotState.EMPTY
 
     # Handing over
 
@@ -151,7 +151,7 @@ class Sum:
             RuntimeError: somebody wrote to an offered slot, and never said so.
         """
         _, parts = self._opened or self._open()
-        if Holding.OFFERED in self._holds:
+        if SlotState.OFFERED in self._holds:
             self._refuse_unclaimed(parts)
         self._fill_holes(parts)
         self._holds = bytearray(len(self._holds))
@@ -186,16 +186,16 @@ class Sum:
 
     def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
         for slot, holding in enumerate(self._holds):
-            if holding == Holding.OFFERED and parts[slot].any():
+            if holding == SlotState.OFFERED and parts[slot].any():
                 raise RuntimeError(
                     f"main_grad of {self._names[slot]!r} was written to, but its gradient never came: the kernel "
                     "must set grad_added_to_main_grad and return a gradient, of any contents"
                 )
 
     def _fill_holes(self, parts: list[Tensor]) -> None:
-        if self._holds.count(Holding.FILLED) < len(self._holds):
+        if self._holds.count(SlotState.FILLED) < len(self._holds):
             for slot, holding in enumerate(self._holds):
-                if holding != Holding.FILLED:
+                if holding != SlotState.FILLED:
                     parts[slot].zero_()
 
     def _open(self) -> tuple[Tensor, list[Tensor]]:

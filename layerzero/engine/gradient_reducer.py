@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.model_ranks import Everyone
+from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.streams import streams_of
-from layerzero.dtensor.lazy_grad import GradientsDue, accumulate_hooks, plain_access
+from layerzero.dtensor.lazy_grad import LazyGrad, accumulate_hooks, plain_access
 from layerzero.dtensor.main_grad import take_flag
-from layerzero.engine.grad_attribute import ShownGradients
+from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
 from layerzero.engine.hyperparameter_check import SettingsCheck
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_queue import ReductionQueue
-from layerzero.engine.used_params import Census, PendingUse
-from layerzero.layout.usage import Usage
+from layerzero.engine.used_params import PendingUse, UsedParamMap
+from layerzero.layout.usage import GradUsage
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientReducer"]
 
 
-class Debt(enum.Enum):
+class GradientStatus(enum.Enum):
     """What the passes so far have left to be done before a step. A failure outweighs the rest."""
 
     NONE = "none"
@@ -32,7 +32,7 @@ class Debt(enum.Enum):
     ZERO_GRAD = "zero_grad"  # a backward failed after it had begun to add gradients
 
 
-class GradientSync:
+class GradientReducer:
     """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
 
     A backward calls :meth:`begin`, starts the reductions of `queue` as handles are complete, and calls :meth:`finish`
@@ -43,12 +43,14 @@ class GradientSync:
         settings: comparison of optimizer settings between ranks.
     """
 
-    def __init__(self, handles: Sequence[Handle], everyone: Everyone) -> None:
+    def __init__(self, handles: Sequence[Handle], everyone: ModelRanks) -> None:
         self.backwards = 0
-        self._debt = Debt.NONE
+        self._debt = GradientStatus.NONE
         self._handles = tuple(handles)
         self._everyone = everyone
-        self._census = Census(everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members})
+        self._census = UsedParamMap(
+            everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members}
+        )
         self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
         self._order_agreed = False
         self._streams = streams_of(everyone.topology.device, on_gloo=everyone.topology.on_gloo)
@@ -58,16 +60,16 @@ class GradientSync:
         self.settings = SettingsCheck(everyone)
         self._told: PendingUse | None = None  # the last agreement on used parameters
         self._telling: PendingUse | None = None  # the same, until it has been waited for
-        self._updated: list[Member] = []  # whose final gradient is new, and whose hooks have not run
+        self._updated: list[ManagedParam] = []  # whose final gradient is new, and whose hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
-        self.due = GradientsDue(self._show)
+        self.due = LazyGrad(self._show)
         for handle in handles:
             handle.watch.gradients_due = self.due
 
     def _requeue(self) -> None:
         """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
         # Inside no_sync only this rank knows what it has used.
-        left = self._debt is not Debt.NONE
+        left = self._debt is not GradientStatus.NONE
         self._follow(
             [
                 handle
@@ -84,7 +86,7 @@ class GradientSync:
     @property
     def failed(self) -> bool:
         """A backward has failed, and what it left is still there."""
-        return self._debt is Debt.ZERO_GRAD
+        return self._debt is GradientStatus.ZERO_GRAD
 
     @property
     def empty(self) -> bool:
@@ -92,7 +94,7 @@ class GradientSync:
         return not any(shown.gradients.used for shown in self._shown)
 
     @property
-    def _shown(self) -> list[ShownGradients]:
+    def _shown(self) -> list[GradAttribute]:
         return [handle.shown for handle in self._handles if handle.shown is not None]
 
     # One backward, in which autograd is off already
@@ -100,7 +102,7 @@ class GradientSync:
     def begin(self) -> None:
         """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
         self.backwards += 1
-        self.heed_user()
+        self.apply_user_grads()
         with plain_access():
             for shown in self._shown:
                 shown.withhold()
@@ -116,12 +118,12 @@ class GradientSync:
                     f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
                     "offload_grads=True (or offload_optimizer) it may be elsewhere by then; take it in the backward"
                 )
-            if self._debt is Debt.ZERO_GRAD:
-                self.heed_user()
+            if self._debt is GradientStatus.ZERO_GRAD:
+                self.apply_user_grads()
             self.due.settle()
             if handle.shown is not None:
-                handle.shown.heed_user()
-        self.queue.make_way_for(gradients)
+                handle.shown.apply_user_grads()
+        self.queue.wait_until_writable(gradients)
         with torch.no_grad():
             return gradients.landing.offer(slot)
 
@@ -133,7 +135,7 @@ class GradientSync:
                 shown.take_rows()
         used = self._agree_on_use() if reduces else None
         self.queue.finish(across_replicas=reduces)
-        self._debt = Debt.NONE if reduces else Debt.REDUCTION
+        self._debt = GradientStatus.NONE if reduces else GradientStatus.REDUCTION
         with plain_access():
             late = isinstance(used, PendingUse) and self._order_agreed
             if late and not any(accumulate_hooks(member.parameter) for member in self._members):
@@ -155,7 +157,7 @@ class GradientSync:
 
     def abandon(self) -> None:
         """A backward has raised. What it added cannot be told from what was there before."""
-        self._debt = Debt.ZERO_GRAD
+        self._debt = GradientStatus.ZERO_GRAD
         self.queue.abandon()
         for shown in self._shown:
             shown.gradients.abort()
@@ -175,14 +177,14 @@ class GradientSync:
 
     def complete(self) -> bool:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
-        self.heed_user()
-        owed = self._debt is Debt.REDUCTION  # even if nothing is left here: another node may hold something
+        self.apply_user_grads()
+        owed = self._debt is GradientStatus.REDUCTION  # even if nothing is left here: another node may hold something
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
                 self.queue.finish_rest()
                 self._publish(used)
-        self._debt = Debt.NONE
+        self._debt = GradientStatus.NONE
         return owed
 
     def drop(self) -> None:
@@ -191,15 +193,15 @@ class GradientSync:
             shown.gradients.drop(range(len(shown.members)))
             for member in shown.members:
                 member.parameter.grad = None
-        self._debt = Debt.NONE
+        self._debt = GradientStatus.NONE
 
-    def heed_user(self) -> None:
+    def apply_user_grads(self) -> None:
         """Follow what the user has done to ``.grad``."""
         self.due.settle()
         with plain_access():
             for shown in self._shown:
-                shown.heed_user()
-        if self._debt is Debt.ZERO_GRAD:
+                shown.apply_user_grads()
+        if self._debt is GradientStatus.ZERO_GRAD:
             if left := [member.name for member in self._members if member.parameter.grad is not None]:
                 raise RuntimeError(
                     "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
@@ -207,7 +209,7 @@ class GradientSync:
                 )
             self.drop()
 
-    def heed_requires_grad(self) -> None:
+    def apply_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
         with plain_access():
             changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
@@ -219,9 +221,9 @@ class GradientSync:
         agree(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
         self.due.settle()
         for shown in self._shown:
-            shown.heed_user()  # what zero_grad has dropped need not be reduced
+            shown.apply_user_grads()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
-            handle.heed_requires_grad()
+            handle.apply_requires_grad()
         self._census.include(m.name for m in changed)
         self._requeue()
         self._order_agreed = False
@@ -250,7 +252,7 @@ class GradientSync:
             self._telling.wait()
         if self._told is not None:
             self.settings.hear(self._told.further)
-        is_known = min(local) == Usage.NEW
+        is_known = min(local) == GradUsage.NEW
         self._telling = self._told = self._census.tell(local, self.settings.digests(), is_known=is_known)
         return bytes(local) if is_known else self._telling
 
@@ -270,8 +272,10 @@ class GradientSync:
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
             here = said[start:stop]
-            if Usage.NEW in here:
-                self._updated += [member for member, use in zip(handle.members, here, strict=True) if use == Usage.NEW]
+            if GradUsage.NEW in here:
+                self._updated += [
+                    member for member, use in zip(handle.members, here, strict=True) if use == GradUsage.NEW
+                ]
             gradients.learn(here)
             start = stop
 

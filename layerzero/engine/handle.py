@@ -24,26 +24,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerzero.comm.collectives import Exchange, Lane, Works, all_gather
-from layerzero.comm.mesh_info import Topology
-from layerzero.comm.model_ranks import Everyone
-from layerzero.comm.transport.process_group import Decoding, Travel, gathers_of
-from layerzero.comm.transport.shared_memory import SharedWeights
+from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, all_gather
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.transport.process_group import Decoding, GatherOptions, gathers_of
+from layerzero.comm.transport.shared_memory import SharedFullBuffer
 from layerzero.config import Precision
 from layerzero.device.gradient_offload import Buffers
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
-from layerzero.dtensor.leaves import Leaves
-from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.dtensor.leaves import GatheredParams
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
 from layerzero.dtensor.ops_data import carry_over
-from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
-from layerzero.engine.grad_attribute import ShownGradients
-from layerzero.engine.handle_gradients import Gradients, Inspect
-from layerzero.engine.managed_param import Member
-from layerzero.engine.reduction_spec import Route
+from layerzero.engine.grad_attribute import GradAttribute
+from layerzero.engine.handle_gradients import HandleGradients, Inspect
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
 
@@ -84,15 +84,15 @@ class Handle:
         self,
         name: str,
         layout: FlatLayout,
-        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]],
+        originals: Sequence[tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]],
         *,
         label: str,
         precision: Precision,
-        route: Route,
-        topology: Topology,
+        route: ReductionSpec,
+        topology: MeshInfo,
         buffers: Buffers,
-        travel: Travel,
-        shared: SharedWeights | None = None,
+        travel: GatherOptions,
+        shared: SharedFullBuffer | None = None,
         extension: Extension | None = None,
     ) -> None:
         self.name = name
@@ -104,11 +104,11 @@ class Handle:
         self._is_extended = extension is not None
         self._storages = buffers.full
         self.state = ShardState.SHARDED
-        self.watch = Watch()
+        self.watch = MutationTracker()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see device/host_storage.py
-        self._gathering: Works | Decoding | Fetch | PendingExtension | None = None
-        self._refreshing: Works | None = None
+        self._gathering: PendingCollective | Decoding | Fetch | PendingExtension | None = None
+        self._refreshing: PendingCollective | None = None
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
         self.outdated = False  # a step has changed the masters, and left their refresh to be launched
 
@@ -134,7 +134,7 @@ class Handle:
         self._take_values([parameter for parameter, _, _ in originals])
         if shared is not None:
             shared.land(None)
-        self._leaves: Leaves | ExtendedGather = Leaves(self.compute)
+        self._leaves: GatheredParams | ExtendedGather = GatheredParams(self.compute)
         if extension is not None:
             ((original, _, _),) = originals
             name, shape = layout.slots[0].name, tuple(original.shape)
@@ -144,8 +144,8 @@ class Handle:
         )
         self._buffers = buffers
         self._inspect: Inspect | None = None
-        self.gradients: Gradients | None = None  # frozen from birth: none
-        self.shown: ShownGradients | None = None  # there with `gradients`
+        self.gradients: HandleGradients | None = None  # frozen from birth: none
+        self.shown: GradAttribute | None = None  # there with `gradients`
         if self.trainable:
             self._start_gradients()
         self._version = self._leaves.version
@@ -185,15 +185,15 @@ class Handle:
         """Some parameter of it required a gradient at the last forward with gradients, or backward."""
         return any(member.leaf.requires_grad for member in self.members)
 
-    def sharers(self, everyone: Everyone) -> tuple[int, ...]:
+    def sharers(self, everyone: ModelRanks) -> tuple[int, ...]:
         """The ranks of the model that have the same parameters here, or parts of them."""
         return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
 
-    def lanes_to_sharers(self, everyone: Everyone) -> tuple[Lane, ...]:
+    def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
         """Return the control lanes that reach the sharers."""
         return self.topology.control_lanes if self._is_apart(everyone) else everyone.control_lanes
 
-    def _is_apart(self, everyone: Everyone) -> bool:
+    def _is_apart(self, everyone: ModelRanks) -> bool:
         return any(member.span.holders < everyone.size for member in self.members)
 
     @property
@@ -208,7 +208,7 @@ class Handle:
         for member in self.members:
             # A view would keep the whole shared mapping alive.
             master = member.master if self.shared is None else member.master.clone()
-            member.recut(master, member.span, member.local, Watch())
+            member.recut(master, member.span, member.local, MutationTracker())
             member.close()
         if self.shared is not None:
             self.shared.hand_over.close()
@@ -234,18 +234,24 @@ class Handle:
                 common = overlap(slot, grid.range_of(layout, extent))
                 target[common.of_range] = values[common.of_slot]
 
-    def _rows_of(self, slot: Slot, shape: tuple[int, ...], face: Face | None) -> tuple[Tensor, RowSpan, slice]:
+    def _rows_of(
+        self, slot: Slot, shape: tuple[int, ...], face: ModelParallelSpec | None
+    ) -> tuple[Tensor, RowShardSpec, slice]:
         """The rows of a slot, of a parameter of `shape`, in the masters, which rows they are, and where."""
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowSpan(slot.name, shape, bounds, topology, face)
+        span = RowShardSpec(slot.name, shape, bounds, topology, face)
         local = topology.grid.part(layout, slot, Extent.RANK)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
     def _make_member(
-        self, slot: Slot, original: nn.Parameter, owners: tuple[tuple[nn.Module, str], ...], face: Face | None
-    ) -> Member:
+        self,
+        slot: Slot,
+        original: nn.Parameter,
+        owners: tuple[tuple[nn.Module, str], ...],
+        face: ModelParallelSpec | None,
+    ) -> ManagedParam:
         master, span, local = self._rows_of(slot, tuple(original.shape), face)
         place, offers = slice(slot.offset, slot.end), not self.route.shares_early
         if isinstance(self._leaves, ExtendedGather):
@@ -260,7 +266,7 @@ class Handle:
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
         places = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return Member(slot.name, places, leaf, parameter, master, span, local, accumulates)
+        return ManagedParam(slot.name, places, leaf, parameter, master, span, local, accumulates)
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
@@ -285,7 +291,7 @@ class Handle:
             member.recut(*self._rows_of(slot, member.span.shape, member.span.face), self.watch)
         if self.gradients is not None:
             self.gradients.recut(layout)
-            self.shown = ShownGradients(self.members, self.gradients)
+            self.shown = GradAttribute(self.members, self.gradients)
 
     # Gather and reshard
 
@@ -304,7 +310,7 @@ class Handle:
             self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
         self._move_to(ShardState.GATHERING)
 
-    def _gather_shards(self) -> Works | Decoding | Fetch:
+    def _gather_shards(self) -> PendingCollective | Decoding | Fetch:
         if self.in_host is None:
             return self.whole.gather(name=self.label)
         if self.topology.zero3_size == 1:
@@ -454,7 +460,7 @@ class Handle:
 
     def _start_gradients(self) -> None:
         buffers = self._buffers
-        self.gradients = Gradients(
+        self.gradients = HandleGradients(
             self.layout,
             self.route,
             label=self.label,
@@ -466,7 +472,7 @@ class Handle:
             to_host=self.to_host,
         )
         self.gradients.inspect = self._inspect
-        self.shown = ShownGradients(self.members, self.gradients)
+        self.shown = GradAttribute(self.members, self.gradients)
 
     @property
     def inspect(self) -> Inspect | None:
@@ -487,7 +493,7 @@ class Handle:
         wanted = (member.name for member in self.members if member.parameter.requires_grad)
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
-    def heed_requires_grad(self) -> None:
+    def apply_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen."""
         for member in self.members:
             member.leaf.requires_grad_(member.parameter.requires_grad)

@@ -9,31 +9,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Issued, PendingSum, reduce_scatter
-from layerzero.comm.mesh_info import Topology
-from layerzero.comm.waiting import awaited_by_host
-from layerzero.device.accelerator import Transfers
+from layerzero.comm.collectives import Exchange, LaunchedCollective, PendingReduction, reduce_scatter
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.waiting import record_wait
+from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.gradient_storage import InsidePlace, KeptPlace, Lease, Place, ScratchPlace
-from layerzero.device.host_storage import HostPlace
-from layerzero.device.streams import Awaited, Streams
-from layerzero.engine.gradient_buffer import Sum
-from layerzero.engine.reduction_spec import Leg, Route
+from layerzero.device.gradient_storage import AliasedStorage, GradientStorage, Lease, PersistentStorage, PooledStorage
+from layerzero.device.host_storage import HostStorage
+from layerzero.device.streams import ReductionStreams, Waitable
+from layerzero.engine.gradient_buffer import GradientBuffer
+from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
-from layerzero.layout.usage import Usage
+from layerzero.layout.usage import GradUsage
 
-__all__ = ["Carry", "Gradients", "Inspect", "Round"]
+__all__ = ["HandleGradients", "HandleReduction", "Inspect", "Round"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 
 class MakePlace(Protocol):
-    def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> Place:
+    def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> GradientStorage:
         """`sent_in_node`: hop 1 sends it, if there is one."""
 
 
-class Gradients:
+class HandleGradients:
     """Sums and usage of one trainable handle.
 
     A backward calls :meth:`arrive` per parameter. When all have arrived, or the pass ends, :meth:`carry` takes the
@@ -50,15 +50,15 @@ class Gradients:
     def __init__(
         self,
         layout: FlatLayout,
-        route: Route,
+        route: ReductionSpec,
         *,
         label: str,
         master: torch.dtype,
-        topology: Topology,
+        topology: MeshInfo,
         pool: BufferPool,
         outgoing: BufferPool,
         make_place: MakePlace,
-        to_host: Transfers | None = None,
+        to_host: HostDeviceCopies | None = None,
     ) -> None:
         self.route = route
         self._accumulating = route.between(route.lands, route.waits)
@@ -69,17 +69,17 @@ class Gradients:
         self.outgoing = outgoing
         self._to_host = to_host
         self._layout = layout
-        self.sums: dict[Extent, Sum] = {}
+        self.sums: dict[Extent, GradientBuffer] = {}
         for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
             dtype = route.landing_dtype if extent is route.lands else master
             place = self._place(extent, dtype, make_place)
-            self.sums[extent] = Sum(layout, topology.grid, extent, place)
+            self.sums[extent] = GradientBuffer(layout, topology.grid, extent, place)
         self.landing = self.sums[route.lands]
         self.waiting = self.sums[route.waits]
         self.final = self.sums[Extent.RANK]
         self.round = Round(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a Usage for each slot
-        self.carried: Awaited | None = None  # ends when what is on its way down the ladder has come
+        self.carried: Waitable | None = None  # ends when what is on its way down the ladder has come
         self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
 
     @property
@@ -92,24 +92,24 @@ class Gradients:
         assert layout.slots == self._layout.slots and self.waiting is not self.final
         self._layout = layout
         place = self._final_place(self.final.place.dtype)
-        self.final = self.sums[Extent.RANK] = Sum(layout, self.topology.grid, Extent.RANK, place)
+        self.final = self.sums[Extent.RANK] = GradientBuffer(layout, self.topology.grid, Extent.RANK, place)
 
-    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> Place:
+    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> GradientStorage:
         """Where the sum of an extent has its memory: decided here alone."""
         if extent is Extent.RANK:
             return self._final_place(dtype)
         numel = self.topology.grid.numel(self._layout, extent)
         if extent is self.route.waits:
             return make_place(numel, dtype, sent_in_node=extent is Extent.WHOLE)
-        return ScratchPlace(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
+        return PooledStorage(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
 
-    def _final_place(self, dtype: torch.dtype) -> Place:
+    def _final_place(self, dtype: torch.dtype) -> GradientStorage:
         grid, node = self.topology.grid, self.sums.get(Extent.NODE)
         if self._to_host is not None:
-            return HostPlace(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
+            return HostStorage(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
         if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
-            return InsidePlace(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE))
-        return KeptPlace(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
+            return AliasedStorage(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE))
+        return PersistentStorage(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
 
     # What it holds
 
@@ -126,16 +126,16 @@ class Gradients:
     @property
     def used(self) -> bool:
         """Some parameter has been contributed to on this rank, or is known to have been on another."""
-        return bool(self.usage) and max(self.usage) >= Usage.SEEN
+        return bool(self.usage) and max(self.usage) >= GradUsage.SEEN
 
     def is_used(self, slot: int) -> bool:
-        return self.usage[slot] >= Usage.SEEN
+        return self.usage[slot] >= GradUsage.SEEN
 
     def learn(self, anywhere: bytes) -> None:
         """Take the Usage of each slot that the ranks have agreed on; a final gradient is going to be shown."""
         for slot, use in enumerate(anywhere):
-            if use >= Usage.SEEN:
-                self.usage[slot] = Usage.SEEN
+            if use >= GradUsage.SEEN:
+                self.usage[slot] = GradUsage.SEEN
 
     @property
     def blocked(self) -> bool:
@@ -157,14 +157,14 @@ class Gradients:
     def arrive(self, slot: int, gradient: Tensor) -> None:
         """Accept the full gradient of one parameter, in any floating dtype and the parameter's shape."""
         self.round.arrive(slot)
-        self.usage[slot] = Usage.NEW
+        self.usage[slot] = GradUsage.NEW
         self.landing.add(slot, gradient, self.route.landing_scale)
 
     def take(self, slot: int) -> None:
         """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
         self.landing.take(slot)
         self.round.arrive(slot)
-        self.usage[slot] = Usage.NEW
+        self.usage[slot] = GradUsage.NEW
 
     @property
     def offers_main_grad(self) -> bool:
@@ -175,7 +175,7 @@ class Gradients:
         if self.landing is self.waiting:
             self.landing.place.prefetch(keep=not self.landing.untouched)
 
-    def carry(self, *, across_replicas: bool) -> Carry | None:
+    def carry(self, *, across_replicas: bool) -> HandleReduction | None:
         """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
 
         The result is to be handed to streams; None where nothing is to be exchanged.
@@ -183,17 +183,17 @@ class Gradients:
         self.round.end()
         return self._carry(self.route.legs if across_replicas else self._accumulating)
 
-    def carry_rest(self) -> Carry | None:
+    def carry_rest(self) -> HandleReduction | None:
         """Take to the final gradient what backwards inside no_sync have left behind."""
         return self._carry(self._rest)
 
-    def _carry(self, legs: Sequence[Leg]) -> Carry | None:
+    def _carry(self, legs: Sequence[ReductionStage]) -> HandleReduction | None:
         if not legs:
             self.landing.rest()
             return None
         if self.inspect is not None and legs[0].start is self.route.lands:
             self.inspect(self.landing.filled_parts())
-        return Carry(self, legs)
+        return HandleReduction(self, legs)
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
@@ -210,12 +210,12 @@ class Gradients:
             self.carried.wait()
         self.final.add(slot, rows)
         self.final.rest()
-        self.usage[slot] = Usage.NEW
+        self.usage[slot] = GradUsage.NEW
 
     def drop(self, slots: Sequence[int]) -> None:
         """Forget every contribution to some parameters: they have no gradient."""
         for slot in slots:
-            self.usage[slot] = Usage.NONE
+            self.usage[slot] = GradUsage.NONE
         slots = slots if any(self.usage) else range(len(self.usage))
         for each in self.sums.values():
             each.forget(slots)
@@ -227,7 +227,7 @@ class Gradients:
         self.drop([slot])
         self.final.zero(slot)
         self._come_home()
-        self.usage[slot] = Usage.SEEN
+        self.usage[slot] = GradUsage.SEEN
 
     def replace(self, slot: int, rows: Tensor) -> None:
         """Let a final gradient be another one: this rank's rows of it."""
@@ -288,23 +288,23 @@ def _set(members: Iterable[bool]) -> int:
     return sum(1 << index for index, member in enumerate(members) if member)
 
 
-class Carry:
+class HandleReduction:
     """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
 
     Attributes:
         landings: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
     """
 
-    def __init__(self, gradients: Gradients, legs: Sequence[Leg]) -> None:
+    def __init__(self, gradients: HandleGradients, legs: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
-        self.landings: list[Awaited] = []
+        self.landings: list[Waitable] = []
         self._legs = legs
-        self._pending: PendingSum | None = None  # the exchange in flight
+        self._pending: PendingReduction | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
-        self._issued: list[Issued] = []  # the exchanges so far
-        self._streams: Streams  # that it was handed to
+        self._issued: list[LaunchedCollective] = []  # the exchanges so far
+        self._streams: ReductionStreams  # that it was handed to
 
-    def hand_to(self, streams: Streams) -> None:
+    def hand_to(self, streams: ReductionStreams) -> None:
         """Give all that is to be done to the streams, once. See [Note: Streams] in device/streams.py.
 
         Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
@@ -315,7 +315,7 @@ class Carry:
         stream = streams.launches
         stream.wait(streams.landed())
         if self._legs[0].exchange is Exchange.HOP2 and self.gradients.topology.zero3_size > 1:
-            stream.wait(streams.node.mark(partial(awaited_by_host, ledger, Exchange.HOP1)))
+            stream.wait(streams.node.mark(partial(record_wait, ledger, Exchange.HOP1)))
         stream.run(partial(self._launch, self._legs[0], is_first=True))
         for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
             launched = stream.mark()
@@ -323,7 +323,7 @@ class Carry:
             stream.wait(launched)
             stream.wait(self)
             stream.run(partial(self._go_on, leg, following))
-            waiting = partial(awaited_by_host, ledger, leg.exchange, label, self._issued, number)
+            waiting = partial(record_wait, ledger, leg.exchange, label, self._issued, number)
             self.landings.append(stream.mark(waiting))
         self.gradients.carried = self.landings[-1]
 
@@ -339,7 +339,7 @@ class Carry:
                 self._end_leases()
                 raise
 
-    def _go_on(self, leg: Leg, following: Leg | None) -> None:
+    def _go_on(self, leg: ReductionStage, following: ReductionStage | None) -> None:
         """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
         if self._pending is not None:  # else it has failed
             pending, self._pending = self._pending, None
@@ -348,7 +348,7 @@ class Carry:
                 if following is not None:
                     self._launch(following, is_first=False)
 
-    def _launch(self, leg: Leg, *, is_first: bool) -> None:
+    def _launch(self, leg: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
         if leg.exchange is Exchange.HOP2 and self._streams.failed:
             return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
@@ -372,7 +372,7 @@ class Carry:
         )
         self._issued.append(self._pending.work.issued)
 
-    def _land(self, leg: Leg, pending: PendingSum, *, is_last: bool) -> None:
+    def _land(self, leg: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
         target, final = self.gradients.sums[leg.stop], self.gradients.final
         try:
             if target is final:

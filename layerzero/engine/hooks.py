@@ -26,29 +26,29 @@ from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.dtensor.lazy_grad import accumulate_hooks
-from layerzero.dtensor.main_grad import GatheredParameter
-from layerzero.dtensor.outside import explain_dtypes
+from layerzero.dtensor.main_grad import MainGradParameter
+from layerzero.dtensor.outside import explain_dtype_error
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.handle import Handle
-from layerzero.engine.managed_param import Member
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
     "attach",
     "detach",
     "forward_hooks",
+    "get_state",
     "is_closed",
     "members_in",
-    "runtime_of",
     "runtimes_of",
     "units_within",
 ]
 
-_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all sharded models of this process
+_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # of all sharded models of this process
 
 
-def attach(runtime: Runtime) -> None:
+def attach(runtime: LayerZeroState) -> None:
     """Let the modules and parameters of a model drive its runtime."""
     _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def attach(runtime: Runtime) -> None:
                 member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
                 member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.leaf.requires_grad_(requires_grad)
-                if isinstance(member.leaf, GatheredParameter):
+                if isinstance(member.leaf, MainGradParameter):
                     member.leaf.offer(_main_grad(runtime, handle, slot))
 
 
@@ -117,7 +117,7 @@ def _prepare_load(
             state_dict.setdefault(name, state_dict[found[-1]])
 
 
-def runtime_of(model: nn.Module) -> Runtime:
+def get_state(model: nn.Module) -> LayerZeroState:
     """The runtime of a sharded model.
 
     Raises:
@@ -141,17 +141,17 @@ def runtime_of(model: nn.Module) -> Runtime:
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
-def runtimes_of(model: nn.Module) -> dict[str, Runtime]:
+def runtimes_of(model: nn.Module) -> dict[str, LayerZeroState]:
     """Return the runtimes of a sharded model, under ``""``, or of those that `model` holds, by attribute path.
 
     Raises:
         TypeError, ValueError: `model` is no module, holds no sharded model, or is a part of one.
     """
     inside = _models_in(model) if isinstance(model, nn.Module) else {}
-    return inside or {"": runtime_of(model)}
+    return inside or {"": get_state(model)}
 
 
-def _models_in(module: nn.Module) -> dict[str, Runtime]:
+def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
     """Return the sharded models in `module`, itself included, by attribute path."""
     return {
         path: hook.runtime
@@ -161,7 +161,7 @@ def _models_in(module: nn.Module) -> dict[str, Runtime]:
     }
 
 
-def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
+def members_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
     """Return the sharded parameters inside `module` by runtime: a sharded model, a part of one, or a module around one.
 
     Runtimes and parameters are in the order of the modules, which all ranks share. A tied parameter is included if any
@@ -181,7 +181,7 @@ def members_in(module: nn.Module) -> dict[Runtime, list[Member]]:
         for held, _ in member.places
     }
     inside = [id(each._parameters) for each in module.modules()]
-    found: dict[Runtime, list[Member]] = {holders[held]: [] for held in inside if held in holders}
+    found: dict[LayerZeroState, list[ManagedParam]] = {holders[held]: [] for held in inside if held in holders}
     for runtime, members in found.items():
         ids = set(inside)
         members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.places)]
@@ -212,7 +212,7 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
     return before, after
 
 
-def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
+def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     """Return the units with the parameters of a module, by model, in its order, without units inside the module.
 
     Full parameters are in no unit: ignored ones, and those inside ``layerzero.unsharded``.
@@ -221,7 +221,7 @@ def units_within(module: nn.Module) -> dict[Runtime, list[Unit]]:
         ValueError: all of its parameters are in units inside it.
     """
     refuse_closed(module)
-    found: dict[Runtime, set[Unit]] = {}
+    found: dict[LayerZeroState, set[Unit]] = {}
     left, inside, has_own = [module], False, False
     while left:
         each = left.pop()
@@ -249,7 +249,7 @@ class _OnGradient:
     References are weak: Python's collector does not visit a tensor's hooks and could not free a cycle through them.
     """
 
-    def __init__(self, runtime: Runtime, unit: Unit, handle: Handle, slot: int) -> None:
+    def __init__(self, runtime: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
         self.runtime, self._unit, self._handle = weakref.ref(runtime), weakref.ref(unit), weakref.ref(handle)
         self._slot = slot
 
@@ -263,10 +263,10 @@ class _OnGradient:
         runtime, handle = self.runtime(), self._handle()
         if runtime is not None and handle is not None:
             runtime.require_open()
-            runtime.on_gradient(handle, self._slot, leaf)
+            runtime.post_accumulate_grad(handle, self._slot, leaf)
 
 
-def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
+def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
     weak_runtime, weak_handle = weakref.ref(runtime), weakref.ref(handle)
 
     def open_main_grad() -> Tensor | None:
@@ -279,7 +279,7 @@ def _main_grad(runtime: Runtime, handle: Handle, slot: int) -> Callable[[], Tens
 class _Hook:
     """A module hook that holds the runtime. A copy of it would drive the original's storage."""
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
         self._weak = weakref.ref(runtime)
         self._kept = runtime if unit is runtime.units[0] else None  # see [Note: Who keeps whom]
@@ -290,7 +290,7 @@ class _Hook:
         return self._kept is not None
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> LayerZeroState:
         runtime = self._weak()
         if runtime is None:
             raise RuntimeError(
@@ -320,9 +320,9 @@ class _Hook:
 
 
 class _BeforeForward(_Hook):
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(Runtime.before_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(LayerZeroState.pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         changed: tuple[Any, Any] = self._run(self.runtime, self.unit, args, kwargs)
@@ -330,13 +330,13 @@ class _BeforeForward(_Hook):
 
 
 class _AfterForward(_Hook):
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(Runtime.after_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(LayerZeroState.post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if (runtime := self._weak()) is None or runtime.closed:  # the hook before the forward has raised
             return output
         if output is None:
-            explain_dtypes(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
+            explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
         return self._run(self.runtime, self.unit, output)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.comm.model_ranks import Everyone, LateMaximum
+from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 
 __all__ = ["DIGEST_BYTES", "SettingsCheck"]
 
@@ -32,7 +32,7 @@ Settings = list[list[tuple[str, Any]]]  # by group: names and values
 class SettingsCheck:
     """Compares the settings of optimizers between all ranks; see [Note: A digest travels with the used parameters]."""
 
-    def __init__(self, everyone: Everyone) -> None:
+    def __init__(self, everyone: ModelRanks) -> None:
         self._everyone = everyone
         self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or for it
         self._is_told = False
@@ -87,7 +87,7 @@ class SettingsCheck:
             return
         self._differ = False
         found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        texts = self._everyone.share_texts(json.dumps(self._compared))
+        texts = self._everyone.all_gather_text(json.dumps(self._compared))
         for rank, text in zip(self._everyone.ranks, texts, strict=True):
             for index, groups in enumerate(json.loads(text)):
                 for number, group in enumerate(groups):

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.dtensor.row_shard_spec import RowSpan, Watch
-from layerzero.dtensor.sharded_tensor import LocalRows, RowShardedTensor
+from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
+from layerzero.dtensor.sharded_tensor import LocalShard, RowShardedTensor
 
-__all__ = ["Member", "Parameters"]
+__all__ = ["ManagedParam", "ParamRegistry"]
 
 
 @dataclass(eq=False)
-class Member:
+class ManagedParam:
     """One parameter of a handle: where the model holds it, and its stand-ins."""
 
     name: str  # fully qualified, the first of its names
@@ -26,16 +26,16 @@ class Member:
     leaf: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
     parameter: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
     master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
-    span: RowSpan
+    span: RowShardSpec
     local: slice  # this rank's elements inside the ZeRO-1 shard
     accumulates: Node  # autograd's node that delivers the gradient of the leaf
     evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: computes in place of the leaf
 
-    def recut(self, master: Tensor, span: RowSpan, local: slice, watch: Watch) -> None:
+    def recut(self, master: Tensor, span: RowShardSpec, local: slice, watch: MutationTracker) -> None:
         """Have other rows on this rank; the sharded parameter stays the object that users hold."""
         self.master, self.span, self.local = master, span, local
         assert isinstance(self.parameter, RowShardedTensor)
-        self.parameter._local_tensor = LocalRows(master, span, watch)
+        self.parameter._local_tensor = LocalShard(master, span, watch)
 
     def close(self) -> None:
         """Drop the gathered parameter, which an optimizer would keep alive."""
@@ -52,7 +52,7 @@ class Member:
             return True
 
 
-class Parameters:
+class ParamRegistry:
     """Whose a parameter is that somebody holds: an optimizer, for instance.
 
     Args:
@@ -60,7 +60,7 @@ class Parameters:
         ignored: parameters of it that were left alone.
     """
 
-    def __init__(self, members: Mapping[str, Member], ignored: Iterable[nn.Parameter]) -> None:
+    def __init__(self, members: Mapping[str, ManagedParam], ignored: Iterable[nn.Parameter]) -> None:
         self._members = members
         self._member_of = WeakIdKeyDictionary({member.parameter: member for member in members.values()})
         self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
@@ -71,9 +71,9 @@ class Parameters:
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 
-    def member_of(self, parameter: Tensor) -> Member | None:
+    def member_of(self, parameter: Tensor) -> ManagedParam | None:
         """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
-        member: Member | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
+        member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
         return member

@@ -15,14 +15,14 @@ import logging
 
 import torch.distributed as dist
 
-__all__ = ["MicroBatches"]
+__all__ = ["NoSyncHint"]
 
 _ENOUGH = 2  # steps in a row; the first may be a warm-up of the user's
 
 _LOG = logging.getLogger("layerzero")
 
 
-class MicroBatches:
+class NoSyncHint:
     """Counts the reducing backwards of each step."""
 
     def __init__(self, *, would_save: bool) -> None:

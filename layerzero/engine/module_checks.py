@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 
 __all__ = ["Structure", "replaced"]
 
@@ -20,7 +20,7 @@ __all__ = ["Structure", "replaced"]
 class Structure:
     """The modules and parameters of a model when it was sharded. Made when the model shows its sharded parameters."""
 
-    def __init__(self, model: nn.Module, members: Iterable[Member]) -> None:
+    def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self._sharded = {id(member.parameter): member for member in members}
         self._born = [module._parameters for module in model.modules()]  # kept: no other object gets the id of one
@@ -108,7 +108,7 @@ class Structure:
         self._newcomers = frozen
 
 
-def replaced(member: Member) -> RuntimeError:
+def replaced(member: ManagedParam) -> RuntimeError:
     """The error for a parameter that is no longer where it was."""
     return RuntimeError(
         f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "

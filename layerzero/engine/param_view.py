@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.unit import Unit
 
 __all__ = ["View", "refuse_gradients", "refuse_sharded", "viewing"]
@@ -31,7 +31,7 @@ def refuse_gradients(label: str, view: View = View.FULL) -> None:
         )
 
 
-def refuse_sharded(unit: Unit, unsharded: Mapping[Member, bool]) -> None:
+def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
     """Raise if a forward inside ``layerzero.unsharded`` would need parameters that are sharded there."""
     if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from layerzero.comm.trace_recorder import Observer
+from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
@@ -183,7 +183,7 @@ class BackwardPass:
         uses: uses of weights outside of forwards whose backward is running.
     """
 
-    def __init__(self, *, reduces: bool, task: int, observer: Observer | None) -> None:
+    def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
         self.reduces = reduces
         self.task = task
         self.observer = observer

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from layerzero.device.streams import Awaited, Streams
-from layerzero.engine.handle_gradients import Carry, Gradients
+from layerzero.device.streams import ReductionStreams, Waitable
+from layerzero.engine.handle_gradients import HandleGradients, HandleReduction
 
 __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
@@ -37,12 +37,12 @@ IN_FLIGHT = (1, 2)
 class ReductionQueue:
     """Starts the reductions of `order` in that order, on `streams`."""
 
-    def __init__(self, order: Sequence[Gradients], streams: Streams) -> None:
+    def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
         self.streams = streams
         self._next = 0  # in order: the first one not started in this pass
-        self._carried: list[Gradients] = []  # started in this pass
-        self._landings: list[deque[Awaited]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
+        self._carried: list[HandleGradients] = []  # started in this pass
+        self._landings: list[deque[Waitable]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle that is ready and whose predecessors have started."""
@@ -65,7 +65,7 @@ class ReductionQueue:
     def finish_rest(self) -> None:
         """Reduce what backwards inside no_sync have left behind."""
         for gradients in self.order:
-            self.make_way_for(gradients)
+            self.wait_until_writable(gradients)
             self._carried.append(gradients)
             self._start(gradients.carry_rest())
         self.settle()
@@ -79,7 +79,7 @@ class ReductionQueue:
                 while self._carried:
                     self._carried.pop().carried = None
 
-    def make_way_for(self, gradients: Gradients) -> None:
+    def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until `gradients` can be added to."""
         if gradients.carried is not None:
             gradients.carried.wait()
@@ -99,15 +99,15 @@ class ReductionQueue:
         self.streams.landed().wait()
         self._next = 0
 
-    def _next_carry(self, *, across_replicas: bool) -> Carry | None:
+    def _next_carry(self, *, across_replicas: bool) -> HandleReduction | None:
         """The next handle's gradients, about to set out; None if they have nowhere to go."""
         gradients = self.order[self._next]
         self._next += 1
-        self.make_way_for(gradients)
+        self.wait_until_writable(gradients)
         self._carried.append(gradients)
         return gradients.carry(across_replicas=across_replicas)
 
-    def _start(self, carry: Carry | None) -> None:
+    def _start(self, carry: HandleReduction | None) -> None:
         if carry is not None:
             self.streams.check()
             carry.hand_to(self.streams)

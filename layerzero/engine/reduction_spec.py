@@ -39,13 +39,13 @@ import torch
 
 from layerzero.comm.collectives import Exchange
 from layerzero.config import Precision
-from layerzero.layout.shard_grid import Extent, Grid
+from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["Leg", "Route"]
+__all__ = ["ReductionSpec", "ReductionStage"]
 
 
 @dataclass(frozen=True)
-class Leg:
+class ReductionStage:
     """One exchange: the sum over the ranks of an axis, of which this rank gets its part."""
 
     start: Extent
@@ -56,26 +56,26 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class Route:
+class ReductionSpec:
     """How gradients of one handle become the final gradient; see [Note: Six routes]."""
 
     lands: Extent
     waits: Extent
-    legs: tuple[Leg, ...]
+    legs: tuple[ReductionStage, ...]
     landing_dtype: torch.dtype
     landing_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
 
     @classmethod
     def plan(
         cls,
-        grid: Grid,
+        grid: ShardGrid,
         precision: Precision,
         *,
         accumulation: str,
         divide_factor: float,
         adds_hop1: bool,
         adds_hop2: bool,
-    ) -> Route:
+    ) -> ReductionSpec:
         """The route of a handle.
 
         Args:
@@ -98,20 +98,25 @@ class Route:
         hop1, hop2 = (Exchange.HOP1, landing), (Exchange.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
             first = second
-            legs: tuple[Leg, ...] = (Leg(Extent.WHOLE, Extent.RANK, *hop2, first / divide_factor),)
+            legs: tuple[ReductionStage, ...] = (
+                ReductionStage(Extent.WHOLE, Extent.RANK, *hop2, first / divide_factor),
+            )
         elif grid.replicas == 1:
-            legs = (Leg(Extent.WHOLE, Extent.RANK, *hop1, first / divide_factor),)
+            legs = (ReductionStage(Extent.WHOLE, Extent.RANK, *hop1, first / divide_factor),)
         else:
             between = 1.0
             if precision.replica_reduce is torch.float16:
                 between = 1.0 / _power_of_two(factor1 * second / first)
             last = first / (divide_factor * between)
-            legs = (Leg(Extent.WHOLE, Extent.NODE, *hop1, between), Leg(Extent.NODE, Extent.RANK, *hop2, last))
+            legs = (
+                ReductionStage(Extent.WHOLE, Extent.NODE, *hop1, between),
+                ReductionStage(Extent.NODE, Extent.RANK, *hop2, last),
+            )
         if sharded:
             return cls(Extent.WHOLE, legs[0].stop, legs, landing, 1.0 / first)
         return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, 1.0 / first)
 
-    def between(self, start: Extent, stop: Extent) -> tuple[Leg, ...]:
+    def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """The legs that lead from one extent down to another."""
         return tuple(leg for leg in self.legs if leg.start <= start and leg.stop >= stop)
 
@@ -121,7 +126,7 @@ class Route:
         return self.waits is not self.lands
 
 
-def _factors(grid: Grid, divide_factor: float) -> tuple[float, float]:
+def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
     """Return the divisors of hop 1 and hop 2, by which their sums are expected to grow."""
     if grid.replicas == 1:
         return divide_factor, 1.0

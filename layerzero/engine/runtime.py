@@ -32,28 +32,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from layerzero.comm.failure_report import LostExchange
-from layerzero.comm.model_ranks import Everyone
+from layerzero.comm.failure_report import CollectiveError
+from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import CLOSED
 from layerzero.config import LayerZeroConfig
-from layerzero.device.accelerator import refuse_capture, streams_module
-from layerzero.device.buffer_pools import most_gathered
+from layerzero.device.accelerator import device_module, refuse_capture
+from layerzero.device.buffer_pools import max_gathered_bytes
 from layerzero.device.gradient_offload import Buffers
 from layerzero.dtensor.main_grad import FLAG, take_flag
-from layerzero.dtensor.outside import inside_backward, is_calling_itself, refuse_transforms
-from layerzero.engine.gradient_reducer import GradientSync
+from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_transforms
+from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.managed_param import Member, Parameters
-from layerzero.engine.micro_batches import MicroBatches
+from layerzero.engine.managed_param import ManagedParam, ParamRegistry
+from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.module_checks import Structure
 from layerzero.engine.param_view import View, refuse_gradients, refuse_sharded
 from layerzero.engine.passes import BackwardPass, Call, ForwardPass, Use
 from layerzero.engine.unit import Unit, orders_of
-from layerzero.engine.weight_refresh import Refreshes
+from layerzero.engine.weight_refresh import WeightRefresher
 from layerzero.layout.owner_layout import Owner
-from layerzero.utils.pytree import tensors_in
+from layerzero.utils.pytree import iter_tensors
 
-__all__ = ["Runtime"]
+__all__ = ["LayerZeroState"]
 
 
 class Staging(Protocol):
@@ -62,7 +62,7 @@ class Staging(Protocol):
     def finish(self) -> None: ...
 
 
-class Runtime:
+class LayerZeroState:
     """Runs one sharded model. The hooks on its modules keep it; see :mod:`layerzero.engine.hooks`."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Runtime:
         model: nn.Module,
         units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
-        everyone: Everyone,
+        everyone: ModelRanks,
         buffers: Buffers,
         ignored: Sequence[nn.Parameter],
     ) -> None:
@@ -91,7 +91,7 @@ class Runtime:
         self.reduces = True  # False inside no_sync
         self.all_reduces = True  # backwards that reduce do so across replicas
         self.views: list[View] = []  # the contexts that are entered
-        self.unsharded: dict[Member, bool] = {}  # inside layerzero.unsharded: whether they are full on this rank
+        self.unsharded: dict[ManagedParam, bool] = {}  # inside layerzero.unsharded: whether they are full on this rank
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
@@ -100,7 +100,7 @@ class Runtime:
         # By name, in the order of the model: handles may have others on other ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
-        self.parameters = Parameters(self.members, ignored)
+        self.parameters = ParamRegistry(self.members, ignored)
         self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
         self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
         self._running: list[Call] = []  # calls of units under way, outermost first
@@ -110,11 +110,11 @@ class Runtime:
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # kept alive by its graph
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
-        self.gradients = GradientSync(self.handles, everyone)
-        self.refreshes = Refreshes(self.handles, everyone, self._uses)
+        self.gradients = GradientReducer(self.handles, everyone)
+        self.refreshes = WeightRefresher(self.handles, everyone, self._uses)
         self._structure = Structure(model, self.members.values())
         saving = (handle.gradients for handle in self.handles if handle.gradients is not None)
-        self.micro_batches = MicroBatches(would_save=any(gradients.no_sync_saves for gradients in saving))
+        self.micro_batches = NoSyncHint(would_save=any(gradients.no_sync_saves for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._orders = orders_of(self.units)
         self._full_precision_orders = orders_of(self.units, full_precision=True)
@@ -134,7 +134,7 @@ class Runtime:
         See [Note: A closed model] in hooks.py. With process groups of a device, all ranks must call this.
         """
         try:
-            self.notice_interrupt()
+            self.recover_interrupted_pass()
             if self.staging is not None:
                 self.staging.finish()
             while self.on_close:
@@ -145,7 +145,7 @@ class Runtime:
             for handle in self.handles:
                 handle.close()
             for optimizer in self.optimizers:
-                optimizer.rows_have_moved()  # type: ignore[attr-defined]
+                optimizer.on_layout_change()  # type: ignore[attr-defined]
             self.topology.groups.release()
             self.__dict__.clear()
 
@@ -171,11 +171,11 @@ class Runtime:
         """Apply the settings of units on resharding and on explicit prefetching."""
         self.staying = {unit for unit in self.units if not unit.reshards}
         root = self.units[0]
-        if streams_module(self.topology.device) is not None and not root.is_told:  # it is needed again at once
+        if device_module(self.topology.device) is not None and not root.is_told:  # it is needed again at once
             self.staying.add(root)
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         ahead = max([self.config.prefetch, *map(len, lists)])
-        self.buffers.full.limit = most_gathered([unit.gathered_memory for unit in self.units], ahead)
+        self.buffers.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self.units], ahead)
 
     def unshard(self, unit: Unit) -> None:
         """Launch the gather of a unit for a later forward."""
@@ -203,20 +203,20 @@ class Runtime:
 
     # Forward
 
-    def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if View.FULL in self.views:
             refuse_gradients(unit.label)
             refuse_sharded(unit, self.unsharded)
             return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
         if View.FULL_PRECISION in self.views:
             refuse_gradients(unit.label, View.FULL_PRECISION)
-        interrupted = self._is_running(unit) and self._forward is not None and not is_calling_itself(unit.modules)
+        interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
         if self._forward is None or interrupted:
-            self.notice_interrupt()
+            self.recover_interrupted_pass()
         call = Call(unit, around=tuple(self._running))
-        self._running.append(call)  # now: after_forward runs even where this raises
+        self._running.append(call)  # now: post_forward runs even where this raises
         refuse_transforms(unit.label)
-        if self._forward is None and not inside_backward():
+        if self._forward is None and not in_backward():
             self._begin_forward(unit)
         self._gather(unit)
         if self._forward is not None:
@@ -234,12 +234,12 @@ class Runtime:
         self.observer.begin("forward", unit.label, call)
         return args, kwargs
 
-    def after_forward(self, unit: Unit, output: Any) -> Any:
+    def post_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
         if View.FULL in self.views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
-        if call is None:  # before_forward has raised at once
+        if call is None:  # pre_forward has raised at once
             return output
         self.observer.end(call)
         self._running.remove(call)
@@ -251,7 +251,7 @@ class Runtime:
         if self._forward is not None and comes_back:
             call.join(self._forward)
             unit.keep(self._forward)
-        if not (comes_back and unit in self.staying) and not inside_backward() and self._is_idle(unit):
+        if not (comes_back and unit in self.staying) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.upcoming(1) == [unit]:
                 self._forward.kept = unit
             else:
@@ -286,9 +286,9 @@ class Runtime:
 
     def _prepare(self) -> None:
         """Prepare for gathers outside of a forward."""
-        if self._forward is None and not inside_backward():
+        if self._forward is None and not in_backward():
             refuse_capture(self.topology.device, "a gather outside of forwards")
-            self.notice_interrupt()
+            self.recover_interrupted_pass()
             self._follow_user()
 
     def _follow_user(self) -> None:
@@ -300,8 +300,8 @@ class Runtime:
             self.before_first_forward = None
         self._structure.heed()
         if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
-            self.gradients.heed_requires_grad()
-        self.refreshes.before_forward()
+            self.gradients.apply_requires_grad()
+        self.refreshes.pre_forward()
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.kept = forward.kept, None
@@ -319,18 +319,18 @@ class Runtime:
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+        inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
         call.is_watched = len(inputs) == 1  # with several, it is not known where the backward ends
         if len(inputs) == 1:
-            inputs[0].register_hook(functools.partial(self._after_backward, call))  # type: ignore[no-untyped-call]
+            inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
-            register_multi_grad_hook(inputs, functools.partial(self._after_backward, call))
+            register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
     def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Gather again when the backward reaches this call; False where it never will."""
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         for tensor in outputs:
-            tensor.register_hook(functools.partial(self._before_backward, call))  # type: ignore[no-untyped-call]
+            tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
         return bool(outputs)
 
     # Weights outside of forwards
@@ -362,7 +362,7 @@ class Runtime:
             for unit in units:
                 if self._is_idle(unit):
                     unit.show_sharded()
-                    if not inside_backward() and not (use.comes_back and unit in self.staying):
+                    if not in_backward() and not (use.comes_back and unit in self.staying):
                         unit.reshard()
 
     def _saving_for(self, use: Use) -> saved_tensors_hooks:
@@ -389,7 +389,7 @@ class Runtime:
         return saved_tensors_hooks(pack, unpack)
 
     def _before_backward_of(self, use: Use) -> None:
-        if not inside_backward():
+        if not in_backward():
             raise RuntimeError(
                 f"a tensor saved for the backward inside layerzero.gathered of {use.label} was read outside of a "
                 "backward, when weights may be freed. Read it inside the context"
@@ -429,12 +429,12 @@ class Runtime:
             for handle in unit.handles:
                 if handle.state is ShardState.GATHERING:
                     handle.wait()
-        except LostExchange as error:
+        except CollectiveError as error:
             raise self._orders[unit.topology].explain(error) from error.__cause__
 
     # Backward
 
-    def _before_backward(self, call: Call, gradient: Tensor) -> None:
+    def pre_backward(self, call: Call, gradient: Tensor) -> None:
         unit = call.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
         if backward.observer is not None:
@@ -489,7 +489,7 @@ class Runtime:
         if recorded and self.config.offload_grads:  # there are two slabs
             recorded[0].unit.prefetch_accumulators()
 
-    def _after_backward(self, call: Call, gradients: object) -> None:
+    def post_backward(self, call: Call, gradients: object) -> None:
         backward = self._backward
         if backward is not None:
             backward.open.pop(call, None)
@@ -518,10 +518,10 @@ class Runtime:
     def _end_nested(self, task: int) -> None:
         assert self._backward is not None
         for call in self._backward.nested.pop(task):
-            self._after_backward(call, None)
+            self.post_backward(call, None)
             self._reduce_ended(self._backward, call.unit.handles, called=True)
 
-    def on_gradient(self, handle: Handle, slot: int, leaf: Tensor) -> None:
+    def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
         """Take the gradient of one gathered parameter from ``leaf.grad``."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
@@ -536,7 +536,7 @@ class Runtime:
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         if gradients.landing_blocked:
-            self.gradients.queue.make_way_for(gradients)
+            self.gradients.queue.wait_until_writable(gradients)
         if written:
             gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
@@ -547,7 +547,7 @@ class Runtime:
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""
         # A forward that is computed again is no backward.
-        return self.gradients.main_grad(handle, slot, in_backward=inside_backward() and not self._running)
+        return self.gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
 
     def _enter_backward(self, name: str) -> BackwardPass:
         if torch.is_grad_enabled():  # the engine's own mode inside a backward
@@ -568,17 +568,17 @@ class Runtime:
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "them as they were; change them after the backward"
                 )
-            self.gradients.heed_requires_grad()
+            self.gradients.apply_requires_grad()
             self.gradients.begin()
             reduces = self.reduces and self.all_reduces
             if self.micro_batches.listens:
                 self.micro_batches.note_backward(reduces=reduces, is_first=self.gradients.empty)
             task, observer = torch._C._current_graph_task_id(), self.observer if self.observer.listens else None
             self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
         return self._backward
 
-    def _end_backward(self) -> None:
+    def finalize_backward(self) -> None:
         backward = self._backward
         assert backward is not None
         self._reduce_rest(backward)
@@ -595,24 +595,24 @@ class Runtime:
         if backward.reduces:
             self.gradients.run_hooks()
 
-    def notice_failure(self) -> None:
+    def recover_failed_backward(self) -> None:
         """Outside a backward, one that has begun and not ended has raised."""
-        if self._backward is None or inside_backward():
+        if self._backward is None or in_backward():
             return
         self.gradients.abandon()  # where that is interrupted, it is done again
         self._backward = None
         self._release_all()
 
-    def notice_interrupt(self) -> None:
+    def recover_interrupted_pass(self) -> None:
         """Between passes, a forward that has begun and not ended was interrupted: torch runs no hook then."""
-        self.notice_failure()
-        if self._running and not inside_backward():
+        self.recover_failed_backward()
+        if self._running and not in_backward():
             self._forward = None
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
         """Let later forwards compute with gathered masters, or with compute weights again. Called between passes."""
-        self.notice_interrupt()
+        self.recover_interrupted_pass()
         for unit in self.units:
             unit.release(())
         with torch.inference_mode(False), torch.no_grad():  # tensors with versions
@@ -629,6 +629,6 @@ class Runtime:
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
-        self.notice_interrupt()
+        self.recover_interrupted_pass()
         if self.gradients.complete():
             self.gradients.run_hooks()

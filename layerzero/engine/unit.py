@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import GATHERS, gather_name
 from layerzero.device.buffer_pools import Gathered
 from layerzero.engine.buffers import CastBuffer
-from layerzero.engine.gather_order import GatherOrder
+from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced
 from layerzero.utils.pytree import cast_floating
 
@@ -36,7 +36,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         handles: tuple[Handle, ...],
-        topology: Topology,
+        topology: MeshInfo,
         *,
         policy: MixedPrecisionPolicy,
         reshards: bool | int,
@@ -64,7 +64,7 @@ class Unit:
         assert len(modules) == len(self._modules)
         return modules
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[ManagedParam]:
         for handle in self.handles:
             yield from handle.members
 
@@ -170,7 +170,7 @@ class Unit:
             parameters[attribute] = member.parameter
 
 
-def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[Topology, GatherOrder]:
+def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
     """Return the order in which the ranks of each mesh gather units: full gathers first, then regathers.
 
     With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
@@ -178,9 +178,10 @@ def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[To
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
     topologies = {unit.topology for unit in units}
     if full_precision:
-        return {t: GatherOrder(labels, t.control_lanes, t.ranks, note=_FULL_PRECISION) for t in topologies}
+        return {t: GatherOrderCheck(labels, t.control_lanes, t.ranks, note=_FULL_PRECISION) for t in topologies}
     return {
-        t: GatherOrder(labels, [t.node_control], dist.get_process_group_ranks(t.node_control.group)) for t in topologies
+        t: GatherOrderCheck(labels, [t.node_control], dist.get_process_group_ranks(t.node_control.group))
+        for t in topologies
     }
 
 

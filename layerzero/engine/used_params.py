@@ -20,23 +20,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Heard, Lane, tell_all
-from layerzero.comm.model_ranks import Everyone
+from layerzero.comm.collectives import Communicator, Exchange, PendingSmallGather, all_gather_small
+from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import Reservation
-from layerzero.comm.waiting import awaited_by_host
-from layerzero.device.streams import ThreadStream, Unexplained
+from layerzero.comm.waiting import record_wait
+from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 
-__all__ = ["Census", "PendingUse"]
+__all__ = ["PendingUse", "UsedParamMap"]
 
 
-class Census:
+class UsedParamMap:
     """Asks all ranks of a model about its parameters; see [Note: One order for all].
 
     Args:
         lanes: by name of a parameter: the lanes that reach the ranks which have the same one, or a part of it.
     """
 
-    def __init__(self, everyone: Everyone, lanes: Mapping[str, tuple[Lane, ...]]) -> None:
+    def __init__(self, everyone: ModelRanks, lanes: Mapping[str, tuple[Communicator, ...]]) -> None:
         self._everyone = everyone
         self._lanes = lanes
         self._own: Sequence[str] = ()
@@ -57,7 +57,7 @@ class Census:
     def follow(self, own: Sequence[str]) -> None:
         """Take and give numbers in this order, which may be another one on another rank."""
         self._own = own
-        by_lanes: dict[tuple[Lane, ...], list[str]] = {self._everyone.control_lanes: []}
+        by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_lanes: []}
         for name in self._names:
             by_lanes.setdefault(self._lanes[name], []).append(name)
         self._groups = [_Group(lanes, names, own) for lanes, names in by_lanes.items()]
@@ -95,7 +95,7 @@ class _Group:
         places: places of the same parameters in messages.
     """
 
-    def __init__(self, lanes: tuple[Lane, ...], names: Sequence[str], own: Sequence[str]) -> None:
+    def __init__(self, lanes: tuple[Communicator, ...], names: Sequence[str], own: Sequence[str]) -> None:
         self.lanes = lanes
         self.numel = len(names)
         place_of = {name: place for place, name in enumerate(names)}
@@ -114,7 +114,7 @@ class PendingUse:
         self._is_known = is_known
         self._relayed: Reservation | None = None  # of launches that a thread makes
         self._failure: Exception | None = None
-        self._heard: list[list[Heard]] = [[] for _ in groups]  # by group and axis
+        self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # by group and axis
         self._most: list[Tensor] = []  # by group: bytes to send next, uint8 [parameters of the group]
         for group in groups:
             most = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
@@ -150,9 +150,9 @@ class PendingUse:
             RuntimeError: another rank did not send its own.
         """
         if self._relayed is not None:
-            with awaited_by_host(self._groups[0].lanes[0].ledger, Exchange.AGREE):
+            with record_wait(self._groups[0].lanes[0].ledger, Exchange.AGREE):
                 self._relayed.wait()
-            if isinstance(self._failure, Unexplained):
+            if isinstance(self._failure, DeferredCollectiveError):
                 raise self._failure.explain(self._failure.error) from self._failure.error
             if self._failure is not None:
                 raise self._failure
@@ -183,7 +183,7 @@ class PendingUse:
                 self._take(place)
             behind = self._further[axis : axis + 1] if place == 0 else ()
             message = torch.cat([self._most[place], *behind])
-            heard.append(tell_all(group.lanes[axis], Exchange.AGREE, message))
+            heard.append(all_gather_small(group.lanes[axis], Exchange.AGREE, message))
 
     def _take(self, place: int) -> None:
         """Take the maximum of the last message of a group, which has come."""

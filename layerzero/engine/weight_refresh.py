@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.model_ranks import Everyone
-from layerzero.comm.transport.shared_memory import HandOver
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.transport.shared_memory import WriteBarrier
 from layerzero.engine.handle import Handle
 from layerzero.engine.passes import Use
 
-__all__ = ["Refreshes", "Round"]
+__all__ = ["Round", "WeightRefresher"]
 
 _ALL_ALIKE = (
     "Change them on every rank, to the same values (layerzero.load_full_state_dict sends the first rank's), or call "
@@ -20,7 +20,7 @@ _ALL_ALIKE = (
 )
 
 
-class Refreshes:
+class WeightRefresher:
     """Launches the refresh of handles; it is awaited where each is next gathered.
 
     Args:
@@ -30,7 +30,7 @@ class Refreshes:
         deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
     """
 
-    def __init__(self, handles: Sequence[Handle], everyone: Everyone, uses: Sequence[Use]) -> None:
+    def __init__(self, handles: Sequence[Handle], everyone: ModelRanks, uses: Sequence[Use]) -> None:
         self.deferred = False
         self._uses = uses
         self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
@@ -99,7 +99,7 @@ class Refreshes:
             self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
             self.launch(edited)
 
-    def before_forward(self) -> None:
+    def pre_forward(self) -> None:
         """What is left, at the latest."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_due()
@@ -134,7 +134,7 @@ class Round:
         left: what is to be launched; None before the first.
     """
 
-    def __init__(self, handles: Sequence[Handle], hand_over: HandOver | None, *, waits: bool) -> None:
+    def __init__(self, handles: Sequence[Handle], hand_over: WriteBarrier | None, *, waits: bool) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._hand_over = hand_over

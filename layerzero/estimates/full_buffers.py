@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import UntypedStorage
 
-from layerzero.device.buffer_pools import StoragePool, most_gathered
-from layerzero.estimates.specs import PlannedUnit
+from layerzero.device.buffer_pools import FullBufferPool, max_gathered_bytes
+from layerzero.estimates.specs import UnitSpec
 
-__all__ = ["FullBuffers", "rehearse"]
+__all__ = ["FullBuffers", "simulate_full_buffers"]
 
 _STEPS = 3  # the first one knows no order yet, and the last one repeats the one before
 
@@ -27,7 +27,7 @@ class FullBuffers(NamedTuple):
     peak: int  # lent and parked at once, at most
 
 
-def rehearse(units: Sequence[PlannedUnit], prefetch: int) -> FullBuffers:
+def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffers:
     """The full buffers of some steps with one forward and one backward each, of `units`, the root first."""
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
@@ -39,9 +39,9 @@ def rehearse(units: Sequence[PlannedUnit], prefetch: int) -> FullBuffers:
 
 
 class _Stage:
-    def __init__(self, units: Sequence[PlannedUnit], prefetch: int) -> None:
-        self.pool = StoragePool(torch.device("meta"))
-        self.pool.limit = most_gathered([unit.gathered_memory for unit in units], prefetch)
+    def __init__(self, units: Sequence[UnitSpec], prefetch: int) -> None:
+        self.pool = FullBufferPool(torch.device("meta"))
+        self.pool.limit = max_gathered_bytes([unit.gathered_memory for unit in units], prefetch)
         self.prefetch = 0
         self._inner = _nested(units)
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
@@ -75,12 +75,12 @@ class _Stage:
         for unit in returned:
             self._release(unit)
 
-    def _prefetch_before(self, returned: Sequence[PlannedUnit], index: int) -> None:
+    def _prefetch_before(self, returned: Sequence[UnitSpec], index: int) -> None:
         earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
         for unit in earlier[: self.prefetch]:
             self._gather(unit)
 
-    def _call(self, unit: PlannedUnit) -> None:
+    def _call(self, unit: UnitSpec) -> None:
         self._gather(unit)
         here = self._place[unit] + 1
         for upcoming in _on_mesh_of(unit, self._order[here:])[: self.prefetch]:
@@ -93,14 +93,14 @@ class _Stage:
                 self._lend(*kept)
             self._free(unit)
 
-    def _outermost(self) -> Iterator[PlannedUnit]:
+    def _outermost(self) -> Iterator[UnitSpec]:
         held = {inner for several in self._inner.values() for inner in several}
         return (unit for unit in self._order if unit not in held)
 
-    def _by_return(self, unit: PlannedUnit) -> list[PlannedUnit]:
+    def _by_return(self, unit: UnitSpec) -> list[UnitSpec]:
         return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
 
-    def _gather(self, unit: PlannedUnit) -> None:
+    def _gather(self, unit: UnitSpec) -> None:
         each = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
         for (full, *_), coded, (kept, _) in each:
             decodes = not full[0].nbytes() and not kept.nbytes()
@@ -108,7 +108,7 @@ class _Stage:
             if decodes:
                 self._lend(*coded)
 
-    def _wait(self, unit: PlannedUnit) -> None:
+    def _wait(self, unit: UnitSpec) -> None:
         for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
             if coded.nbytes():
                 self.pool.reclaim(coded)
@@ -119,20 +119,20 @@ class _Stage:
         if nbytes and not storage.nbytes():
             self.pool.lend(storage, nbytes)
 
-    def _free(self, unit: PlannedUnit) -> None:
+    def _free(self, unit: UnitSpec) -> None:
         for full, *strided in self._storages[unit]:
             for storage, _ in (*strided, full):
                 if storage.nbytes():
                     self.pool.reclaim(storage)
 
-    def _release(self, unit: PlannedUnit) -> None:
+    def _release(self, unit: UnitSpec) -> None:
         self._free(unit)
         for storage, _ in self._kept[unit]:
             if storage.nbytes():
                 self.pool.reclaim(storage)
 
 
-def _on_mesh_of(unit: PlannedUnit, others: Iterable[PlannedUnit]) -> list[PlannedUnit]:
+def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
     """Of these units, those that may be gathered ahead when `unit` is called: over as many ranks."""
     return [other for other in others if other.where == unit.where]
 
@@ -141,9 +141,9 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
     return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
 
 
-def _nested(units: Sequence[PlannedUnit]) -> dict[PlannedUnit, list[PlannedUnit]]:
+def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
     """The units that each one holds directly, in order."""
-    inner: dict[PlannedUnit, list[PlannedUnit]] = {unit: [] for unit in units}
+    inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]
         if around:

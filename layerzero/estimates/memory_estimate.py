@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from layerzero.comm.collectives import Exchange
 from layerzero.config import LayerZeroConfig
 from layerzero.device.gradient_offload import accumulator_bytes
-from layerzero.estimates.full_buffers import rehearse
-from layerzero.estimates.specs import PlannedHandle, PlannedUnit
+from layerzero.estimates.full_buffers import simulate_full_buffers
+from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["Foreseen", "foresee", "formula_bytes", "held_bytes", "on_device"]
+__all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "predicted_traffic"]
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class MemoryEstimate:
     """Bytes of a rank. The optimizer's state is not among them."""
 
     kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
     peak: int  # the most on the device at any time in a step
 
 
-def foresee(units: Sequence[PlannedUnit], config: LayerZeroConfig, *, scratch: int) -> Foreseen:
+def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:
     """What `units`, the root first, take on their rank, beside `scratch` bytes that reductions use."""
     kinds: Counter[str] = Counter()
     for unit in units:
@@ -32,18 +32,18 @@ def foresee(units: Sequence[PlannedUnit], config: LayerZeroConfig, *, scratch: i
             kinds.update(_of_handle(handle, unit, config))
     kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
     kinds["reduce_buffer"] = scratch
-    full = rehearse(units, config.prefetch)
+    full = simulate_full_buffers(units, config.prefetch)
     kinds["idle_buffer"] = full.idle
-    return Foreseen(dict(kinds), on_device(kinds) - full.idle + full.peak)
+    return MemoryEstimate(dict(kinds), on_device(kinds) - full.idle + full.peak)
 
 
-def held_bytes(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> int:
+def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
     """What a model is going to hold on the device between two steps, scratch and its optimizer's state left out."""
     of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
-def formula_bytes(units: Sequence[PlannedUnit]) -> dict[str, list[int]]:
+def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
     """What this rank sends in one call, by exchange, for each handle that takes part in it.
 
     Of handles whose ZeRO-1 shards are of one length: others send more or less of hop 2 and the refresh.
@@ -78,7 +78,7 @@ def on_device(kinds: Mapping[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
-def _of_handle(handle: PlannedHandle, unit: PlannedUnit, config: LayerZeroConfig) -> dict[str, int]:
+def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
     grid, precision = unit.where.grid, handle.precision
     in_host = handle.in_host
     host = "host_" if in_host else ""
@@ -98,7 +98,7 @@ def _of_handle(handle: PlannedHandle, unit: PlannedUnit, config: LayerZeroConfig
     }
 
 
-def _accumulators(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> tuple[int, int]:
+def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
     """Bytes on the device and in host memory."""
     sizes = [
         [

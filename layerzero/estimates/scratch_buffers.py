@@ -18,7 +18,7 @@ from layerzero.comm.collectives import Exchange
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.reduction_queue import IN_FLIGHT
-from layerzero.estimates.specs import PlannedHandle, Where
+from layerzero.estimates.specs import HandleSpec, Where
 from layerzero.layout.shard_grid import Extent
 
 __all__ = ["Scratch", "plan_scratch"]
@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
         return Scratch(self.scratch + more.scratch, self.outgoing + more.outgoing)
 
 
-def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, where: Where) -> Scratch:
+def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: Where) -> Scratch:
     """See [Note: Counting buffers]."""
     in_node = where.in_node
     first, second = (most + 1 for most in IN_FLIGHT)
@@ -90,14 +90,14 @@ def plan_scratch(handles: Sequence[PlannedHandle], config: LayerZeroConfig, wher
     return Scratch(+plan.scratch, +plan.outgoing)
 
 
-def _lent_in_place(handle: PlannedHandle, config: LayerZeroConfig, *, in_node: bool) -> bool:
+def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool) -> bool:
     """A sum that waits is sent from where it is; whoever reads it in the node's memory rounds it for himself."""
     if in_node:
         return handle.keeps_sum(config)
     return handle.route.legs[0].wire == handle.route.landing_dtype
 
 
-def _landing_at_once(members: Sequence[PlannedHandle], handles: Sequence[PlannedHandle]) -> int:
+def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
     """Handles of a size whose gradients come in the same time: of one unit, and of the units around it."""
     names = {each.unit for each in handles}
     around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
@@ -109,7 +109,7 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or inner.startswith(f"{outer}.")
 
 
-def _received(handle: PlannedHandle, leg: int, where: Where) -> Size:
+def _received(handle: HandleSpec, leg: int, where: Where) -> Size:
     """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
     numel, exchange, grid = handle.layout.numel, handle.route.legs[leg], where.grid
     if exchange.exchange is Exchange.HOP1:
@@ -120,10 +120,8 @@ def _received(handle: PlannedHandle, leg: int, where: Where) -> Size:
     return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire
 
 
-def _by_size(
-    handles: Sequence[PlannedHandle], size_of: Callable[[PlannedHandle], Size]
-) -> dict[Size, list[PlannedHandle]]:
-    found: dict[Size, list[PlannedHandle]] = {}
+def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:
+    found: dict[Size, list[HandleSpec]] = {}
     for each in handles:
         found.setdefault(size_of(each), []).append(each)
     return found

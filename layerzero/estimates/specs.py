@@ -6,25 +6,25 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.post_forward_shard import kept_bytes
 from layerzero.config import LayerZeroConfig, Precision
-from layerzero.device.accelerator import streams_module
+from layerzero.device.accelerator import device_module
 from layerzero.device.buffer_pools import Gathered, Size
 from layerzero.dtensor.extensions import GatheredBytes
-from layerzero.engine.reduction_spec import Route
+from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import Extent, Grid
+from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["PlannedHandle", "PlannedUnit", "Where", "planned_again"]
+__all__ = ["HandleSpec", "UnitSpec", "Where", "specs_of"]
 
 
 @dataclass(frozen=True)
 class Where:
     """A rank, and what of its surroundings decides how much memory it needs."""
 
-    grid: Grid
+    grid: ShardGrid
     adds_hop1: bool  # an exchange brings what each rank has, which is added up here, as on gloo; else it brings the sum
     adds_hop2: bool
     on_device: bool  # with streams and memory of its own
@@ -32,12 +32,12 @@ class Where:
     weights_in_host: bool = False  # ZeRO-3 shards
 
     @classmethod
-    def of(cls, topology: Topology, *, in_node: bool, offload_params: bool) -> Where:
+    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> Where:
         return cls(
             topology.grid,
             adds_hop1=topology.zero3_reduce.is_gloo,
             adds_hop2=topology.replica.is_gloo,
-            on_device=streams_module(topology.device) is not None,
+            on_device=device_module(topology.device) is not None,
             in_node=in_node,
             weights_in_host=offload_params and not in_node,
         )
@@ -49,7 +49,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class PlannedHandle:
+class HandleSpec:
     """A handle without memory."""
 
     unit: str  # its name
@@ -57,7 +57,7 @@ class PlannedHandle:
     trainable: bool
     precision: Precision
     layout: FlatLayout
-    route: Route
+    route: ReductionSpec
     in_host: bool = False  # its master and its final gradient
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
     coded: int = 0  # bytes of all that is received where encoded shards are gathered
@@ -85,11 +85,11 @@ class PlannedHandle:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedUnit:
+class UnitSpec:
     """A unit without memory."""
 
     name: str
-    handles: tuple[PlannedHandle, ...]
+    handles: tuple[HandleSpec, ...]
     where: Where
     reshards: bool | int  # it is freed after its forward; an int: its backward gathers it among so many ranks
     over: Hashable = None  # what it is sharded over
@@ -99,11 +99,11 @@ class PlannedUnit:
         """It is there from its forward to its backward. On a device the root is needed again at once."""
         return not self.reshards or (self.where.on_device and not self.name)
 
-    def coded_of(self, handle: PlannedHandle) -> int:
+    def coded_of(self, handle: HandleSpec) -> int:
         """Bytes that a handle takes while it is gathered, beside its full buffer."""
         return handle.coded if self.where.gathers else 0
 
-    def kept_of(self, handle: PlannedHandle) -> int:
+    def kept_of(self, handle: HandleSpec) -> int:
         """Bytes of a handle that stay from a forward to its backward."""
         if isinstance(self.reshards, bool) or self.stays or not self.where.gathers or handle.extension is not None:
             return 0
@@ -116,16 +116,16 @@ class PlannedUnit:
         return Gathered(nbytes, self.reshards, self.over, sum(map(self.kept_of, self.handles)))
 
 
-def planned_again(units: Iterable[Unit]) -> list[PlannedUnit]:
+def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
     """Units that are there, which may have been cut in another way since they were planned."""
     units = tuple(units)
     in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
     in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)
     return [
-        PlannedUnit(
+        UnitSpec(
             unit.name,
             tuple(
-                PlannedHandle(
+                HandleSpec(
                     unit.name,
                     "",
                     handle.gradients is not None,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero import checkpoint
 from layerzero.config import Units
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
 from layerzero.integrations.loop_settings import Settings, current_parameters, is_sharded
 from layerzero.optimizers.clip import clip_grad_norm_
@@ -178,7 +178,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         for model in self._sharded:
             given = current_parameters(model, given)
         for model in self._sharded:
-            if {id(p) for p in given} == {id(member.parameter) for member in runtime_of(model).members.values()}:
+            if {id(p) for p in given} == {id(member.parameter) for member in get_state(model).members.values()}:
                 self.unscale_gradients()
                 return clip_grad_norm_(model, max_norm, norm_type)
         norm = super().clip_grad_norm_(given, max_norm, norm_type)
@@ -210,7 +210,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         """The folder, the model and the optimizer of each layerzero checkpoint."""
         pairs: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
         for i, model in enumerate(self._sharded):
-            own = [each.optimizer for each in self._optimizers if each.optimizer in runtime_of(model).optimizers]
+            own = [each.optimizer for each in self._optimizers if each.optimizer in get_state(model).optimizers]
             if len(own) > 1:
                 raise ValueError(f"{len(own)} optimizers of one sharded model: save_state and load_state can keep one")
             pairs.append((f"layerzero_{i}", model, own[0] if own else None))
@@ -246,4 +246,4 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _owns(model: nn.Module, parameter: Tensor | None) -> bool:
-    return parameter is not None and runtime_of(model).parameters.member_of(parameter) is not None
+    return parameter is not None and get_state(model).parameters.member_of(parameter) is not None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from layerzero import checkpoint
 from layerzero.config import Units
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
 from layerzero.integrations.loop_settings import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.clip import clip_grad_norm_
@@ -67,7 +67,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shard it, if it holds parameters of a sharded module."""
         held = optimizer.param_groups[0]["params"][0]
-        owner = next((m for m in self._sharded if runtime_of(m).parameters.member_of(held) is not None), None)
+        owner = next((m for m in self._sharded if get_state(m).parameters.member_of(held) is not None), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     def clip_gradients_norm(
@@ -142,7 +142,7 @@ def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedO
     for key, module in state.items():
         if is_sharded(module):
             optimizers = [other for other in state.values() if isinstance(other, ShardedOptimizer)]
-            own = [other for other in optimizers if other in runtime_of(module).optimizers]
+            own = [other for other in optimizers if other in get_state(module).optimizers]
             found += [(f"layerzero_{key}_{i}", module, optimizer) for i, optimizer in enumerate(own or [None])]
     return found
 

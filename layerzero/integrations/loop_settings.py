@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.config import LayerZeroConfig, Policy
 from layerzero.config.yaml_file import read_settings, translate
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.sharding.module_methods import register_forward_method
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
@@ -125,7 +125,7 @@ def is_sharded(model: object) -> bool:
     if not isinstance(model, nn.Module):
         return False
     try:
-        runtime_of(model)
+        get_state(model)
     except ValueError:
         return False
     return True
@@ -133,6 +133,6 @@ def is_sharded(model: object) -> bool:
 
 def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
     """The same parameters, those from before sharding replaced by what the model holds now."""
-    members = runtime_of(model).parameters
+    members = get_state(model).parameters
     found = ((parameter, members.member_of(parameter)) for parameter in parameters)
     return [parameter if member is None else member.parameter for parameter, member in found]

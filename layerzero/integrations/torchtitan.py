@@ -21,7 +21,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.integrations.loop_settings import Settings, is_sharded
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
 from layerzero.sharding.training_loop import no_sync
@@ -224,7 +224,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         held = optimizer.param_groups[0]["params"][0]  # each is of one part, and all of that is sharded
-        owner = next((m for m in self.model_parts if is_sharded(m) and runtime_of(m).parameters.member_of(held)), None)
+        owner = next((m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.member_of(held)), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     @staticmethod
@@ -257,5 +257,5 @@ class Trainer(trainer.Trainer):  # type: ignore[misc]
                     stack.enter_context(no_sync(part))
             loss: Tensor = super().forward_backward_step(**batch)
         for part in sharded if is_last else ():
-            runtime_of(part).complete_gradients()
+            get_state(part).complete_gradients()
         return loss

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from layerzero.layout.flat_layout import FlatLayout, Slot
 
-__all__ = ["Extent", "Grid", "Overlap", "overlap"]
+__all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
 
 
 class Extent(enum.IntEnum):
@@ -49,7 +49,7 @@ def overlap(slot: Slot, flat: range) -> Overlap:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ShardGrid:
     """D data-parallel ranks as R replicas of S, and one of them: rank = r * S + s.
 
     >>> grid = Grid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
@@ -71,7 +71,7 @@ class Grid:
             )
 
     @classmethod
-    def of_rank(cls, rank: int, *, data_parallel: int, zero3_size: int) -> Grid:
+    def of_rank(cls, rank: int, *, data_parallel: int, zero3_size: int) -> ShardGrid:
         r, s = divmod(rank, zero3_size)
         return cls(data_parallel, zero3_size, s, r)
 

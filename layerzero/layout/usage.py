@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Usage"]
+__all__ = ["GradUsage"]
 
 
-class Usage(enum.IntEnum):
+class GradUsage(enum.IntEnum):
     """What is known of one parameter's gradient since the user last zeroed it.
 
     This byte is what ranks agree on, the maximum over all of them. NONE -> NEW by a contribution, NEW -> SEEN when a

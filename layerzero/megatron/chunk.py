@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.full_state import load_full_state_dict
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
 from layerzero.reliability.own_gradients import OwnGradients
@@ -57,11 +57,11 @@ class ShardedChunk(nn.Module):
 
     def start_grad_sync(self, *unused: object) -> None:
         """Reduce what backwards inside :meth:`no_sync` have left behind. All data-parallel ranks must call this."""
-        runtime_of(self).complete_gradients()
+        get_state(self).complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Return when all gradients are final."""
-        runtime_of(self).complete_gradients()
+        get_state(self).complete_gradients()
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -78,7 +78,7 @@ class ShardedChunk(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, also those of a backward that raised."""
-        runtime_of(self).notice_interrupt()
+        get_state(self).recover_interrupted_pass()
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
             self.own_gradients.forget()
@@ -105,8 +105,8 @@ class ShardedChunk(nn.Module):
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Launch the refresh that the optimizer's step has left, and that of masters which were edited by hand."""
-        runtime_of(self).refreshes.launch_due()
-        runtime_of(self).refreshes.launch_edited()
+        get_state(self).refreshes.launch_due()
+        get_state(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
         """Nothing is left to do: :func:`~layerzero.megatron.wrap` started from the first rank's parameters."""
@@ -140,7 +140,7 @@ class ShardedChunk(nn.Module):
         """
         from layerzero.megatron.sharded_model_state import describe, with_weights  # noqa: PLC0415
 
-        state, _ = describe(self.module, runtime_of(self).members.values(), metadata, prefix, sharded_offsets)
+        state, _ = describe(self.module, get_state(self).members.values(), metadata, prefix, sharded_offsets)
         return with_weights(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from layerzero.checkpoint.state_names import Apart, plain_name
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_layout import module_name
 
@@ -51,7 +51,7 @@ def experts_of(chunk: ShardedChunk) -> Apart:
         parts = split(name)
         return parts is not None and int(parts[1][2]) in range(whole) and int(parts[1][2]) not in parts[2]
 
-    for member in runtime_of(chunk).members.values():
+    for member in get_state(chunk).members.values():
         if member.span.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
             raise ValueError(
                 f"layerzero.megatron.save and load: the name of {member.name!r} does not say which of the experts it "

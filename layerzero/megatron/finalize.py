@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import language_model
 from layerzero.megatron.parallel_groups import ProcessGroups
@@ -109,7 +109,7 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
     weight: nn.Parameter | None = language.shared_embedding_or_output_weight()
     if weight is None:
         return None
-    runtime = runtime_of(chunk)
+    runtime = get_state(chunk)
     member = runtime.parameters.member_of(weight)
     holder = next((handle for handle in runtime.handles if member in handle.members), None)
     if member is None or holder is None or len(holder.members) > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.checkpoint.json_codec import Joint
 from layerzero.checkpoint.state_names import Apart
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 
 __all__ = ["layer_of", "module_name", "places_of"]
@@ -34,7 +34,7 @@ def places_of(chunk: ShardedChunk, apart: Apart) -> dict[str, Any] | Joint:
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
-    members = runtime_of(chunk).members.values()
+    members = get_state(chunk).members.values()
     # Each layer under a key of its own, with its number in the whole model.
     metadata = {"non_homogeneous_layers": True}
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse
 from layerzero.megatron.param_groups import Condition, param_groups
@@ -79,7 +79,7 @@ class ShardedMegatronOptimizer:
                 config_overrides=config_overrides,
             )
             inner = (make_optimizer or self._make)(groups) if groups else None
-            if inner is not None and kinds_that_need_whole(inner, runtime_of(chunk).topology.device):
+            if inner is not None and kinds_that_need_whole(inner, get_state(chunk).topology.device):
                 raise ValueError(
                     f"{type(inner).__name__} needs whole parameters, which is not supported inside Megatron: let "
                     "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"
@@ -89,7 +89,7 @@ class ShardedMegatronOptimizer:
             None if ema_decay is None or sharded is None else EMA(chunk, ema_decay)
             for chunk, sharded in zip(self.model_chunks, self.sharded, strict=True)
         ]
-        self._device = runtime_of(self.model_chunks[0]).topology.device
+        self._device = get_state(self.model_chunks[0]).topology.device
         self.grad_scaler: Any = _grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         trains = torch.full_like(self._one, float(any(self.sharded)))
@@ -194,7 +194,7 @@ class ShardedMegatronOptimizer:
 
     def _note_skipped(self) -> None:
         for chunk in self.model_chunks:
-            runtime_of(chunk).topology.ledger.steps["skipped"] += 1
+            get_state(chunk).topology.ledger.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
         """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from layerzero.dtensor.row_shard_spec import RowSpan, Watch
+from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
 __all__ = ["Described", "describe", "with_weights"]
@@ -37,7 +37,7 @@ class Described:
         pieces: by which of this rank's rows they have; without data.
     """
 
-    member: Member
+    member: ManagedParam
     key: str
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
@@ -49,7 +49,7 @@ class Described:
         """
         span = self.member.span
         if not self.pieces:
-            return LocalNonpersistentObject(sharded(rows, span, Watch()))
+            return LocalNonpersistentObject(sharded(rows, span, MutationTracker()))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
             # Pieces that the checkpoint lacks are taken out. What is never empty is found by the merge all the same.
@@ -68,14 +68,14 @@ class Described:
             if not found.keys() >= set(numbers):
                 return NOT_FOUND
             parts = [found[number].view(-1, *span.shape[1:]) for number in numbers]
-            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), span, Watch())
+            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), span, MutationTracker())
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
 
 
 def describe(
     module: nn.Module,
-    members: Iterable[Member],
+    members: Iterable[ManagedParam],
     metadata: Any,
     prefix: str = "",
     sharded_offsets: Any = (),
@@ -133,10 +133,10 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
+def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedParam]]:
     """Inside, each parameter of the model is a tensor of its row numbers; gives the member at each address."""
     shown: list[tuple[dict[str, Any], str, Any]] = []
-    member_at: dict[int, Member] = {}
+    member_at: dict[int, ManagedParam] = {}
     try:
         for member in members:
             shape = member.span.shape
@@ -155,7 +155,7 @@ def _row_numbers(members: Iterable[Member]) -> Iterator[dict[int, Member]]:
             parameters[name] = parameter
 
 
-def _own_part(piece: ShardedTensor, span: RowSpan, wanted: range) -> tuple[range, ShardedTensor] | None:
+def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
     """What some rows of a parameter, such as this rank's, have of a piece: which of them, and where they lie."""
     numbers: Tensor = piece.data
     if numbers.numel() == 0:
@@ -183,7 +183,7 @@ def _own_part(piece: ShardedTensor, span: RowSpan, wanted: range) -> tuple[range
     )
 
 
-def _odd_pieces(span: RowSpan, key: str) -> str:
+def _odd_pieces(span: RowShardSpec, key: str) -> str:
     return (
         f"{span.name!r} is stored as {key!r} in pieces that are not runs of its rows, each row once; use "
         "layerzero.megatron.save and load"

@@ -22,8 +22,8 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.managed_param import Member
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, together
 from layerzero.megatron.sharded_model_state import describe
@@ -53,9 +53,9 @@ class Stepped(NamedTuple):
         groups = self.optimizer.param_groups
         return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
 
-    def members(self, group: Mapping[str, Any]) -> Iterator[Member]:
+    def members(self, group: Mapping[str, Any]) -> Iterator[ManagedParam]:
         """The sharded parameters of one of the optimizer's groups."""
-        runtime = runtime_of(self.chunk)
+        runtime = get_state(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
             member = runtime.parameters.member_of(parameter)
             if member is None:
@@ -113,7 +113,7 @@ def sharded_states(
         for index, pair in enumerate(pairs):
             tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
         averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
-        low = any(_in_16_bits(member) for pair in pairs for member in runtime_of(pair.chunk).members.values())
+        low = any(_in_16_bits(member) for pair in pairs for member in get_state(pair.chunk).members.values())
         common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
@@ -141,7 +141,7 @@ def _tensors(
     pair: Stepped, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
-    _, described = describe(pair.chunk.module, runtime_of(pair.chunk).members.values(), metadata)
+    _, described = describe(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _tensors(
     return result
 
 
-def _rows_of_state(member: Member, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
+def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
     if state is None:
         raise ValueError(
             f"{member.name!r} has not been stepped yet, and Megatron's format has one count of steps for all; "
@@ -286,7 +286,7 @@ def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: M
     ema.n_averaged.fill_(int(said.get("n_averaged", 1)))
 
 
-def _found(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
+def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
     if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
         raise ValueError(
@@ -339,7 +339,7 @@ def _as(like: Any, step: float) -> Any:
 # Shared
 
 
-def _all_members(pair: Stepped) -> Iterator[Member]:
+def _all_members(pair: Stepped) -> Iterator[ManagedParam]:
     return (member for group in pair.optimizer.param_groups for member in pair.members(group))
 
 
@@ -347,7 +347,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _place(index: int, member: Member) -> str:
+def _place(index: int, member: ManagedParam) -> str:
     return f"{index}.{member.name}"
 
 
@@ -355,9 +355,9 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in _IDENTITY)
 
 
-def _in_16_bits(member: Member) -> bool:
+def _in_16_bits(member: ManagedParam) -> bool:
     return member.leaf.dtype != member.master.dtype
 
 
 def _device(pair: Stepped) -> torch.device:
-    return runtime_of(pair.chunk).topology.device
+    return get_state(pair.chunk).topology.device

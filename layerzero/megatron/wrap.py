@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.mesh_info import mesh_from_groups
 from layerzero.config import Accumulation, Units
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
@@ -101,7 +101,7 @@ def wrap(
             **settings,
         )
         if check_for_nan_in_grad:
-            chunk.own_gradients = OwnGradients(runtime_of(chunk).handles)
+            chunk.own_gradients = OwnGradients(get_state(chunk).handles)
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
     tied_weight(chunks, groups)  # raises where it could not be summed later
@@ -154,7 +154,7 @@ def _set(
     if align_param_refresh and not single:
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         for chunk in chunks[1:]:
-            runtime_of(chunk).refreshes.deferred = True
+            get_state(chunk).refreshes.deferred = True
     config.finalize_model_grads_func = FinalizeGradients(config, groups)
 
 

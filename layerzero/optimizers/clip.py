@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import runtimes_of
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import note_edits
 
 __all__ = ["clip_grad_norm_"]
@@ -73,11 +73,11 @@ def clip_grad_norm_(
     return total
 
 
-def _gradients(runtime: Runtime) -> list[Tensor]:
+def _gradients(runtime: LayerZeroState) -> list[Tensor]:
     return [m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None]
 
 
-def _reduced(runtime: Runtime, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Return the sum of p-th powers, or the largest absolute value, of all gradients of one model on its ranks.
 
     Returns:
@@ -98,7 +98,7 @@ def _reduced(runtime: Runtime, norm_type: float, op: dist.ReduceOp.RedOpType) ->
     return sent
 
 
-def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, Runtime]) -> None:
+def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZeroState]) -> None:
     """Raise if a module that holds sharded models has other gradients, which layerzero does not average."""
     known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]

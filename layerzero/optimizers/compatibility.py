@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from layerzero.optimizers.apex import apex_needs_whole, prepared, refuse_apex
 from layerzero.optimizers.compatibility_trial import CouldNotTry, difference, difference_of_owners, kind_of
-from layerzero.optimizers.optimizer_copy import inner_optimizers, twin_of, unhooked
+from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unhooked
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
 
@@ -173,6 +173,6 @@ def state_after_a_step(
     """
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
-    twin = twin_of(optimizer, [(group, [parameter])])
+    twin = copy_optimizer(optimizer, [(group, [parameter])])
     prepared(twin, partial(unhooked(type(twin).step), twin))()
     return dict(twin.state[parameter]), twin.param_groups[0]

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.optimizers.apex import apex_class, prepared
-from layerzero.optimizers.optimizer_copy import twin_of, unhooked
+from layerzero.optimizers.optimizer_copy import copy_optimizer, unhooked
 from layerzero.optimizers.placeholders import placeholder
-from layerzero.optimizers.split_step import Turn, step_in_turns
+from layerzero.optimizers.split_step import Turn, step_param_by_param
 
 __all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of", "steps_stacks_apart"]
 
@@ -263,7 +263,7 @@ def _run(
         ]
         for each in data
     ]
-    twin = twin_of(optimizer, list(zip(groups, ours, strict=True)))
+    twin = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
     for group in twin.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
@@ -285,7 +285,7 @@ def _run(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_in_turns(twin, step, _turns(twin, ours, owned, rank))
+            step_param_by_param(twin, step, _turns(twin, ours, owned, rank))
         else:
             step()
     states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]

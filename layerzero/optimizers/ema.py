@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import Watch
-from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
+from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.managed_param import Member
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import View, viewing
 from layerzero.layout.flat_layout import FlatLayout
 
@@ -62,11 +62,11 @@ class EMA:
             raise ValueError(f"decay={decay} is not in the range [0, 1]")
         self.decay = decay
         self.n_averaged = torch.zeros((), dtype=torch.int64)
-        self._runtime = runtime_of(model)
+        self._runtime = get_state(model)
         self._handles: list[Handle] = []
         self._layouts: list[FlatLayout] = []  # of the handles, as they were cut then
         self._averages: list[Tensor] = []  # 1-D [L] each, master dtype
-        self._rows: dict[str, tuple[Member, Tensor]] = {}  # by name: this rank's rows, views of the above
+        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: this rank's rows, views of the above
         self._follow()
         if not self._handles:
             raise ValueError("the model has no trainable sharded parameters to average")
@@ -152,7 +152,7 @@ class EMA:
         """
         self._follow()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # all ranks' order
-        averages = {name: sharded(rows, member.span, Watch()) for name, member, rows in held}
+        averages = {name: sharded(rows, member.span, MutationTracker()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class EMA:
         self.n_averaged.fill_(int(state_dict["n_averaged"]))
 
 
-def _rows_of(member: Member, value: Tensor) -> Tensor:
+def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
     """This rank's rows of a whole tensor, or of one that is sharded like the parameter."""
     if tuple(value.shape) != member.span.true_shape:
         shapes = f"{list(value.shape)}, the parameter {list(member.span.true_shape)}"
@@ -182,6 +182,6 @@ def _rows_of(member: Member, value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return rows_of(value, member.span)
     local = value._local_tensor
-    if not isinstance(local, LocalRows) or not local.span.cut_like(member.span):
+    if not isinstance(local, LocalShard) or not local.span.cut_like(member.span):
         raise ValueError(f"the average of {member.name!r} is sharded in another way; load it through a checkpoint")
     return plain(value)

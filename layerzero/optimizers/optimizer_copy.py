@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from layerzero.dtensor.sharded_tensor import plain
 
-__all__ = ["inner_optimizers", "twin_of", "unhooked"]
+__all__ = ["copy_optimizer", "inner_optimizers", "unhooked"]
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -37,7 +37,7 @@ _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 
-def twin_of(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
     """An optimizer of the same class, attributes and settings over other parameters.
 
     Args:

@@ -9,27 +9,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import Watch
-from layerzero.dtensor.sharded_tensor import LocalRows, plain, sharded
-from layerzero.engine.managed_param import Member
-from layerzero.optimizers.owner_step import Owned
+from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.optimizers.owner_step import OwnedParam
 
 __all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain", "kept", "number", "on", "show"]
 
 
-Holder = Member | Owned | None  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
+Holder = (
+    ManagedParam | OwnedParam | None
+)  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
 
 
 def show(value: Any, holder: Holder) -> Any:
     """An entry of a parameter's state, as others see it."""
-    if isinstance(holder, Owned):
+    if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
         shape = holder.true_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
-        return value if shape is None else sharded(value, holder.span_of(shape), Watch())
+        return value if shape is None else sharded(value, holder.span_of(shape), MutationTracker())
     member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
-        return sharded(value, member.span, Watch())
+        return sharded(value, member.span, MutationTracker())
     return value
 
 
@@ -88,19 +90,19 @@ def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, 
 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
     """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
-    if isinstance(holder, Owned):
+    if isinstance(holder, OwnedParam):
         own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
         return own if holder.is_mine else {}
     return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
 
 
-def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
+def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_whole(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device
-    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.span.cut_like(owned.span_of(value.shape)):
             raise ValueError(
                 f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
@@ -110,10 +112,10 @@ def _whole(key: str, value: Any, owned: Owned, *, copy: bool) -> Any:
     return (whole if face is None else whole[face.box]).to(device).clone()
 
 
-def _cut(key: str, value: Any, member: Member, *, copy: bool) -> Any:
+def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
         return value.clone() if isinstance(value, Tensor) and copy else value
-    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalRows):
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.span.cut_like(member.span):
             raise ValueError(
                 f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"

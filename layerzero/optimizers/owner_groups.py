@@ -15,21 +15,21 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Lane
-from layerzero.comm.mesh_info import Topology
-from layerzero.dtensor.model_parallel_spec import Face
+from layerzero.comm.collectives import Communicator
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.layout.owner_layout import Across
 
-__all__ = ["Cell", "across", "cell_across", "cell_of", "places_across"]
+__all__ = ["OwnerGroup", "across", "cell_across", "cell_of", "places_across"]
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class OwnerGroup:
     """See [Note: Cells]."""
 
-    topology: Topology
+    topology: MeshInfo
     axis: int | None  # the further one that is put together
-    lane: Lane
+    lane: Communicator
     order: tuple[tuple[int, int], ...]  # by rank of the lane: s, and the place on the axis
 
     @property
@@ -42,13 +42,13 @@ class Cell:
         return self.order[self.lane.rank]
 
 
-def cell_of(topology: Topology) -> Cell:
+def cell_of(topology: MeshInfo) -> OwnerGroup:
     """A ZeRO-3 group alone."""
     order = tuple((s, 0) for s in range(topology.zero3_size))
-    return Cell(topology, None, topology.zero3_gather, order)
+    return OwnerGroup(topology, None, topology.zero3_gather, order)
 
 
-def places_across(topology: Topology, face: Face, axis: int) -> dict[int, tuple[int, int]]:
+def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
     """A ZeRO-3 group and those beside it on an axis of `face`. By rank: s, and the place on the axis."""
     grid = topology.grid
     table = face.shown.mesh  # by places on the further axes, s, r
@@ -59,16 +59,16 @@ def places_across(topology: Topology, face: Face, axis: int) -> dict[int, tuple[
     return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
 
 
-def cell_across(topology: Topology, axis: int, places: Mapping[int, tuple[int, int]]) -> Cell:
+def cell_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
     """Of the ranks of :func:`places_across`. All ranks of the model must call this."""
     ranks = sorted(places)
     kind = topology.mesh.device_type
     group = topology.groups.new(ranks, like=topology.zero3_gather.group, device_type=kind)
-    lane = Lane.over("owners", "across", group, topology.ledger, kind)
-    return Cell(topology, axis, lane, tuple(places[rank] for rank in ranks))
+    lane = Communicator.over("owners", "across", group, topology.ledger, kind)
+    return OwnerGroup(topology, axis, lane, tuple(places[rank] for rank in ranks))
 
 
-def across(name: str, face: Face | None, *, stacks_apart: bool) -> Across | None:
+def across(name: str, face: ModelParallelSpec | None, *, stacks_apart: bool) -> Across | None:
     """Along which further axis a parameter is put together; None: along none.
 
     Args:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.model_ranks import Everyone
-from layerzero.dtensor.row_shard_spec import Watch
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.dtensor.row_shard_spec import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
-from layerzero.optimizers.owner_step import Owned
+from layerzero.optimizers.owner_step import OwnedParam
 
 __all__ = ["with_what_others_own"]
 
 
-def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], everyone: Everyone) -> dict[str, Any]:
+def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], everyone: ModelRanks) -> dict[str, Any]:
     """A state by name, complete on all ranks: of what others own, sharded tensors without rows, and numbers.
 
     Args:
@@ -34,7 +34,7 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], every
     }
     text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
-    for said in everyone.share_texts(text):
+    for said in everyone.all_gather_text(text):
         told |= json.loads(said)
     if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
         raise TypeError(wrong[0])
@@ -46,7 +46,7 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[Owned], every
     return {name: complete[name] for name in sorted(complete)}
 
 
-def _place(owned: Owned) -> str:
+def _place(owned: OwnedParam) -> str:
     """Names a parameter, and of the owners that it has where further axes put nothing together, this rank's."""
     span, axis = owned.member.span, owned.owner.axis
     if span.face is None:
@@ -80,7 +80,7 @@ def _entry(path: str, value: Any) -> dict[str, Any]:
     )
 
 
-def _made(entry: Mapping[str, Any], owned: Owned, device: torch.device) -> Any:
+def _made(entry: Mapping[str, Any], owned: OwnedParam, device: torch.device) -> Any:
     if "value" in entry:
         return entry["value"]
     for kind in (list, tuple):
@@ -90,4 +90,4 @@ def _made(entry: Mapping[str, Any], owned: Owned, device: torch.device) -> Any:
     if not entry["shape"]:
         return torch.tensor(entry["number"], dtype=dtype)
     rows = torch.empty(0, *entry["shape"][1:], dtype=dtype, device=device)
-    return sharded(rows, owned.span_of(entry["shape"]), Watch())
+    return sharded(rows, owned.span_of(entry["shape"]), MutationTracker())

@@ -29,25 +29,25 @@ from torch.optim import Optimizer
 
 from layerzero.comm.agreement import has_peers
 from layerzero.comm.collectives import Exchange, send_pieces
-from layerzero.comm.model_ranks import Everyone, reduce_over
+from layerzero.comm.model_ranks import ModelRanks, reduce_over
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.dtensor.model_parallel_spec import Face
-from layerzero.dtensor.row_shard_spec import RowSpan
-from layerzero.engine.managed_param import Member
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.layout.owner_layout import Owner, work_of
-from layerzero.optimizers.owner_groups import Cell
-from layerzero.optimizers.split_step import Turn, step_in_turns
+from layerzero.optimizers.owner_groups import OwnerGroup
+from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["Owned", "buffers_of_rounds", "by_cell", "step_owned"]
+__all__ = ["OwnedParam", "buffers_of_rounds", "by_cell", "step_owned"]
 
 
 @dataclass(frozen=True, eq=False)
-class Owned:
+class OwnedParam:
     """One parameter that its owner updates whole."""
 
-    member: Member
+    member: ManagedParam
     owner: Owner
-    cell: Cell  # the ranks that it is put together from, where this one is at the owner's node
+    cell: OwnerGroup  # the ranks that it is put together from, where this one is at the owner's node
     group: MutableMapping[str, Any]  # of the inner optimizer
     master: Tensor  # what the inner optimizer has in its group: this rank's rows, and the whole while the owner steps
 
@@ -123,10 +123,10 @@ class Owned:
             return tuple(shape)
         return (face.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
 
-    def _cut_into_matrices(self, face: Face) -> bool:
+    def _cut_into_matrices(self, face: ModelParallelSpec) -> bool:
         return any(face.cut_by(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
 
-    def span_of(self, shape: Sequence[int]) -> RowSpan:
+    def span_of(self, shape: Sequence[int]) -> RowShardSpec:
         """How a tensor of the optimizer's state, of that true shape, is spread: all rows are on the owner."""
         span, topology = self.member.span, self.member.span.topology
         k = self.owner.s * topology.replicas + self.owner.r
@@ -135,18 +135,18 @@ class Owned:
             face = face.of_state(shape, axis=self.owner.axis, place=self.owner.t)
             shape = [each.stop - each.start for each in face.box]
         bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
-        return RowSpan(self.member.name, tuple(shape), bounds, topology, face)
+        return RowShardSpec(self.member.name, tuple(shape), bounds, topology, face)
 
 
-def by_cell(owned: Iterable[Owned]) -> dict[Cell, list[Owned]]:
+def by_cell(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
     """In one order on all ranks, whatever that of the parameters is: by name."""
-    found: dict[Cell, list[Owned]] = {}
+    found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.cell, []).append(each)
     return found
 
 
-def buffers_of_rounds(owned: Iterable[Owned]) -> Counter[Size]:
+def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
     """What the rounds of these parameters borrow at once, by size; see :func:`_largest`."""
     most: Counter[Size] = Counter()
     for cell, members in by_cell(owned).items():
@@ -157,7 +157,7 @@ def buffers_of_rounds(owned: Iterable[Owned]) -> Counter[Size]:
     return most
 
 
-def _largest(owned: Iterable[Owned], cell: Cell) -> dict[torch.dtype, list[int]]:
+def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype, list[int]]:
     """By dtype, the elements of what is borrowed.
 
     The largest parameter that this rank gets whole, its gradient, the most rows that it sends at once; where parts are
@@ -177,7 +177,7 @@ def _largest(owned: Iterable[Owned], cell: Cell) -> dict[torch.dtype, list[int]]
 
 
 def step_owned(
-    inner: Optimizer, owned: Sequence[Owned], everyone: Everyone, pool: BufferPool, take_step: Callable[[], Any]
+    inner: Optimizer, owned: Sequence[OwnedParam], everyone: ModelRanks, pool: BufferPool, take_step: Callable[[], Any]
 ) -> None:
     """Step what has a gradient, the `owned` ones whole.
 
@@ -190,7 +190,7 @@ def step_owned(
     cells = by_cell(owned)
     _require_gradients_alike(cells, everyone)
     for cell, members in cells.items():
-        away: list[tuple[Owned, Tensor]] = []  # in this cell, with this rank's rows of the gradient
+        away: list[tuple[OwnedParam, Tensor]] = []  # in this cell, with this rank's rows of the gradient
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_mine and each.is_at_home):
@@ -199,10 +199,10 @@ def step_owned(
             if each.is_near and not each.is_at_home:
                 away.append((each, gradient))
         turns.append(_turns(away, _largest(members, cell), cell, pool))
-    step_in_turns(inner, take_step, chain.from_iterable(turns))
+    step_param_by_param(inner, take_step, chain.from_iterable(turns))
 
 
-def _require_gradients_alike(cells: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> None:
+def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> None:
     """Raise RuntimeError on all ranks where those of a cell would send each other the rows of different parameters.
 
     One number tells: what the ranks of a cell add is 0 together if they have the same gradients.
@@ -220,15 +220,15 @@ def _require_gradients_alike(cells: Mapping[Cell, Sequence[Owned]], everyone: Ev
         raise RuntimeError(_unlike(near, everyone))
 
 
-def _has_gradient(owned: Owned) -> bool:
+def _has_gradient(owned: OwnedParam) -> bool:
     return owned.master.grad is not None
 
 
-def _unlike(near: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> str:
+def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> str:
     """What to say of a parameter that has a gradient on some ranks of its cell only; all ranks say the same."""
     own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for told in everyone.share_texts(json.dumps(own)):
+    for told in everyone.all_gather_text(json.dumps(own)):
         for ranks, name, has in json.loads(told):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
@@ -239,11 +239,14 @@ def _unlike(near: Mapping[Cell, Sequence[Owned]], everyone: Everyone) -> str:
 
 
 def _turns(
-    away: Sequence[tuple[Owned, Tensor]], largest: Mapping[torch.dtype, Sequence[int]], cell: Cell, pool: BufferPool
+    away: Sequence[tuple[OwnedParam, Tensor]],
+    largest: Mapping[torch.dtype, Sequence[int]],
+    cell: OwnerGroup,
+    pool: BufferPool,
 ) -> Iterator[Turn]:
     """See [Note: Rounds of owners]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
-        by_owner: dict[tuple[int, int], list[tuple[Owned, Tensor]]] = {place: [] for place in cell.order}
+        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in cell.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
                 by_owner[each.place].append((each, gradient))
@@ -264,7 +267,7 @@ class _Round:
         chosen: by the owner's rank in the cell: the parameter, and this rank's rows of its gradient.
     """
 
-    def __init__(self, chosen: Sequence[tuple[Owned, Tensor] | None], cell: Cell) -> None:
+    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
         s, _ = cell.place
         own = chosen[cell.lane.rank]
         self._chosen = [each for each in chosen if each is not None]

@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import groups_so_far
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.handle import Handle
-from layerzero.engine.managed_param import Member
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
-from layerzero.estimates.specs import planned_again
+from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.owner_layout import Across, Owner, plan_owners
 from layerzero.optimizers.compatibility_trial import kind_of, steps_stacks_apart
 from layerzero.optimizers.owner_groups import across, cell_across, cell_of, places_across
 from layerzero.optimizers.owner_state import with_what_others_own
-from layerzero.optimizers.owner_step import Owned, buffers_of_rounds, step_owned
+from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 from layerzero.optimizers.torch_state_dict import asked_by_torch
 
-__all__ = ["Ownership"]
+__all__ = ["OwnerTable"]
 
-_Key = tuple[Topology, int | None]  # of a cell: where it is, and the further axis that is put together
+_Key = tuple[MeshInfo, int | None]  # of a cell: where it is, and the further axis that is put together
 
 
-class Ownership:
+class OwnerTable:
     """The parameters of one optimizer that are updated whole.
 
     Every rank must make it, and those that it needs whole have owners then.
@@ -46,8 +46,8 @@ class Ownership:
         owned: by id of the sharded parameter.
     """
 
-    def __init__(self, runtime: Runtime, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
-        self.owned: dict[int, Owned] = {}
+    def __init__(self, runtime: LayerZeroState, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
+        self.owned: dict[int, OwnedParam] = {}
         self._runtime = runtime
         self._inner = inner
         self._whole_kinds = frozenset(whole_kinds)
@@ -56,7 +56,7 @@ class Ownership:
         self._asked: set[str] = set()  # the names of what has owners as this optimizer needs them
         self._ask([member for p in held if (member := runtime.parameters.member_of(p)) is not None])
 
-    def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[Member, Tensor]]) -> None:
+    def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """A group has come, with these parameters and their masters. Every rank must call this.
 
         Groups of a kind that has not been tried out are taken to need whole parameters if any do.
@@ -68,10 +68,10 @@ class Ownership:
         for member, master in members:
             owner = self._runtime.owners[member.name]
             cell = self._runtime.cells[member.span.topology, owner.axis]
-            self.owned[id(member.parameter)] = Owned(member, owner, cell, group, master)
+            self.owned[id(member.parameter)] = OwnedParam(member, owner, cell, group, master)
         self._foresee()
 
-    def _ask(self, members: Sequence[Member]) -> None:
+    def _ask(self, members: Sequence[ManagedParam]) -> None:
         if members:
             _own(self._runtime, members, self._inner)
         self._asked |= {member.name for member in members}
@@ -120,7 +120,7 @@ class Ownership:
 
 
 @torch.no_grad()
-def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> None:
+def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
     """Let each of these parameters, and of those that have one already, have an owner. Every rank must call this.
 
     What an optimizer has whole already may be a part to this one: matrices of a stack. Then all of them get more.
@@ -150,8 +150,8 @@ def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> N
         if changes:
             plan, owners = _plan(runtime, names, put_together)
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
-            runtime.notice_interrupt()
-            runtime.gradients.heed_user()
+            runtime.recover_interrupted_pass()
+            runtime.gradients.apply_user_grads()
             _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
         new_cells = _new_cells(runtime, owners)
     except (RuntimeError, ValueError) as error:
@@ -179,11 +179,11 @@ def _own(runtime: Runtime, members: Sequence[Member], optimizer: Optimizer) -> N
     runtime.owners = owners
     runtime.buffers.scratch.foreseen = _scratch_again(runtime)
     for each in runtime.optimizers:
-        each.rows_have_moved()  # type: ignore[attr-defined]
+        each.on_layout_change()  # type: ignore[attr-defined]
 
 
 def _plan(
-    runtime: Runtime, names: Collection[str], put_together: Mapping[str, Across]
+    runtime: LayerZeroState, names: Collection[str], put_together: Mapping[str, Across]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, Owner]]:
     """The layouts of all handles, and the owners by name."""
     plan: dict[Handle, FlatLayout] = {}
@@ -204,13 +204,13 @@ def _plan(
     return plan, owners
 
 
-def _may_be_a_part(member: Member, owner: Owner | None) -> bool:
+def _may_be_a_part(member: ManagedParam, owner: Owner | None) -> bool:
     """A further axis cuts what the owner has, or would have."""
     face, axis = member.span.face, None if owner is None else owner.axis
     return face is not None and any(face.cut_by(at) is not None for at in range(face.mesh.ndim) if at != axis)
 
 
-def _put_together(runtime: Runtime) -> dict[str, Across]:
+def _put_together(runtime: LayerZeroState) -> dict[str, Across]:
     """By name, the owned parameters that are put together along a further axis."""
     found: dict[str, Across] = {}
     for name, owner in runtime.owners.items():
@@ -220,7 +220,7 @@ def _put_together(runtime: Runtime) -> dict[str, Across]:
     return found
 
 
-def _to_put_together(members: Iterable[Member], optimizer: Optimizer, device: torch.device) -> dict[str, Across]:
+def _to_put_together(members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device) -> dict[str, Across]:
     """By name, those of these parameters that this optimizer needs put together along a further axis."""
     found: dict[str, Across] = {}
     apart: dict[int, bool] = {}  # by dims: the optimizer treats each matrix of a stack by itself
@@ -236,7 +236,7 @@ def _to_put_together(members: Iterable[Member], optimizer: Optimizer, device: to
     return found
 
 
-def _new_cells(runtime: Runtime, owners: Mapping[str, Owner]) -> dict[_Key, dict[int, tuple[int, int]]]:
+def _new_cells(runtime: LayerZeroState, owners: Mapping[str, Owner]) -> dict[_Key, dict[int, tuple[int, int]]]:
     """The cells that are to be made for these owners, in one order on all ranks; of which ranks, and their places."""
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
@@ -263,9 +263,9 @@ def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, A
                 )
 
 
-def _scratch_again(runtime: Runtime) -> Counter[Size]:
+def _scratch_again(runtime: LayerZeroState) -> Counter[Size]:
     total = Scratch(Counter(), Counter())
-    planned = planned_again(runtime.units)
+    planned = specs_of(runtime.units)
     for over in dict.fromkeys(unit.over for unit in planned):
         units = [unit for unit in planned if unit.over is over]
         handles = [handle for unit in units for handle in unit.handles]
@@ -273,7 +273,7 @@ def _scratch_again(runtime: Runtime) -> Counter[Size]:
     return total.scratch
 
 
-def _require_untouched(runtime: Runtime, moved: Iterable[Handle], owned: set[str]) -> None:
+def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
     """Nothing refers to rows that are going to move."""
     if runtime.config.offload_optimizer:
         raise NotImplementedError(

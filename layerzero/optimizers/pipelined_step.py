@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.engine.handle import Handle
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.weight_refresh import Round
 from layerzero.optimizers.compatibility import is_elementwise_by_name
-from layerzero.optimizers.param_owners import Ownership
+from layerzero.optimizers.param_owners import OwnerTable
 
 __all__ = ["update"]
 
@@ -28,9 +28,9 @@ _MOST = 8  # parts: the first one's update, which nothing hides, is about an eig
 
 def update(
     inner: Optimizer,
-    ownership: Ownership,
+    ownership: OwnerTable,
     names: Mapping[int, str],
-    runtime: Runtime,
+    runtime: LayerZeroState,
     refresh: Round | None,
     take_step: Callable[[], Any],
 ) -> None:

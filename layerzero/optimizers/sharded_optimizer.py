@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from layerzero.device.accelerator import refuse_capture
-from layerzero.dtensor.row_shard_spec import RowSpan, refuse_apart
+from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_apart
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.managed_param import Member
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import View
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
 from layerzero.optimizers.optimizer_state import (
@@ -42,16 +42,16 @@ from layerzero.optimizers.optimizer_state import (
     on,
     show,
 )
-from layerzero.optimizers.owner_step import Owned
-from layerzero.optimizers.param_owners import Ownership
+from layerzero.optimizers.owner_step import OwnedParam
+from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update
 from layerzero.optimizers.placeholders import Placeholders
-from layerzero.optimizers.state_view import StateView
+from layerzero.optimizers.state_view import ParamKeyedState
 from layerzero.optimizers.torch_state_dict import asked_by_torch, by_own_names, first_state, numbered
 from layerzero.optimizers.wrapped_optimizer import (
-    AroundAnother,
-    CountedSteps,
-    MasterState,
+    MasterKeyedState,
+    OptimizerProxy,
+    StepCounter,
     Writes,
     final_rows,
     note_edits,
@@ -94,14 +94,14 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer has been through shard_optimizer already")
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
     if runtime.config.offload_optimizer:
         refuse_host(optimizer)
     return ShardedOptimizer(optimizer, runtime, whole_kinds)
 
 
-def _trained(runtime: Runtime, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that an optimizer steps: masters of trained parameters, and trained ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
@@ -109,7 +109,7 @@ def _trained(runtime: Runtime, parameters: Iterable[Tensor]) -> Iterator[Tensor]
             yield parameter if member is None else member.master
 
 
-class ShardedOptimizer(AroundAnother):
+class ShardedOptimizer(OptimizerProxy):
     """Made by :func:`shard_optimizer`. A torch ``Optimizer`` over sharded parameters.
 
     Other public attributes are those of the wrapped optimizer. Its methods (``train`` and ``eval`` of schedule-free
@@ -120,9 +120,9 @@ class ShardedOptimizer(AroundAnother):
         state: the same state, keyed by sharded parameter.
     """
 
-    def __init__(self, inner: Optimizer, runtime: Runtime, whole_kinds: Collection[str] = ()) -> None:
+    def __init__(self, inner: Optimizer, runtime: LayerZeroState, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
-        self._counted = CountedSteps(runtime.topology.ledger.steps)
+        self._counted = StepCounter(runtime.topology.ledger.steps)
         self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
         self._runtime = runtime
@@ -130,11 +130,11 @@ class ShardedOptimizer(AroundAnother):
         self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
         self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
-        self._member_at: dict[int, Member] = {}  # the same, for sharded ones
+        self._member_at: dict[int, ManagedParam] = {}  # the same, for sharded ones
         self._placeholders = Placeholders()
-        self._ownership = Ownership(runtime, inner, whole_kinds)
+        self._ownership = OwnerTable(runtime, inner, whole_kinds)
         old_groups, old_state = inner.param_groups, inner.state
-        inner.param_groups, inner.state = [], MasterState(old_state)
+        inner.param_groups, inner.state = [], MasterKeyedState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
         try:
             super().__init__(old_groups, inner.defaults)
@@ -142,7 +142,7 @@ class ShardedOptimizer(AroundAnother):
             inner.param_groups, inner.state = old_groups, old_state
             raise
         self.param_groups = inner.param_groups
-        self.state = StateView(inner, self._master_of)  # type: ignore[assignment]
+        self.state = ParamKeyedState(inner, self._master_of)  # type: ignore[assignment]
         for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
@@ -204,7 +204,7 @@ class ShardedOptimizer(AroundAnother):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
-        self._runtime.notice_interrupt()
+        self._runtime.recover_interrupted_pass()
         self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if set_to_none or self._runtime.gradients.failed:
@@ -269,7 +269,7 @@ class ShardedOptimizer(AroundAnother):
         )
         shown: list[Tensor] = []
         masters: list[Tensor] = []
-        members: list[Member | None] = []
+        members: list[ManagedParam | None] = []
         refuse_dtypes(self.inner, _trained(self._runtime, parameters))
         for parameter in parameters:
             member = self._runtime.parameters.member_of(parameter)
@@ -297,13 +297,13 @@ class ShardedOptimizer(AroundAnother):
                 self._member_at.pop(id(parameter), None)
             raise
 
-    def rows_have_moved(self) -> None:
+    def on_layout_change(self) -> None:
         """Masters lie elsewhere, and other ranks may own what is updated whole."""
         for key, member in self._member_at.items():
             self._master_of[key].data = member.master
         self._ownership.follow()
 
-    def _master_for(self, parameter: Tensor, member: Member | None) -> Tensor:
+    def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
         if member is None:  # ignored by shard_model: stepped as it is
             self._master_of[id(parameter)] = parameter
             return parameter
@@ -425,7 +425,7 @@ class ShardedOptimizer(AroundAnother):
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
                 cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
-            if not isinstance(holder, Owned) or holder.is_mine:
+            if not isinstance(holder, OwnedParam) or holder.is_mine:
                 new_state[self._master_of[id(parameter)]] = cut
         self.inner.state.clear()
         self.inner.state.update(new_state)
@@ -437,7 +437,7 @@ class ShardedOptimizer(AroundAnother):
     def _cut(
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
-        if isinstance(holder, Member) and not holder.span.shape:
+        if isinstance(holder, ManagedParam) and not holder.span.shape:
             values = by_rows(values, first_state(self.inner, group, holder.master))
         return cut_state(values, holder, copy=copy)
 
@@ -471,17 +471,17 @@ class ShardedOptimizer(AroundAnother):
         """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
-    def owned(self, name: str) -> Owned | None:
+    def owned(self, name: str) -> OwnedParam | None:
         """The parameter that :meth:`state_dict` calls so, if one rank updates it, and has all of its state."""
         return next((each for each in self._ownership.owned.values() if each.member.name == name), None)
 
-    def span_of_state(self, name: str, shape: Sequence[int]) -> RowSpan | None:
+    def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
         """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.parameter)
         if not shape or holder is None:
             return None
-        return holder.span_of(shape) if isinstance(holder, Owned) else holder.span
+        return holder.span_of(shape) if isinstance(holder, OwnedParam) else holder.span
 
     def _holder_of(self, parameter: Tensor) -> Holder:
         return self._ownership.owned.get(id(parameter)) or self._member_at.get(id(parameter))

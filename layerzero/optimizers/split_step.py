@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Turn", "step_in_turns"]
+__all__ = ["Turn", "step_param_by_param"]
 
 Turn = tuple[MutableMapping[str, Any], Tensor]  # a group of the optimizer, and a parameter to step with its settings
 
 _MOST_ELEMENTS = 64  # of a tensor that is a number or some; others are data
 
 
-def step_in_turns(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
+def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
     """Step what has a gradient now, then parameter by parameter what `turns` bring.
 
     Args:

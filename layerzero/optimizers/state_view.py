@@ -10,10 +10,10 @@ from torch import Tensor
 
 from layerzero.optimizers.torch_state_dict import asked_by_torch, first_state
 
-__all__ = ["StateView"]
+__all__ = ["ParamKeyedState"]
 
 
-class StateView(MutableMapping[Tensor, dict[str, Any]]):
+class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
     """The inner optimizer's state, keyed by the parameters that the groups show."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:

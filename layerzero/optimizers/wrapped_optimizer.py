@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.dtensor.sharded_tensor import LocalRows, RowShardedTensor, plain
+from layerzero.dtensor.sharded_tensor import LocalShard, RowShardedTensor, plain
 from layerzero.optimizers.optimizer_copy import unhooked
 
 __all__ = [
-    "AroundAnother",
-    "CountedSteps",
-    "MasterState",
+    "MasterKeyedState",
+    "OptimizerProxy",
+    "StepCounter",
     "Writes",
     "final_rows",
     "note_edits",
@@ -33,7 +33,7 @@ __all__ = [
 _OWN = ("inner", "defaults", "state", "param_groups")  # that both optimizers have
 
 
-class CountedSteps:
+class StepCounter:
     """Counts an optimizer's steps as ``"taken"``, and as ``"skipped"`` gradients that are forgotten without one.
 
     A scaler that has met an overflow steps nothing, and tells nobody.
@@ -56,7 +56,7 @@ class CountedSteps:
         self._stepped, self._backwards = False, backwards
 
 
-class AroundAnother(Optimizer):
+class OptimizerProxy(Optimizer):
     """An optimizer whose other public attributes and methods are those of the one inside."""
 
     inner: Optimizer
@@ -170,7 +170,7 @@ def _shapes(parameters: Sequence[Tensor]) -> str:
     return f"{len(parameters)} of shapes {some}{', ...' if len(parameters) > 4 else ''}"
 
 
-class MasterState(defaultdict[Tensor, Any]):
+class MasterKeyedState(defaultdict[Tensor, Any]):
     """The inner optimizer's state, by master. Asked for a sharded parameter's it would make an empty one, and go on."""
 
     def __init__(self, former: Mapping[Any, Any]) -> None:
@@ -225,13 +225,13 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def final_rows(gradient: Tensor) -> Tensor | None:
     """This rank's rows of a gradient; None where it is not reduced yet, as a method between steps may find it."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    withheld = isinstance(local, LocalRows) and local.watch is not None and local.watch.forbidden is not None
+    withheld = isinstance(local, LocalShard) and local.watch is not None and local.watch.forbidden is not None
     return None if withheld else plain(gradient)
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
     """The masters of all these sharded parameters may be about to be written to, in a way that nobody watches."""
     for parameter in parameters:
-        assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalRows)
+        assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.watch is not None:
             parameter._local_tensor.watch.edit()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from layerzero.planning.transformer_shapes import Sizes, TransformerBlock
-from layerzero.sharding.unit_selection import UnitPlan
+from layerzero.sharding.unit_selection import UnitDefinition
 
 __all__ = ["Load"]
 
@@ -34,7 +34,7 @@ class Load:
 
     @classmethod
     def of_sizes(
-        cls, sizes: Sizes, plans: list[UnitPlan], tokens: int, sequence: int, *, recompute: bool, element: int = 2
+        cls, sizes: Sizes, plans: list[UnitDefinition], tokens: int, sequence: int, *, recompute: bool, element: int = 2
     ) -> Load:
         """A block counts in the unit that it is in, the head in the root."""
         each = sizes.block_flops(sequence)
@@ -45,7 +45,7 @@ class Load:
         return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + head))
 
     @classmethod
-    def of_units(cls, plans: list[UnitPlan], tokens: int, *, recompute: bool, activation_bytes: float) -> Load:
+    def of_units(cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float) -> Load:
         """Two FLOP for each weight and token, but for embeddings; a tied one is a head.
 
         Units but the root are blocks.

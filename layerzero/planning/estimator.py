@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.config import LayerZeroConfig
 from layerzero.estimates.memory_estimate import on_device
-from layerzero.estimates.specs import PlannedUnit
+from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import Load
 from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
@@ -185,7 +185,7 @@ class Workshop:
     def _shared_over(self, choice: Choice) -> int:
         return self.cluster.accelerators if choice.scheme == "HSDP" else self.cluster.ranks
 
-    def planned(self, choice: Choice) -> list[PlannedUnit]:
+    def planned(self, choice: Choice) -> list[UnitSpec]:
         where = where_of(
             self.cluster.ranks,
             choice.zero3_size,
@@ -194,7 +194,7 @@ class Workshop:
         )
         return self.paper.units(self.config(choice), where)
 
-    def works(self, units: Sequence[PlannedUnit] | None = None) -> list[Work]:
+    def works(self, units: Sequence[UnitSpec] | None = None) -> list[Work]:
         """What units hold, with the padding of planned ones, and compute."""
         if units is None:
             numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}

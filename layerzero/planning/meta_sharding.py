@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import bytes_of_buffers
-from layerzero.estimates.memory_estimate import Foreseen, foresee
+from layerzero.estimates.memory_estimate import MemoryEstimate, estimate_memory
 from layerzero.estimates.scratch_buffers import plan_scratch
-from layerzero.estimates.specs import PlannedUnit, Where
-from layerzero.layout.shard_grid import Extent, Grid
+from layerzero.estimates.specs import UnitSpec, Where
+from layerzero.layout.shard_grid import Extent, ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
@@ -34,7 +34,7 @@ def where_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
 ) -> Where:
     """A rank that exchanges on NCCL, or on gloo where it computes on the CPU."""
-    grid = Grid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
+    grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
     return Where(
         grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
     )
@@ -51,25 +51,25 @@ class Paper:
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )
 
-    def units(self, config: LayerZeroConfig, where: Where) -> list[PlannedUnit]:
+    def units(self, config: LayerZeroConfig, where: Where) -> list[UnitSpec]:
         """The root first."""
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
             handles = plan_handles(plan, config, where, averaged=ranks, has_face=lambda parameter: False)
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
-            found.append(PlannedUnit(plan.name, tuple(handles), where, reshards))
+            found.append(UnitSpec(plan.name, tuple(handles), where, reshards))
         return found
 
 
-def foreseen(units: Sequence[PlannedUnit], config: LayerZeroConfig) -> Foreseen:
+def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Memory of the rank that `units` are planned for."""
     where = units[0].where
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
-    return foresee(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
+    return estimate_memory(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
 
 
-def optimizer_bytes(units: Sequence[PlannedUnit], numbers: int) -> int:
+def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
     """Of the state of an optimizer that keeps so many numbers for an element, and one for each parameter."""
     total = 0
     for unit in units:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Exchange, Lane, all_gather
-from layerzero.comm.mesh_info import Topology, init_mesh
+from layerzero.comm.collectives import Communicator, Exchange, all_gather
+from layerzero.comm.mesh_info import MeshInfo, init_mesh
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import finish_copies, host_memory
@@ -84,14 +84,14 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     before = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
-        return _probed(Topology.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
+        return _probed(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
     finally:
         groups.release()
         for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
             dist.destroy_process_group(group)
 
 
-def _probed(topology: Topology, nbytes: int, dtype: torch.dtype) -> Probed:
+def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> Probed:
     device = topology.device
     inside, between = topology.zero3_gather, topology.replica
     found: dict[str, float | int | str] = {
@@ -123,7 +123,7 @@ def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[flo
     return small / steps, sent / max(large - small, 1e-2 * large)
 
 
-def _meeting(lanes: Sequence[Lane]) -> Callable[[], None]:
+def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
     """Begin together."""
     word = torch.zeros(1)
 
@@ -146,7 +146,7 @@ def _seconds(operation: Callable[[], object], device: torch.device, meet: Callab
     return statistics.median(times[1:])
 
 
-def _gather(lane: Lane, numel: int, device: torch.device) -> Callable[[], None]:
+def _gather(lane: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
     out = torch.ones(numel * lane.size, device=device)
     shard = out.view(lane.size, -1)[lane.rank].clone()
 
@@ -160,14 +160,14 @@ def _numel(nbytes: int, ranks: int) -> int:
     return max(_SMALL + 1, nbytes // 4 // ranks)
 
 
-def _link(lane: Lane, nbytes: int, device: torch.device, meet: Callable[[], None]) -> tuple[float, float]:
+def _link(lane: Communicator, nbytes: int, device: torch.device, meet: Callable[[], None]) -> tuple[float, float]:
     numel = _numel(nbytes, lane.size)
     small = _seconds(_gather(lane, _SMALL, device), device, meet)
     large = _seconds(_gather(lane, numel, device), device, meet)
     return speeds_of(small, large, ranks=lane.size, sent=4 * numel * (lane.size - 1))
 
 
-def _processor_per_byte(lane: Lane, nbytes: int, device: torch.device) -> float:
+def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -> float:
     """Seconds of this process's threads for each byte that it sends."""
     if lane.size == 1:
         return 0.0
@@ -180,7 +180,7 @@ def _processor_per_byte(lane: Lane, nbytes: int, device: torch.device) -> float:
     return (time.process_time() - began) / (_ROUNDS * 4 * numel * (lane.size - 1))
 
 
-def _launch(lane: Lane, device: torch.device, meet: Callable[[], None]) -> float:
+def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
     """Seconds of the host until an exchange is on its way."""
     out = torch.ones(lane.size, device=device)
     shard = torch.ones(1, device=device)
@@ -242,7 +242,7 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
 _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
-def _slowest(found: dict[str, float | int | str], lanes: Sequence[Lane]) -> dict[str, float | int | str]:
+def _slowest(found: dict[str, float | int | str], lanes: Sequence[Communicator]) -> dict[str, float | int | str]:
     """Of each number the worst that a rank has seen."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.sharded_tensor import LocalRows, plain
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.bits import sum64
 from layerzero.reliability.fingerprint import Corruption, compare
@@ -95,7 +95,7 @@ def guard_bits(
         raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
         raise TypeError("guard_bits takes optimizers from layerzero.shard_optimizer")
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model")
     return BitGuard(runtime, optimizers, every, on_found == "raise")
@@ -113,7 +113,7 @@ class _Resting(NamedTuple):
 def _graded(gradient: Tensor) -> _Resting:
     """A final gradient, of which everybody who writes it tells its watch."""
     rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-    edits = rows.watch.edits if isinstance(rows, LocalRows) and rows.watch is not None else 0
+    edits = rows.watch.edits if isinstance(rows, LocalShard) and rows.watch is not None else 0
     tensor = plain(gradient)
     return _Resting(tensor.data_ptr(), 0, edits, sum64(tensor))
 
@@ -135,7 +135,9 @@ class BitGuard:
         found: everything that was found.
     """
 
-    def __init__(self, runtime: Runtime, optimizers: tuple[ShardedOptimizer, ...], every: int, raises: bool) -> None:
+    def __init__(
+        self, runtime: LayerZeroState, optimizers: tuple[ShardedOptimizer, ...], every: int, raises: bool
+    ) -> None:
         self.looked = 0
         self.found: list[Corruption] = []
         self._runtime = runtime
@@ -296,6 +298,6 @@ class BitGuard:
         """None while it is not final: another backward has begun to add to it, inside no_sync."""
         gradient = self._runtime.members[name].parameter.grad
         rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-        if not isinstance(rows, LocalRows) or rows.watch is None or rows.watch.forbidden is not None:
+        if not isinstance(rows, LocalShard) or rows.watch is None or rows.watch.forbidden is not None:
             return None
         return gradient

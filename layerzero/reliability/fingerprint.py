@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.comm.collectives import Exchange, all_gather
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.engine.handle import Handle
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.layout.shard_grid import Extent
 from layerzero.reliability.bits import as_integers, sum64
 
@@ -94,10 +94,10 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         found = layerzero.fingerprint(model)
         assert found.ok, found.corruptions
     """
-    return compare(runtime_of(model), (), {})
+    return compare(get_state(model), (), {})
 
 
-def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
+def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
     """:func:`fingerprint`, with what this rank knows by itself: all ranks get everything.
 
     Args:
@@ -132,7 +132,7 @@ def compare(runtime: Runtime, own: Sequence[Corruption], sound: Mapping[str, boo
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
                 mine += _locate(handle, handle.topology, sound)
-        told = runtime.everyone.share_texts(json.dumps([asdict(each) for each in mine]))
+        told = runtime.everyone.all_gather_text(json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
@@ -159,7 +159,7 @@ def _cast(handle: Handle) -> Tensor:
     return handle.master.to(device=handle.topology.device, dtype=handle.precision.compute)
 
 
-def _locate(handle: Handle, topology: Topology, sound: Mapping[str, bool]) -> list[Corruption]:
+def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
     """What differs in one handle between the replicas of this rank; the same on all of them, which all call this."""
     zero3 = handle.read_zero3()
     replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends know few integers
@@ -242,7 +242,7 @@ def _elements(at: Sequence[int]) -> str:
 class _Owners:
     """What lies where in this rank's ZeRO-3 shard of a handle."""
 
-    def __init__(self, handle: Handle, topology: Topology) -> None:
+    def __init__(self, handle: Handle, topology: MeshInfo) -> None:
         self._layout = handle.layout
         self._start = topology.grid.range_of(handle.layout, Extent.NODE).start
         self._first = topology.grid.s * topology.replicas

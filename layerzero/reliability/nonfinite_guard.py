@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from layerzero.dtensor.lazy_grad import plain_access
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.own_gradients import OwnGradients, whose
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
@@ -64,7 +64,7 @@ def guard_steps(
         raise ValueError(f"skips must be a positive int, got {skips!r}")
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
         raise TypeError("guard_steps takes optimizers from layerzero.shard_optimizer")
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model; guard those of each model by themselves")
     if any(optimizer.guard is not None for optimizer in optimizers):
@@ -83,7 +83,7 @@ class StepGuard:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: LayerZeroState,
         optimizers: tuple[ShardedOptimizer, ...],
         patience: int,
         locate: bool,
@@ -185,4 +185,4 @@ class StepGuard:
             _LOG.warning("layerzero: a step is skipped, as gradients are not finite: %s", self.found)
 
     def _all_tell(self, texts: list[str]) -> list[str]:
-        return [text for told in self._everyone.share_texts(json.dumps(texts)) for text in json.loads(told)]
+        return [text for told in self._everyone.all_gather_text(json.dumps(texts)) for text in json.loads(told)]

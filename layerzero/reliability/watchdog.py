@@ -6,7 +6,7 @@ from torch import nn
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.watchdog import Watchdog, new_scope
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 
 __all__ = ["watchdog"]
 
@@ -34,7 +34,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     """
     if not limit > 0:
         raise ValueError(f"limit must be positive, got {limit!r}")
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     before = runtime.topology.ledger.watching
     replaced = before if isinstance(before, Watchdog) and before.is_default else None
     failure = None

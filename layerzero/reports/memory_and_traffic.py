@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import runtimes_of
-from layerzero.engine.runtime import Runtime
-from layerzero.estimates.memory_estimate import foresee, formula_bytes, on_device
-from layerzero.estimates.specs import planned_again
+from layerzero.engine.runtime import LayerZeroState
+from layerzero.estimates.memory_estimate import estimate_memory, on_device, predicted_traffic
+from layerzero.estimates.specs import specs_of
 from layerzero.utils.text_tables import size, table
 
 __all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
@@ -137,9 +137,9 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def _memory(runtime: Runtime) -> MemoryReport:
+def _memory(runtime: LayerZeroState) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
-    foreseen = foresee(planned_again(runtime.units), runtime.config, scratch=scratch)
+    foreseen = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
     shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
@@ -173,7 +173,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     )
 
 
-def _traffic(runtime: Runtime, *, reset: bool) -> TrafficReport:
+def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
     ledger = runtime.topology.ledger
     by_exchange: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
@@ -187,17 +187,17 @@ def _traffic(runtime: Runtime, *, reset: bool) -> TrafficReport:
     return report
 
 
-def _formulas(runtime: Runtime, calls: Mapping[str, int]) -> dict[str, int]:
+def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Bytes of as many calls, if all handles have been called as often."""
     found: dict[str, int] = {}
-    for exchange, places in formula_bytes(planned_again(runtime.units)).items():
+    for exchange, places in predicted_traffic(specs_of(runtime.units)).items():
         rounds, rest = divmod(calls.get(exchange, 0), len(places))
         if rounds and not rest:
             found[exchange] = rounds * sum(places)
     return found
 
 
-def measure(runtime: Runtime) -> dict[str, int]:
+def measure(runtime: LayerZeroState) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:
@@ -226,7 +226,7 @@ def measure(runtime: Runtime) -> dict[str, int]:
     return dict(measured)
 
 
-def _pools(runtime: Runtime) -> list[BufferPool]:
+def _pools(runtime: LayerZeroState) -> list[BufferPool]:
     """Each once: scratch, and what hop 1 sends."""
     buffers = runtime.buffers
     return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]

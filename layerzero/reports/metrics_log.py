@@ -10,9 +10,9 @@ from statistics import median
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.traffic_counters import GATHERS, Exchange, Ledger
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.runtime import Runtime
+from layerzero.comm.traffic_counters import GATHERS, Exchange, TrafficCounters
+from layerzero.engine.hooks import get_state
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.reports.memory_and_traffic import measure
 from layerzero.utils.text_tables import seconds, size, table
 
@@ -68,7 +68,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
         for name, value in layerzero.metrics(model).items():
             writer.add_scalar(name, value, step)
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     ledger = runtime.topology.ledger
     sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
     for (_, axis), nbytes in ledger.bytes.items():
@@ -84,14 +84,14 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     return found
 
 
-def _compared(runtime: Runtime, ledger: Ledger) -> dict[str, float]:
+def _compared(runtime: LayerZeroState, ledger: TrafficCounters) -> dict[str, float]:
     everyone, topology = runtime.everyone, runtime.topology
     by_axis = {axis: sum(ledger.waited.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
         "zero3": dist.get_process_group_ranks(topology.zero3_gather.group),
         "replica": dist.get_process_group_ranks(topology.replica.group),
     }
-    told = [json.loads(text) for text in everyone.share_texts(json.dumps([by_axis, groups]))]
+    told = [json.loads(text) for text in everyone.all_gather_text(json.dumps([by_axis, groups]))]
     waited = {rank: waits for rank, (waits, _) in zip(everyone.ranks, told, strict=True)}
     found = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.mesh_info import Topology
-from layerzero.comm.trace_recorder import Flight, Recorder
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.trace_recorder import CollectiveTrace, Recorder
 from layerzero.device.accelerator import Clock
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 
 __all__ = ["Trace", "TraceEvent", "trace"]
 
@@ -111,7 +111,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
             train_step(model)
         print([(event.name, event.bytes) for event in trace.events if event.exchange == "gather"])
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     rank = dist.get_rank()
     result = Trace(Path(str(os.fspath(path)).replace("{rank}", str(rank))))
     if not result.path.parent.is_dir():
@@ -143,7 +143,7 @@ def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.flight for mark in marks if mark.kind == "launch" and mark.flight is not None)
     number = {flight: place for place, flight in enumerate(launched)}
-    waited: dict[Flight, float] = {}  # when each was first waited for
+    waited: dict[CollectiveTrace, float] = {}  # when each was first waited for
     for mark in marks:
         if mark.kind == "wait" and mark.flight is not None:
             waited.setdefault(mark.flight, time(mark.ended))
@@ -176,7 +176,7 @@ def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
     return tuple(events)
 
 
-def _write(result: Trace, topology: Topology, rank: int, epoch: float) -> None:
+def _write(result: Trace, topology: MeshInfo, rank: int, epoch: float) -> None:
     content = {
         "displayTimeUnit": "ms",
         "traceEvents": _chrome_events(result.events, topology, rank, epoch),
@@ -200,7 +200,7 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
     return {field.name: value for field, value in told if value != field.default}
 
 
-def _chrome_events(events: Sequence[TraceEvent], topology: Topology, rank: int, epoch: float) -> list[dict[str, Any]]:
+def _chrome_events(events: Sequence[TraceEvent], topology: MeshInfo, rank: int, epoch: float) -> list[dict[str, Any]]:
     lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, *topology.control_lanes)
     bars = [*_span_bars(events), *_exchange_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(lane.name for lane in lanes), *(bar[0] for bar in bars)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layerzero.engine.hooks import runtime_of
-from layerzero.engine.managed_param import Member
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
 from layerzero.utils.text_tables import size, table
 
 __all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
@@ -40,7 +40,7 @@ class UnitParameter:
         return int(torch.Size(self.shape).numel())
 
     @classmethod
-    def of(cls, member: Member) -> UnitParameter:
+    def of(cls, member: ManagedParam) -> UnitParameter:
         span, first = member.span, member.span.box[0]
         rows = range(first.start, first.stop)
         master = member.master
@@ -116,7 +116,7 @@ def units(model: nn.Module) -> UnitList:
         print(layerzero.units(model))  # a table
         largest = max(layerzero.units(model), key=lambda unit: unit.gathered_bytes)
     """
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     names = {module: name for name, module in model.named_modules()}
     order = {name: place for place, name in enumerate(runtime.members)}
     found = UnitList(

@@ -12,24 +12,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.transport.process_group import Travel, coded_bytes, coded_sizes, travels_coded
+from layerzero.comm.transport.process_group import GatherOptions, coded_bytes, coded_sizes, travels_coded
 from layerzero.config import LayerZeroConfig
-from layerzero.device.accelerator import streams_module
+from layerzero.device.accelerator import device_module
 from layerzero.device.gradient_offload import Buffers
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
-from layerzero.dtensor.model_parallel_spec import Face, part_held
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, part_held
 from layerzero.dtensor.ops_data import carry_over
 from layerzero.dtensor.strided import keeps_order
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.handle import Handle
-from layerzero.engine.reduction_spec import Route
+from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
-from layerzero.estimates.specs import PlannedHandle, Where
+from layerzero.estimates.specs import HandleSpec, Where
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
-from layerzero.sharding.meta_init import Unwritten, bears_mark, mark
+from layerzero.sharding.meta_init import UninitializedTensor, bears_mark, mark
 from layerzero.sharding.shared_segment import Node
 from layerzero.sharding.unit_meshes import Site
-from layerzero.sharding.unit_selection import Found, UnitPlan, is_plain_storage, kind_of
+from layerzero.sharding.unit_selection import Found, UnitDefinition, is_plain_storage, kind_of
 
 __all__ = [
     "agree_on_codec",
@@ -45,7 +45,7 @@ __all__ = [
 InitFn = Callable[[nn.Module], None]
 
 
-def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfig) -> dict[str, object]:
+def describe(model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> dict[str, object]:
     """Everything about a model and its settings that must be equal on all ranks of it."""
     fields = config.fingerprint()
     fields["units"] = [plan.name for plan in plans]
@@ -73,7 +73,7 @@ def describe(model: nn.Module, plans: Sequence[UnitPlan], config: LayerZeroConfi
     return fields
 
 
-def parts_of(plans: Sequence[UnitPlan]) -> dict[str, object]:
+def parts_of(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     """Which parts of the parameters on axes beside the root's mesh this rank has: equal on the ranks of that mesh."""
     return {
         f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
@@ -83,7 +83,7 @@ def parts_of(plans: Sequence[UnitPlan]) -> dict[str, object]:
     }
 
 
-def check_buffers(plans: Sequence[UnitPlan]) -> None:
+def check_buffers(plans: Sequence[UnitDefinition]) -> None:
     """Every buffer can be sent to the other ranks."""
     for plan in plans:
         for module, module_name in plan.modules.items():
@@ -95,7 +95,7 @@ def check_buffers(plans: Sequence[UnitPlan]) -> None:
                     )
 
 
-def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
     """Raise if `offload_params` is set for a parameter whose class has an all-gather extension."""
     for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
@@ -106,7 +106,7 @@ def check_offload(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
             )
 
 
-def check_codec(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
+def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
     """There is something to encode."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
@@ -121,7 +121,7 @@ def check_codec(plans: Sequence[UnitPlan], config: LayerZeroConfig) -> None:
 
 
 def agree_on_codec(
-    plans: Sequence[UnitPlan], handles: Sequence[Sequence[PlannedHandle]], config: LayerZeroConfig, site: Site
+    plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: Site
 ) -> None:
     """Raise on every rank of a mesh where codecs of one class would send unequal numbers of bytes."""
     if config.gather_codec is None:
@@ -136,7 +136,7 @@ def agree_on_codec(
     agree("shard_model", told, ranks=site.topology.ranks)
 
 
-def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
+def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
     """Raise unless every module on the meta device can be initialised."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
@@ -164,8 +164,13 @@ def check_meta(plans: Sequence[UnitPlan], param_init_fn: InitFn | None) -> None:
 
 
 def plan_handles(
-    plan: UnitPlan, config: LayerZeroConfig, where: Where, *, averaged: int, has_face: Callable[[nn.Parameter], bool]
-) -> list[PlannedHandle]:
+    plan: UnitDefinition,
+    config: LayerZeroConfig,
+    where: Where,
+    *,
+    averaged: int,
+    has_face: Callable[[nn.Parameter], bool],
+) -> list[HandleSpec]:
     """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
 
     Args:
@@ -185,7 +190,7 @@ def plan_handles(
     for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
         precision = config.precision_of(dtype, policy, trainable=trainable)
-        route = Route.plan(
+        route = ReductionSpec.plan(
             where.grid,
             precision,
             accumulation=accumulation,
@@ -210,7 +215,7 @@ def plan_handles(
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
             coded = coded_bytes(coded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
             planned.append(
-                PlannedHandle(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
+                HandleSpec(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )
     for found in (each for each in plan.parameters if has_extension(each.parameter)):
         # See [Note: All-gather extensions]: one handle for each parameter, with shards of whole rows.
@@ -219,7 +224,7 @@ def plan_handles(
         layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
         in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
         precision = replace(in_compute, compute=parameter.dtype)
-        route = Route.plan(
+        route = ReductionSpec.plan(
             where.grid,
             precision,
             accumulation=accumulation,
@@ -228,7 +233,7 @@ def plan_handles(
             adds_hop2=where.adds_hop2,
         )
         planned.append(
-            PlannedHandle(
+            HandleSpec(
                 plan.name,
                 f"{type(parameter).__name__} {found.name!r}",
                 parameter.requires_grad,
@@ -244,14 +249,14 @@ def plan_handles(
 
 
 def build_unit(
-    plan: UnitPlan,
-    planned: Sequence[PlannedHandle],
+    plan: UnitDefinition,
+    planned: Sequence[HandleSpec],
     config: LayerZeroConfig,
     site: Site,
     buffers: Buffers,
     node: Node | None,
     param_init_fn: InitFn | None,
-) -> tuple[Unit, list[Unwritten]]:
+) -> tuple[Unit, list[UninitializedTensor]]:
     """The unit of a plan, its parameters replaced in the model, and what its initialisation has left unwritten.
 
     No more than this unit is ever whole.
@@ -267,11 +272,11 @@ def build_unit(
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
-    root_stays = not plan.name and streams_module(topology.device) is not None
+    root_stays = not plan.name and device_module(topology.device) is not None
     # Also where this node shares memory: another one may not, and all ranks make the same groups.
-    keeping = None if root_stays or isinstance(reshards, bool) else topology.gather_among(reshards)
+    keeping = None if root_stays or isinstance(reshards, bool) else topology.subgroup_comm(reshards)
     gathers = Where.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
-    travel = Travel(config.gather_codec, keeping) if gathers else Travel()
+    travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -285,7 +290,7 @@ def build_unit(
             shared=None
             if node is None or each.extension is not None
             else node.weights.share(each.layout.numel, each.precision.compute),
-            travel=Travel() if each.extension is not None else travel,
+            travel=GatherOptions() if each.extension is not None else travel,
             extension=None if each.extension is None else extensions[each.layout.slots[0].name],
         )
         for each in planned
@@ -305,7 +310,7 @@ def build_unit(
     return unit, unwritten
 
 
-def _take_extensions(plan: UnitPlan, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
+def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
     """Replace parameters whose class has an all-gather extension by plain ones; return the extensions by name."""
     extensions: dict[str, Extension] = {}
     for index, found in enumerate(plan.parameters):
@@ -318,7 +323,9 @@ def _take_extensions(plan: UnitPlan, policy: MixedPrecisionPolicy) -> dict[str, 
     return extensions
 
 
-def _original(found: Found, site: Site) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], Face | None]:
+def _original(
+    found: Found, site: Site
+) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
     """What a handle is made of: the part of a parameter that this rank holds, its owners, and its face."""
     whole, part = found.parameter, found.parameter
     if isinstance(whole, DTensor):
@@ -331,10 +338,12 @@ def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
 
 
-def _tensors_on_meta(plan: UnitPlan) -> list[Unwritten]:
-    parameters = [Unwritten(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta]
+def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
+    parameters = [
+        UninitializedTensor(f.name, *f.owners[0], is_parameter=True) for f in plan.parameters if f.parameter.is_meta
+    ]
     buffers = [
-        Unwritten(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
+        UninitializedTensor(f"{module_name}.{name}" if module_name else name, module, name, is_parameter=False)
         for module, module_name in plan.modules.items()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
@@ -342,7 +351,7 @@ def _tensors_on_meta(plan: UnitPlan) -> list[Unwritten]:
     return [*parameters, *buffers]
 
 
-def _still_marked(plan: UnitPlan, was_on_meta: Sequence[Unwritten]) -> list[Unwritten]:
+def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]) -> list[UninitializedTensor]:
     parameters = {found.name: found.parameter for found in plan.parameters}
     left = []
     for each in was_on_meta:
@@ -352,7 +361,7 @@ def _still_marked(plan: UnitPlan, was_on_meta: Sequence[Unwritten]) -> list[Unwr
     return left
 
 
-def _materialise_together(plan: UnitPlan, site: Site, param_init_fn: InitFn | None) -> None:
+def _materialise_together(plan: UnitDefinition, site: Site, param_init_fn: InitFn | None) -> None:
     """Materialise on every rank of the model, or raise on every one."""
     device = site.topology.device
     if not any(_has_meta(module) for module in plan.modules):
@@ -366,7 +375,7 @@ def _materialise_together(plan: UnitPlan, site: Site, param_init_fn: InitFn | No
     agree(f"initialisation of unit {plan.name!r}", {}, ranks=site.everyone.ranks, failure=failure)
 
 
-def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | None) -> None:
+def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
     """Give meta parameters and buffers memory and values; move buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
     for index, found in enumerate(plan.parameters):
@@ -392,7 +401,7 @@ def _materialise(plan: UnitPlan, device: torch.device, param_init_fn: InitFn | N
             module.reset_parameters()  # type: ignore[operator]
 
 
-def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> list[CastBuffer]:
+def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
     """Replace floating-point buffers by cast ones; return those that had another dtype."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
@@ -405,7 +414,7 @@ def _cast_buffers(plan: UnitPlan, dtype: torch.dtype | None) -> list[CastBuffer]
 
 
 @torch.no_grad()
-def _take_rank_0(plan: UnitPlan, site: Site) -> None:
+def _take_rank_0(plan: UnitDefinition, site: Site) -> None:
     for found in plan.parameters:
         site.take_from_first(found.parameter)
     for module in plan.modules:

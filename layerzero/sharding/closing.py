@@ -6,8 +6,8 @@ from torch import nn
 
 from layerzero.comm.agreement import agree
 from layerzero.comm.process_groups import kept_for_release, released_everywhere
-from layerzero.dtensor.outside import inside_backward
-from layerzero.engine.hooks import detach, is_closed, runtime_of
+from layerzero.dtensor.outside import in_backward
+from layerzero.engine.hooks import detach, get_state, is_closed
 
 __all__ = ["close"]
 
@@ -40,10 +40,10 @@ def close(model: nn.Module) -> None:
     """
     if isinstance(model, nn.Module) and is_closed(model):
         return
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     runtime.refreshes.refuse_uses("layerzero.close")
     failure: RuntimeError | None = None
-    if inside_backward():
+    if in_backward():
         failure = RuntimeError(
             "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
         )
@@ -59,5 +59,5 @@ def close(model: nn.Module) -> None:
     everyone = runtime.everyone
     detach(model)
     if not runtime.topology.zero3_reduce.held.is_local:
-        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
+        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
     runtime.close()

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.comm.agreement import agree
-from layerzero.engine.managed_param import Member
+from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["Unwritten", "bears_mark", "mark", "refusal_of"]
+__all__ = ["UninitializedTensor", "bears_mark", "mark", "refusal_of"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True, eq=False)
-class Unwritten:
+class UninitializedTensor:
     """A parameter, or a buffer of a module, that was left as it was when a model on meta had been initialised."""
 
     name: str  # fully qualified
@@ -38,7 +38,7 @@ class Unwritten:
         """Loading a state writes it."""
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
-    def is_left(self, members: Mapping[str, Member]) -> bool:
+    def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
         """Nothing has written it since, as far as this rank holds it."""
         held = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
         if held is None:
@@ -66,7 +66,7 @@ def bears_mark(tensor: Tensor) -> bool:
 
 
 def refusal_of(
-    unwritten: Sequence[Unwritten], members: Mapping[str, Member], ranks: Sequence[int]
+    unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
     """What the first forward calls, on all ranks: raises while something is still unwritten."""
 
@@ -78,7 +78,7 @@ def refusal_of(
     return refuse
 
 
-def _describe(left: Sequence[Unwritten]) -> str:
+def _describe(left: Sequence[UninitializedTensor]) -> str:
     loaded = [each.name for each in left if each.is_in_states]
     others = [each for each in left if not each.is_in_states]
     sentences = []

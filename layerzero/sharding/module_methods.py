@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from layerzero.dtensor.outside import call_between
-from layerzero.engine.hooks import forward_hooks, runtime_of, runtimes_of, units_within
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.hooks import forward_hooks, get_state, runtimes_of, units_within
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
@@ -133,20 +133,20 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     _whole(model, "set_requires_all_reduce", recurse=recurse).all_reduces = bool(requires_all_reduce)
 
 
-def _whole(model: nn.Module, method: str, *, recurse: bool) -> Runtime:
+def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
     if not recurse:
         raise ValueError(
             f"{method}(recurse=False) is not supported: the units of a model are reduced together, in an order "
             "that all ranks share, or not at all. For a backward that reaches one unit only, such as one of a chunked "
             "loss, use layerzero.no_sync(model)"
         )
-    return runtime_of(model)
+    return get_state(model)
 
 
 class UnshardHandle:
     """Gather in flight, launched by :func:`unshard`."""
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
 
     def wait(self) -> None:
@@ -242,7 +242,7 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     runtime.heed_control()
 
 
-def _listed(runtime: Runtime, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
+def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
     method = f"set_modules_to_{way}_prefetch"
     if isinstance(modules, nn.Module):
         raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}. Pass [unit]")
@@ -258,14 +258,14 @@ def _listed(runtime: Runtime, unit: Unit, modules: Sequence[nn.Module], way: str
     return found
 
 
-def _unit_of(module: nn.Module) -> tuple[Runtime, Unit]:
+def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a sharded model or a unit of one, got {type(module).__name__}")
     before, _ = forward_hooks(module)
     return before.runtime, before.unit
 
 
-def _units_of(module: nn.Module, *, recurse: bool) -> tuple[Runtime, list[Unit]]:
+def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
     """Return the unit of a module, and with `recurse` those inside it."""
     runtime, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
@@ -324,7 +324,7 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
     return as_forward
 
 
-def bind_methods(runtime: Runtime) -> None:
+def bind_methods(runtime: LayerZeroState) -> None:
     """Add methods to the model and its units, under FSDP2's names, for training loops that call them.
 
     An existing attribute of such a name is kept, and a warning is logged.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 
 __all__ = ["guard_optimizers"]
 
-_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()  # a global hook must not keep a model alive
+_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook must not keep a model alive
 
 
-def guard_optimizers(runtime: Runtime) -> None:
+def guard_optimizers(runtime: LayerZeroState) -> None:
     """Make every optimizer that steps this model's parameters go through `shard_optimizer`.
 
     Sharded parameters stepped on their own would miss the reduction of accumulated gradients and the refresh;

@@ -26,16 +26,16 @@ from layerzero.comm.process_groups import (
 )
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
-from layerzero.device.accelerator import StreamOrder, Transfers
-from layerzero.device.buffer_pools import BufferPool, StoragePool
+from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.device.gradient_offload import Accumulators, Buffers
 from layerzero.dtensor.quiet import quieten
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import attach
-from layerzero.engine.runtime import Runtime
+from layerzero.engine.runtime import LayerZeroState
 from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
-from layerzero.estimates.specs import Where, planned_again
+from layerzero.estimates.specs import Where, specs_of
 from layerzero.sharding.build_units import (
     agree_on_codec,
     build_unit,
@@ -48,12 +48,12 @@ from layerzero.sharding.build_units import (
     plan_handles,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
-from layerzero.sharding.meta_init import Unwritten, refusal_of
+from layerzero.sharding.meta_init import UninitializedTensor, refusal_of
 from layerzero.sharding.module_methods import bind_methods, mark_units
 from layerzero.sharding.optimizer_hook import guard_optimizers
 from layerzero.sharding.shared_segment import Node, share_node
 from layerzero.sharding.unit_meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
-from layerzero.sharding.unit_selection import UnitPlan, partition, ranks_in
+from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_wrappers, refuse_fully_shard
 
 _log = logging.getLogger("layerzero")
@@ -182,7 +182,7 @@ def shard_model(
     root = _agreed_root(model, mesh, zero3_size)
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
-    plans: list[UnitPlan] = []
+    plans: list[UnitDefinition] = []
     further: Further = {}
     failure: Exception | None = None
     try:
@@ -240,17 +240,17 @@ def shard_model(
 
 def _build(
     model: nn.Module,
-    plans: Sequence[UnitPlan],
+    plans: Sequence[UnitDefinition],
     further: Further,
     config: LayerZeroConfig,
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
-) -> Runtime:
+) -> LayerZeroState:
     """Build the runtime, units and handles of the plans. All ranks of the model must call this, with equal plans."""
     everyone, sites = sites_of(further, groups)
     topology = everyone.topology
     if not topology.zero3_reduce.held.is_local:
-        released_everywhere(everyone.share_texts(kept_for_release()), everyone.ranks)
+        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
     averaged = topology.data_parallel
     handles = [
         plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
@@ -270,7 +270,7 @@ def _build(
     buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
-    unwritten: list[Unwritten] = []
+    unwritten: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         origins += [(found.parameter, found.name) for found in plan.parameters]
@@ -278,7 +278,7 @@ def _build(
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = Runtime(model, units_built, config, everyone, buffers, ignored)
+    runtime = LayerZeroState(model, units_built, config, everyone, buffers, ignored)
     runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not config.sync_module_states):
@@ -297,7 +297,7 @@ def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size:
         raise
 
 
-def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
+def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     """To its users, and not to other wrappers and optimizers."""
     attach(runtime)
     guard_optimizers(runtime)
@@ -308,7 +308,7 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     quieten()
     topology = runtime.topology
     if runtime.everyone.is_first:
-        size = held_bytes(planned_again(runtime.units), runtime.config) / 2**20
+        size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20
         _log.info(
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
             *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
@@ -319,10 +319,10 @@ def _open(runtime: Runtime, plans: Iterable[UnitPlan]) -> None:
     _watch(runtime)
 
 
-def _watch(runtime: Runtime) -> None:
+def _watch(runtime: LayerZeroState) -> None:
     """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
     topology, ranks = runtime.topology, runtime.everyone.ranks
-    if StreamOrder.of(topology.device) is None or not has_peers(ranks):
+    if CurrentStream.of(topology.device) is None or not has_peers(ranks):
         return
     groups = {each.zero3_gather.group for each in (topology, *(handle.topology for handle in runtime.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
@@ -331,9 +331,9 @@ def _watch(runtime: Runtime) -> None:
 
 
 def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:
-    device, full = scratch.device, StoragePool(scratch.device)
+    device, full = scratch.device, FullBufferPool(scratch.device)
     asked = [name for name in OFFLOADS if getattr(config, name)]
-    transfers = Transfers(device, pin_memory=config.pin_memory) if asked else None
+    transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if asked else None
     if transfers is not None and not transfers.pins:
         unpinned = "" if config.pin_memory else ", nothing is pinned"
         said = (

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 
 from layerzero.comm.collectives import Exchange, lost
-from layerzero.comm.mesh_info import Topology
-from layerzero.comm.transport.shared_memory import HandOver, room_of, words_for
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, NodePool, room_for, room_of_all
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.shared_memory import WriteBarrier, room_of, words_for
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, room_for, room_of_all
 from layerzero.comm.transport.shm_rendezvous import share_memory
-from layerzero.comm.transport.shm_segment import NodeMemory, Region
+from layerzero.comm.transport.shm_segment import Region, SharedSegment
 from layerzero.config import LayerZeroConfig
 from layerzero.estimates.scratch_buffers import plan_scratch
-from layerzero.estimates.specs import PlannedHandle, Where
+from layerzero.estimates.specs import HandleSpec, Where
 
 __all__ = ["Node", "share_node"]
 
@@ -27,16 +27,16 @@ _MORE = 5  # buffers of each handle that there is an address for, beside what is
 class Node:
     """The memory of a node, as a model uses it."""
 
-    memory: NodeMemory
-    weights: HandOver
-    outgoing: NodePool
+    memory: SharedSegment
+    weights: WriteBarrier
+    outgoing: SharedBufferPool
 
     def keep(self, numel: int, dtype: torch.dtype) -> NodePlace:
         """A place for a sum that hop 1 sends."""
         return NodePlace(numel, dtype, self.outgoing)
 
 
-def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topology: Topology) -> Node | None:
+def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
     """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
     lane = topology.zero3_reduce
     if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
@@ -55,4 +55,4 @@ def share_node(handles: Sequence[PlannedHandle], config: LayerZeroConfig, topolo
     if memory is None:
         return None
     explain = partial(lost, lane, Exchange.NODE_SUM, "")
-    return Node(memory, HandOver(memory, topology.zero3_gather), NodePool(memory, explain, rotating))
+    return Node(memory, WriteBarrier(memory, topology.zero3_gather), SharedBufferPool(memory, explain, rotating))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.sharding.module_methods import gathered, no_sync, register_forward_method, set_requires_gradient_sync
 
 __all__ = ["gathered", "no_sync", "refresh", "register_forward_method", "set_requires_gradient_sync"]
@@ -16,4 +16,4 @@ def refresh(model: nn.Module) -> None:
     Edits through a sharded parameter are noticed and carried at the next forward; this is for changes that nothing
     can notice, such as a write through a raw pointer.
     """
-    runtime_of(model).refreshes.launch()
+    get_state(model).refreshes.launch()

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Lane
-from layerzero.comm.mesh_info import Topology, check_mesh, init_mesh, mesh_of_ranks
-from layerzero.comm.model_ranks import Beside, Everyone, broadcast_over
+from layerzero.comm.collectives import Communicator
+from layerzero.comm.mesh_info import MeshInfo, check_mesh, init_mesh, mesh_of_ranks
+from layerzero.comm.model_ranks import ModelParallelAxes, ModelRanks, broadcast_over
 from layerzero.comm.process_groups import ModelGroups
-from layerzero.dtensor.model_parallel_spec import Face, part_held
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, part_held
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.sharding.unit_selection import UnitPlan, ranks_in
+from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
 
 __all__ = ["Further", "MeshOf", "Site", "agree_beside", "further_axes", "root_mesh", "sites_of", "unit_meshes"]
 
@@ -93,7 +93,7 @@ def _around(beside: DeviceMesh) -> list[int]:
 Further = dict[DeviceMesh, DeviceMesh | None]
 
 
-def further_axes(plans: Sequence[UnitPlan]) -> Further:
+def further_axes(plans: Sequence[UnitDefinition]) -> Further:
     """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
 
     Raises:
@@ -142,19 +142,19 @@ def agree_beside(
 class Site:
     """Where some units are sharded."""
 
-    everyone: Everyone
-    topology: Topology
-    beside: Beside | None  # the axes on which their parameters are DTensors, if there are any
+    everyone: ModelRanks
+    topology: MeshInfo
+    beside: ModelParallelAxes | None  # the axes on which their parameters are DTensors, if there are any
     holds_copies: bool  # plain parameters are copies on each of those axes; else they may differ there
 
     def has_face(self, parameter: nn.Parameter) -> bool:
         return self.beside is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
-    def face_of(self, parameter: nn.Parameter) -> Face | None:
+    def face_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
         """See [Note: Faces]."""
         if self.beside is None or not self.has_face(parameter):
             return None
-        return Face.of(parameter, self.beside.mesh, self.beside.shown)
+        return ModelParallelSpec.of(parameter, self.beside.mesh, self.beside.shown)
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
         """Give the values that the first of all ranks with the same part has to all of these."""
@@ -163,7 +163,7 @@ class Site:
         across = [lane for lane, placement in copied if isinstance(placement, Replicate)]
         self.send(part_held(parameter).detach(), across)
 
-    def send(self, tensor: Tensor, across: Sequence[Lane] = ()) -> None:
+    def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Give a tensor of the first rank to all data-parallel ones, and to those `across`."""
         lanes = (*across, self.topology.replica, self.topology.zero3_gather)
         if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
@@ -175,32 +175,32 @@ class Site:
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
-def sites_of(further: Further, groups: ModelGroups) -> tuple[Everyone, dict[DeviceMesh, Site]]:
+def sites_of(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, Site]]:
     """Where the units of a model are sharded, by mesh; the root's first. All ranks of the model must call this."""
     root, *_ = further
-    topology = Topology.from_mesh(root, groups=groups)
-    everyone = Everyone.around(topology, further[root])
+    topology = MeshInfo.from_mesh(root, groups=groups)
+    everyone = ModelRanks.around(topology, further[root])
     topology = everyone.topology
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
             _compare(everyone, mesh, axes)
         own = (
-            topology if mesh == root else everyone.seen_from(Topology.from_mesh(mesh, topology.ledger, topology.groups))
+            topology if mesh == root else everyone.seen_from(MeshInfo.from_mesh(mesh, topology.ledger, topology.groups))
         )
-        beside = None if axes is None else Beside.of(own, axes, everyone)
+        beside = None if axes is None else ModelParallelAxes.of(own, axes, everyone)
         sites[mesh] = Site(everyone, own, beside, holds_copies=mesh == root)
     return everyone, sites
 
 
-def _compare(everyone: Everyone, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
     """Raise on all ranks unless their meshes of some units fit together, and with the axes `further`."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
     told = {
         rank: json.loads(text)
-        for rank, text in zip(everyone.ranks, everyone.share_texts(json.dumps(mine)), strict=True)
+        for rank, text in zip(everyone.ranks, everyone.all_gather_text(json.dumps(mine)), strict=True)
     }
     for rank, said in told.items():
         ranks, beside = said["ranks"], said["beside"]

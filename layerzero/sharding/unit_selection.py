@@ -20,7 +20,7 @@ from layerzero.dtensor.model_parallel_spec import misplaced
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
-__all__ = ["Found", "UnitPlan", "block_classes", "is_plain_storage", "kind_of", "partition", "ranks_in"]
+__all__ = ["Found", "UnitDefinition", "block_classes", "is_plain_storage", "kind_of", "partition", "ranks_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Found:
 
 
 @dataclass(eq=False)
-class UnitPlan:
+class UnitDefinition:
     """A unit, and the parameters that are gathered with it."""
 
     name: str  # "" for the root
@@ -55,7 +55,7 @@ def partition(
     mesh_of: Callable[[str, nn.Module], DeviceMesh],
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
-) -> list[UnitPlan]:
+) -> list[UnitDefinition]:
     """The units of a model in module order, the root first.
 
     A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
@@ -68,20 +68,20 @@ def partition(
         TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
     """
     _refuse_sharded_twice(model)
-    plans = {"": UnitPlan("", mesh_of("", model), [model])}
+    plans = {"": UnitDefinition("", mesh_of("", model), [model])}
     root_ranks = ranks_in(plans[""].mesh)
     ignored = _ignored(model, root_ranks, ignored_params or (), ignored_modules or ())
     for unit_name, module in _chosen_units(model, units, ignored):
         if unit_name:
             if unit_name not in plans:
-                plans[unit_name] = UnitPlan(unit_name, mesh_of(unit_name, module), [])
+                plans[unit_name] = UnitDefinition(unit_name, mesh_of(unit_name, module), [])
             plans[unit_name].called.append(module)
     ranks = {mesh: ranks_in(mesh) for mesh in {plan.mesh for plan in plans.values()}}
     refuse_wrapped_parts(model, ignored)
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
 
-    def plans_around(name: str) -> list[UnitPlan]:
+    def plans_around(name: str) -> list[UnitDefinition]:
         """Of the module of that name, innermost first."""
         return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
 

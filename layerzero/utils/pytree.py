@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "tensors_in"]
+__all__ = ["cast_floating", "iter_tensors"]
 
 
 _DEEPEST = 8  # of objects inside objects
 
 
-def tensors_in(value: Any, _depth: int = 0) -> Iterator[Tensor]:
+def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, mappings, dataclasses and attributes of other objects, in order."""
     items: Iterable[Any] = ()
     if isinstance(value, Tensor):
@@ -29,7 +29,7 @@ def tensors_in(value: Any, _depth: int = 0) -> Iterator[Tensor]:
     elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         items = tuple(vars(value).values()) if _depth < _DEEPEST else ()  # such objects may hold one another
     for item in items:
-        yield from tensors_in(item, _depth + 1)
+        yield from iter_tensors(item, _depth + 1)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

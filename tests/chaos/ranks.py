@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero import checkpoint
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip
 from tests.support.checkpointing import GLOBAL_BATCHES, everything, sharded_net
@@ -188,13 +188,13 @@ def _meet(plan: dict[str, Any], rank: int, model: Any) -> None:
     elif what == "late" and is_mine:
         time.sleep(LIMIT + 6)
     elif what == "skip" and not is_mine:
-        runtime_of(model).everyone.share_texts("all but one say this")
+        get_state(model).everyone.all_gather_text("all but one say this")
 
 
 def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
     """Of one bit of this rank's, drawn by the seed."""
     draw = random.Random(plan["draw"])
-    runtime = runtime_of(model)
+    runtime = get_state(model)
     member = draw.choice([each for each in runtime.members.values() if each.master.numel()])
     if plan["flip"] == "compute weights":
         handle = next(each for each in runtime.handles if member in each.members)

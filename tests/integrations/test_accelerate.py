@@ -281,7 +281,7 @@ def _bf16(rank: int) -> None:
         ours = _train_text(acc, rank)
         assert_like(ours, theirs, rtol=2e-2)
         model = acc._models[0]
-        members = layerzero.engine.hooks.runtime_of(model).handles
+        members = layerzero.engine.hooks.get_state(model).handles
         assert {handle.precision.compute for handle in members} == {torch.bfloat16}
         assert {handle.precision.reduce for handle in members} == {torch.float32}
 

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.integrations.lightning import LayerZeroStrategy
 from layerzero.integrations.loop_settings import is_sharded
 from tests.support.loops import Samples, assert_like, launched
@@ -77,7 +77,7 @@ def _same_as_ddp(rank: int, folder: str) -> None:
             assert_like(module.losses, theirs.lightning_module.losses)
             assert_like(module.norms, theirs.lightning_module.norms)
             assert_like([float(ours.callback_metrics["checked"])], [float(theirs.callback_metrics["checked"])])
-            calls, handles = layerzero.traffic(module).calls, len(runtime_of(module).handles)
+            calls, handles = layerzero.traffic(module).calls, len(get_state(module).handles)
             assert calls.get("hop2", 0) == (0 if zero3_size == 4 else handles * 4)  # of 8 backwards
             for name, value in full_parameters(module).items():
                 torch.testing.assert_close(value, theirs.lightning_module.get_parameter(name).detach())
@@ -87,7 +87,7 @@ def _same_as_ddp(rank: int, folder: str) -> None:
             rtol = 1e-4 if "precision" not in settings else 2**-6  # of the largest: a loss is a difference
             for got, expected in ((ours.losses[:4], theirs.losses[:4]), (ours.norms[:2], theirs.norms[:2])):
                 assert_like(got, expected, rtol=0, atol=rtol * max(map(abs, expected)))
-        assert {handle.precision.compute for handle in runtime_of(ours).handles} == {torch.bfloat16}
+        assert {handle.precision.compute for handle in get_state(ours).handles} == {torch.bfloat16}
 
 
 def test_losses_norms_and_weights_are_those_of_ddp(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support import megatron_ranks
 from tests.support.megatron_ranks import (
     Case,
@@ -167,7 +167,7 @@ def _scaled(rank: int) -> None:
     case = DATA.but(dtype="float16")
     with megatron(case), poisoned() as poison:
         ours, optimizer = make_ours(case)
-        assert all(handle.inspect is None for handle in runtime_of(ours[0]).handles)
+        assert all(handle.inspect is None for handle in get_state(ours[0]).handles)
         poison.armed = True
         assert step(case, ours, optimizer, 0) == (False, None, None)
         poison.armed = False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.parallel_groups import _failure
 from layerzero.megatron.weights import replicas_agree
 from tests.support.megatron_compare import assert_same
@@ -237,7 +237,7 @@ def _beside_megatrons_loop(rank: int) -> None:
         chunks, optimizer = make_ours(case)
         assert {group["is_expert_parallel"] for group in optimizer.param_groups} == {False, True}
         assert replicas_agree(chunks)
-        experts = [handle for handle in runtime_of(chunks[0]).handles if handle.topology.data_parallel == 2]
+        experts = [handle for handle in get_state(chunks[0]).handles if handle.topology.data_parallel == 2]
         assert len(experts) == case.layers
         if rank == 2:
             experts[0].zero3.view(torch.int32)[0] ^= 1

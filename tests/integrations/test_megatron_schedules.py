@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import layerzero
 import layerzero.megatron
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.engine.unit import Unit
 from tests.support.megatron_compare import assert_same
 from tests.support.megatron_ranks import (
@@ -58,7 +58,7 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 layerzero.traffic(chunk, reset=True)
             train(case, chunks, optimizer, scheduler, [1])
             for chunk in chunks:
-                handles = len(runtime_of(chunk).handles)
+                handles = len(get_state(chunk).handles)
                 calls = layerzero.traffic(chunk).calls
                 replicas = 4 // case.pp // case.zero3_size
                 assert calls.get("hop2", 0) == (handles if replicas > 1 else 0), (case, calls)
@@ -95,7 +95,7 @@ def _holds(rank: int, cases: list[Case]) -> None:
                 return sum(
                     any(handle.full_bytes for handle in unit.handles)
                     for chunk in chunks
-                    for unit in runtime_of(chunk).units
+                    for unit in get_state(chunk).units
                 )
 
             gather, communicate = Unit.gather, P2PCommunicator._communicate
@@ -114,7 +114,7 @@ def _holds(rank: int, cases: list[Case]) -> None:
             # The root, the unit that computes and the one prefetched; and of a backward the first unit of the chunk,
             # whose input is no result of a gathered one, and the embedding or the output layer.
             assert 1 < most[0] <= 5, (case, most)
-            units = max(len(runtime_of(chunk).units) for chunk in chunks)
+            units = max(len(get_state(chunk).units) for chunk in chunks)
             assert units > 5, "the bound must mean something"
 
 
@@ -172,7 +172,7 @@ def _defers(rank: int) -> None:
             for chunk in chunks:
                 layerzero.traffic(chunk, reset=True)
             optimizer.step()
-            handles = [len(runtime_of(chunk).handles) for chunk in chunks]
+            handles = [len(get_state(chunk).handles) for chunk in chunks]
             refreshed = [layerzero.traffic(chunk).calls.get("refresh", 0) for chunk in chunks]
             assert refreshed == [handles[0], 0]  # the schedule has the second chunk refreshed
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):

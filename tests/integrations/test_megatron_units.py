@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero.megatron
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.megatron_ranks import HIDDEN, Case, make_chunks, make_config, megatron
 from tests.support.ranks import run_ranks
 
@@ -57,7 +57,7 @@ def _mamba_layers(config: Any) -> list[nn.Module]:
 
 def _units(chunk: nn.Module) -> list[str]:
     """Without the root."""
-    return [unit.name for unit in runtime_of(chunk).units if unit.name]
+    return [unit.name for unit in get_state(chunk).units if unit.name]
 
 
 def _mamba(rank: int) -> None:

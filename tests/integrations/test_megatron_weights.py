@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.megatron.weights import params_norm, replicas_agree
 from tests.support.megatron_ranks import Case, make_ours, megatron, run_step
 from tests.support.ranks import run_ranks
@@ -49,7 +49,7 @@ def _damaged(rank: int, case: Case, dtype: str) -> None:
         optimizer.step()
         assert replicas_agree(chunks, cross_check=True)
         if rank == 3:
-            runtime_of(chunks[0]).handles[-1].zero3[0] += 1
+            get_state(chunks[0]).handles[-1].zero3[0] += 1
         assert not replicas_agree(chunks), "told on all ranks of the model"
 
 

@@ -19,7 +19,7 @@ if find_spec("transformers") is None:
 import transformers
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.loops import launched
 from tests.support.models import different, full_gradients
 from tests.support.ranks import mesh_of, run_ranks
@@ -199,7 +199,7 @@ def _family(rank: int, family: str) -> None:
             if family == "mamba":  # its layers pass each other fp32
                 policy = replace(policy, cast_forward_inputs=False)  # noqa: PLW2901
             layerzero.shard_model(model, mesh=mesh_of(2), units="auto", mp_policy=policy)
-            assert len(runtime_of(model).units) > 2
+            assert len(get_state(model).units) > 2
             optimizer = layerzero.shard_optimizer(optimizer_of(model), model)
             expected = alone(family, dtype, kinds, dist.get_world_size())
             for step, (reentrant, (losses, gradients)) in enumerate(zip(kinds, expected, strict=True)):

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.integrations.loop_settings import is_sharded
 from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer, from_pretrained
 from layerzero.sharding.unit_selection import block_classes
@@ -90,7 +90,7 @@ def _same_as_ddp(rank: int, folder: str, settings: dict[str, Any]) -> None:
         rtol = 2e-2 if "bf16" in settings else 1e-4
         assert_like(logged(ours), logged(theirs), rtol=rtol)
         assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=rtol)
-        traffic, handles = layerzero.traffic(ours.model), len(runtime_of(ours.model).handles)
+        traffic, handles = layerzero.traffic(ours.model), len(get_state(ours.model).handles)
         assert handles >= 3, "a layer is a unit"
         assert traffic.calls["hop2"] == handles * 4  # of 8 backwards
         assert_like([ours.evaluate()["eval_loss"]], [theirs.evaluate()["eval_loss"]], rtol=rtol)
@@ -211,7 +211,7 @@ def _adapters(rank: int, folder: str) -> None:
         ours.train()
         assert_like(logged(ours), logged(theirs), rtol=1e-4)
         assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
-        assert {type(module).__name__ for unit in runtime_of(ours.model).units for module in unit.modules} >= {
+        assert {type(module).__name__ for unit in get_state(ours.model).units for module in unit.modules} >= {
             "LlamaDecoderLayer"
         }
         layerzero.traffic(ours.model, reset=True)
@@ -338,7 +338,7 @@ def _mixin_and_arguments(rank: int, folder: str) -> None:
         plain = trainer(folder)
         plain.train()
         assert_like(logged(trained)[:1], [2 * loss for loss in logged(plain)[:1]])
-        handles = len(runtime_of(trained.model).handles)
+        handles = len(get_state(trained.model).handles)
         assert layerzero.traffic(trained.model).calls["hop1"] == handles * 4  # "full": once a step
         with pytest.raises(ValueError, match="unknown settings zero3size"):
             LayerZeroTrainer(llama(), arguments(folder), layerzero={"zero3size": 2})

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import layerzero
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from layerzero.integrations.transformers import LayerZeroMixin
 from tests.support.loops import assert_like, forget_accelerators, launched
 from tests.support.ranks import run_ranks
@@ -80,7 +80,7 @@ def assert_as_ddp(ours: Any, theirs: Any) -> None:
     ours.train()
     assert_like(logged(ours), logged(theirs), rtol=1e-4)
     assert_like(logged(ours, "grad_norm"), logged(theirs, "grad_norm"), rtol=1e-4)
-    runtime = runtime_of(ours.model)
+    runtime = get_state(ours.model)
     assert len(runtime.units) >= 3, "a layer is a unit"
     trained = sum(handle.trainable for handle in runtime.handles)
     assert layerzero.traffic(ours.model).calls["hop2"] == trained * 3  # of 6 backwards

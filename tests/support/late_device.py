@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.device.accelerator import Transfers
+from layerzero.device.accelerator import HostDeviceCopies
 from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
@@ -168,7 +168,7 @@ def _tensors_of(values: object) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-class _LateTransfers(Transfers):
+class _LateTransfers(HostDeviceCopies):
     def device_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -218,8 +218,8 @@ class Device:
         self._current = Stream(computes=True)
         with ExitStack() as stack:
             for module in ("device.accelerator", "device.streams", "engine.runtime"):
-                stack.enter_context(mock.patch(f"layerzero.{module}.streams_module", lambda device: self))
-            stack.enter_context(mock.patch("layerzero.sharding.shard_model.Transfers", _LateTransfers))
+                stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
+            stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
             stack.enter_context(_Computes())

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from layerzero.device.accelerator import Transfers
+from layerzero.device.accelerator import HostDeviceCopies
 
 
 class _Copy(NamedTuple):
@@ -20,7 +20,7 @@ class _Copy(NamedTuple):
     seen: Tensor | None  # the source when the copy was asked for; None while an earlier copy has yet to fill it
 
 
-class LateTransfers(Transfers):
+class LateTransfers(HostDeviceCopies):
     """Copies as late as a device may make them: when the computation waits for them.
 
     Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
@@ -104,4 +104,4 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def late() -> Any:
     LateTransfers.made.clear()
-    return mock.patch("layerzero.sharding.shard_model.Transfers", LateTransfers)
+    return mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.comm.mesh_info import Topology
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.sharded_tensor import plain
 
 __all__ = [
@@ -160,7 +160,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """``full_tensor()`` of each, in one exchange where each would be several: much of what tests do is compare."""
-    alike: dict[Topology, dict[str, Tensor]] = {}
+    alike: dict[MeshInfo, dict[str, Tensor]] = {}
     whole = {}
     for name, tensor in tensors.items():
         span = tensor._local_tensor.span
@@ -173,7 +173,7 @@ def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole[name] for name in tensors}
 
 
-def _gathered(tensors: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
+def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tensor]:
     spans = {name: tensor._local_tensor.span for name, tensor in tensors.items()}
     rows = {name: plain(tensor) for name, tensor in tensors.items()}
     row_bytes = {name: math.prod(spans[name].stored[1:]) * rows[name].element_size() for name in tensors}

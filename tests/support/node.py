@@ -6,23 +6,23 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.comm.collectives import Lane
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePool
+from layerzero.comm.collectives import Communicator
+from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool
 from layerzero.comm.transport.shm_rendezvous import share_memory
 from layerzero.comm.transport.shm_segment import Region
-from layerzero.engine.hooks import runtime_of
+from layerzero.engine.hooks import get_state
 from tests.support.models import integer_net
 
 __all__ = ["node_pool", "numbered"]
 
 
-def node_pool(part: int = 1 << 16) -> tuple[Lane, NodePool]:
+def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
     """The lane of hop 1 of all ranks, and buffers in the memory that they share."""
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
-    topology = runtime_of(model).topology
+    topology = get_state(model).topology
     memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
     assert memory is not None
-    pool = NodePool(memory, lambda error: error)
+    pool = SharedBufferPool(memory, lambda error: error)
     pool.model = model  # type: ignore[attr-defined]  # its groups are released with it
     return topology.zero3_reduce, pool
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Lane, Works, all_gather
+from layerzero.comm.collectives import Communicator, PendingCollective, all_gather
 from layerzero.comm.traffic_counters import Exchange
-from layerzero.device.buffer_pools import StoragePool
+from layerzero.device.buffer_pools import FullBufferPool
 
-__all__ = ["KeptShard", "kept_bytes"]
+__all__ = ["PostForwardShard", "kept_bytes"]
 
 
-class KeptShard:
+class PostForwardShard:
     """N/k elements of a full buffer on each of k neighbours: ``reshard_after_forward=k``.
 
     There from the end of a forward whose graph may come back to the end of the backward of the last forward that has
@@ -25,7 +25,7 @@ class KeptShard:
         lane: of the k ranks; None: nothing is ever kept.
     """
 
-    def __init__(self, full: Tensor, lane: Lane | None, storages: StoragePool) -> None:
+    def __init__(self, full: Tensor, lane: Communicator | None, storages: FullBufferPool) -> None:
         self._full = full
         self._lane = lane
         self._storages = storages
@@ -47,7 +47,7 @@ class KeptShard:
             self._storages.lend(self._storage, self.size)
             self._shard.copy_(self._full.chunk(self._lane.size)[self._lane.rank])
 
-    def gather(self, *, name: str) -> Works | None:
+    def gather(self, *, name: str) -> PendingCollective | None:
         """Start filling the full buffer again; None: nothing is kept."""
         if self._lane is None or not self.nbytes:
             return None

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.codecs import Block, GatherCodec
-from layerzero.comm.collectives import Exchange, Lane, Works, all_gather
-from layerzero.comm.transport.post_forward_shard import KeptShard
-from layerzero.device.buffer_pools import StoragePool
+from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, all_gather
+from layerzero.comm.transport.post_forward_shard import PostForwardShard
+from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import overlap
 
-__all__ = ["Gathers", "Travel", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
+__all__ = ["GatherOptions", "Gathers", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
 
 _ALIGNED = 16  # bytes: where a rank's part begins
 
 
-class Travel(NamedTuple):
+class GatherOptions(NamedTuple):
     """What travels in the gathers of a handle, and among whom."""
 
     codec: GatherCodec | None = None  # None: the weights as they are
-    keeping: Lane | None = None  # of the ranks that keep it in parts until its backward; None: it is freed
+    keeping: Communicator | None = None  # of the ranks that keep it in parts until its backward; None: it is freed
 
 
 def travels_coded(dtype: torch.dtype) -> bool:
@@ -85,8 +85,8 @@ class Gathers:
         layout: FlatLayout,
         full: Tensor,
         shard: Tensor,
-        lane: Lane,
-        storages: StoragePool,
+        lane: Communicator,
+        storages: FullBufferPool,
     ) -> None:
         self._codec = codec
         self._full = full
@@ -106,7 +106,7 @@ class Gathers:
         return self._storage.nbytes()
 
     @torch.no_grad()
-    def gather(self, *, name: str) -> Works | Decoding:
+    def gather(self, *, name: str) -> PendingCollective | Decoding:
         """Start gathering the shards of all ranks into the full buffer."""
         if self._codec is None or not self.size:
             return all_gather(self._lane, Exchange.GATHER, self._full, self._shard, name=name)
@@ -132,7 +132,7 @@ class Gathers:
 class Decoding:
     """A gather of encoded shards."""
 
-    works: Works
+    works: PendingCollective
     code: Gathers
 
     def wait(self) -> None:
@@ -141,8 +141,8 @@ class Decoding:
 
 
 def gathers_of(
-    layout: FlatLayout, full: Tensor, shard: Tensor, lane: Lane, travel: Travel, storages: StoragePool
-) -> tuple[KeptShard, Gathers]:
+    layout: FlatLayout, full: Tensor, shard: Tensor, lane: Communicator, travel: GatherOptions, storages: FullBufferPool
+) -> tuple[PostForwardShard, Gathers]:
     """Among the few ranks that keep a handle for its backward, and among all ranks of a ZeRO-3 group."""
-    kept = KeptShard(full, travel.keeping, storages)
+    kept = PostForwardShard(full, travel.keeping, storages)
     return kept, Gathers(travel.codec, layout, full, shard, lane, storages)

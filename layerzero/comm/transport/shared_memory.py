@@ -2,7 +2,7 @@
 
 [Note: Rounds of writing]
 The full buffer of a handle is one piece of memory for all ranks of a node, each of which writes its own ZeRO-3 shard
-and reads all. Writes come in rounds, which are the same on all ranks: a round is one call of `Refreshes.launch`. A
+and reads all. Writes come in rounds, which are the same on all ranks: a round is one call of `WeightRefresher.launch`. A
 rank that comes to a round says so (COME): its passes through the weights before are over, and the next one comes
 after. Nobody writes before all have come to the round. Where the master lies in the shared memory itself (fp32), the
 update of an optimizer or an edit of the user is the first write, so that whoever is about to make it comes to the
@@ -29,12 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, Lane, Works, lost
+from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, lost
 from layerzero.comm.transport.shm_buffers import FIRST_FREE_WORD
-from layerzero.comm.transport.shm_segment import NodeMemory
+from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.streams import ThreadStream
 
-__all__ = ["HandOver", "SharedWeights", "words_for"]
+__all__ = ["SharedFullBuffer", "WriteBarrier", "words_for"]
 
 _SLICE = timedelta(seconds=0.5)
 _COME = FIRST_FREE_WORD
@@ -46,10 +46,10 @@ def words_for(handles: int) -> int:
     return _FIRST_HANDLE + handles
 
 
-class HandOver:
+class WriteBarrier:
     """The rounds of one model; see [Note: Rounds of writing]."""
 
-    def __init__(self, memory: NodeMemory, lane: Lane) -> None:
+    def __init__(self, memory: SharedSegment, lane: Communicator) -> None:
         self.memory = memory
         self._lane = lane
         self._rounds = 0
@@ -64,12 +64,12 @@ class HandOver:
         self._landings.thread.end()
         self.memory.close()
 
-    def share(self, numel: int, dtype: torch.dtype) -> SharedWeights:
+    def share(self, numel: int, dtype: torch.dtype) -> SharedFullBuffer:
         """The next handle's memory; every rank asks for the same."""
         tensor = self.memory.common(numel, dtype, self._used)
         self._used += room_of(numel, dtype)
         self._handles += 1
-        return SharedWeights(self, tensor, _FIRST_HANDLE + self._handles - 1)
+        return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
 
     def come(self) -> None:
         """Return when no rank reads any more what it has read so far; what is then written must be refreshed."""
@@ -83,7 +83,7 @@ class HandOver:
         self._lane.ledger.record(Exchange.HAND_OVER, self._lane.axis, 0)
         self._rounds = self._come
 
-    def land(self, works: Works | None, word: int) -> None:
+    def land(self, works: PendingCollective | None, word: int) -> None:
         """This rank's shard is written, or will be when `works` have ended."""
         if works is None:
             self.memory.signals.advance(word)
@@ -100,7 +100,7 @@ class HandOver:
             self._lane.ledger.waited[Exchange.HAND_OVER.value] += time.perf_counter() - began
 
 
-def _land(works: Works, memory: NodeMemory, word: int) -> None:
+def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
     with suppress(RuntimeError):  # told where the rank itself waits for it
         for work in works.each:
             while not work.is_completed():
@@ -112,21 +112,21 @@ def _land(works: Works, memory: NodeMemory, word: int) -> None:
         memory.signals.advance(word)
 
 
-class SharedWeights:
+class SharedFullBuffer:
     """The full buffer of one handle, of which this rank writes its ZeRO-3 shard.
 
     Attributes:
         full: 1-D [G], compute dtype.
     """
 
-    def __init__(self, hand_over: HandOver, full: Tensor, word: int) -> None:
+    def __init__(self, hand_over: WriteBarrier, full: Tensor, word: int) -> None:
         self.hand_over = hand_over
         self.full = full
         self._word = word
         self._launched = 0
         self._read = 0  # the refresh that all are known to have landed
 
-    def land(self, works: Works | None) -> None:
+    def land(self, works: PendingCollective | None) -> None:
         """This rank's shard is written for the next time, or will be when `works` have ended."""
         self._launched += 1
         self.hand_over.land(works, self._word)

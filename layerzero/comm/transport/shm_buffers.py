@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.transport.shm_counters import LINE
-from layerzero.comm.transport.shm_segment import NodeMemory
+from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.device.gradient_storage import Loan, Place
+from layerzero.device.gradient_storage import GradientStorage, SendLease
 
-__all__ = ["RING_BYTES", "Arrival", "NodePlace", "NodePool", "room_for", "room_of_all"]
+__all__ = ["RING_BYTES", "Arrival", "NodePlace", "SharedBufferPool", "room_for", "room_of_all"]
 
 SENT, ADDED = 1, 2  # words of the node's memory; the next one is free
 FIRST_FREE_WORD = 3
@@ -50,7 +50,7 @@ def room_of_all(buffers: Mapping[Size, int]) -> int:
     return sum(count * room_for(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
-class NodePool(BufferPool):
+class SharedBufferPool(BufferPool):
     """Buffers in this rank's part of the node's memory; see [Note: When a buffer is written again].
 
     Args:
@@ -60,7 +60,7 @@ class NodePool(BufferPool):
 
     def __init__(
         self,
-        memory: NodeMemory,
+        memory: SharedSegment,
         explain: Callable[[Exception], Exception],
         foreseen: Mapping[Size, int] = MappingProxyType({}),
     ) -> None:
@@ -184,10 +184,10 @@ class NodePool(BufferPool):
             raise self._explain(error) from error
 
 
-class NodePlace(Place):
+class NodePlace(GradientStorage):
     """Memory of one sum that the other ranks of the node read where it is; from its first use on."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, pool: NodePool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, pool: SharedBufferPool) -> None:
         super().__init__(numel, dtype)
         self._pool = pool
         self._tensor: Tensor | None = None
@@ -202,16 +202,16 @@ class NodePlace(Place):
         self._pool.await_readers(self._tensor)
         return self._tensor
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> Loan:
+    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """As it is: whoever reads it rounds it to `wire`."""
         self._leases += 1
-        return Loan(self._end_loan, self.open(keep=True))
+        return SendLease(self._end_loan, self.open(keep=True))
 
 
 class Arrival:
     """That all ranks have sent a sum, as a transfer that may be waited for."""
 
-    def __init__(self, pool: NodePool, number: int) -> None:
+    def __init__(self, pool: SharedBufferPool, number: int) -> None:
         self._pool = pool
         self._number = number
 

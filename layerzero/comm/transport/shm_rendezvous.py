@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.agreement import agree, has_peers
-from layerzero.comm.collectives import Exchange, Lane, broadcast, timeout_of
+from layerzero.comm.collectives import Communicator, Exchange, broadcast, timeout_of
 from layerzero.comm.transport.shm_counters import refuse_platform
-from layerzero.comm.transport.shm_segment import Call, NodeMemory, Region
+from layerzero.comm.transport.shm_segment import Call, Region, SharedSegment
 
 __all__ = ["boot_id", "share_memory"]
 
@@ -21,7 +21,7 @@ _LOG = logging.getLogger("layerzero")
 _SUBJECT = "the memory of the node"
 
 
-def share_memory(lane: Lane, region: Region) -> NodeMemory | None:
+def share_memory(lane: Communicator, region: Region) -> SharedSegment | None:
     """Memory that all ranks of a lane have mapped and proved to share; None on all of them where one could not.
 
     Every rank of `lane`, which carries tensors of the CPU, must call this. Nothing that existed before is touched.
@@ -32,7 +32,7 @@ def share_memory(lane: Lane, region: Region) -> NodeMemory | None:
     file, call, problem = -1, Call(0, -1, 0), refuse_platform()
     if lane.rank == 0 and problem is None:
         try:
-            file, call = NodeMemory.create(region, lane.size)
+            file, call = SharedSegment.create(region, lane.size)
         except OSError as error:
             problem = str(error)
     told = torch.tensor([call.process, call.file, call.token])
@@ -41,8 +41,8 @@ def share_memory(lane: Lane, region: Region) -> NodeMemory | None:
     memory = None
     if problem is None and call.file >= 0:
         try:
-            file = file if lane.rank == 0 else NodeMemory.open(call)
-            memory = NodeMemory(file, region, ranks=ranks, rank=lane.rank, timeout=timeout_of(lane.group))
+            file = file if lane.rank == 0 else SharedSegment.open(call)
+            memory = SharedSegment(file, region, ranks=ranks, rank=lane.rank, timeout=timeout_of(lane.group))
             memory.reserve()
         except (OSError, ValueError) as error:
             problem = str(error)

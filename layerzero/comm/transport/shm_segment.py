@@ -30,7 +30,7 @@ from torch import Tensor
 
 from layerzero.comm.transport.shm_counters import Signals
 
-__all__ = ["Call", "NodeMemory", "Region", "left_of_container", "pages"]
+__all__ = ["Call", "Region", "SharedSegment", "left_of_container", "pages"]
 
 _OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of the first version of cgroups
 _PROOF = 0  # the first word of each rank
@@ -59,7 +59,7 @@ class Call:
         return f"layerzero-{self.token:x}"
 
 
-class NodeMemory:
+class SharedSegment:
     """One mapping of all ranks of a node. Made by :func:`layerzero.comm.transport.shm_rendezvous.share_memory`.
 
     Attributes:
