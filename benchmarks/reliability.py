@@ -1,11 +1,11 @@
-"""What looking for trouble costs, beside a step: guard_steps, guard_bits, the watchdog; and snapshots in memory.
+"""What looking for trouble costs, beside a step: guard_steps, guard_corruption, the watchdog; and snapshots in memory.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.reliability
 
 A transformer of 12.6 M parameters, bf16, four micro-batches of four sequences of 64 tokens a step, S = 2; steps with
 each of the guards take turns with steps without. Printed are the fastest and the median step in seconds, and what the
-guard adds to the fastest one. guard_bits looks in every step here; at every hundredth it adds a hundredth of that.
-Snapshots are taken every fourth step, with every two ranks as a node.
+guard adds to the fastest one. guard_corruption looks in every step here; at every hundredth it adds a hundredth of
+that. Snapshots are taken every fourth step, with every two ranks as a node.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
         "nothing": lambda: contextlib.closing(contextlib.ExitStack()),
         "guard_steps": lambda: contextlib.closing(layerzero.guard_steps(model, optimizer)),
         "guard_steps, locate=False": lambda: contextlib.closing(layerzero.guard_steps(model, optimizer, locate=False)),
-        "guard_bits, every=1": lambda: contextlib.closing(layerzero.guard_bits(model, optimizer, every=1)),
+        "guard_corruption, every=1": lambda: contextlib.closing(layerzero.guard_corruption(model, optimizer, every=1)),
         "watchdog": lambda: contextlib.closing(layerzero.watchdog(model, 600)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in guards}

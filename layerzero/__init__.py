@@ -22,7 +22,7 @@ from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.planning import Plan, plan
-from layerzero.reliability.corruption_guard import BitGuard, SilentCorruption, guard_bits
+from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
 from layerzero.reliability.fingerprint import Corruption, Fingerprint, fingerprint
 from layerzero.reliability.nonfinite_guard import NonFiniteGradients, StepGuard, guard_steps
 from layerzero.reliability.watchdog import watchdog
@@ -39,8 +39,8 @@ __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source
 
 __all__ = [
     "EMA",
-    "BitGuard",
     "Corruption",
+    "CorruptionGuard",
     "Fingerprint",
     "Float8Rows",
     "GatherCodec",
@@ -50,7 +50,7 @@ __all__ = [
     "ParameterDifference",
     "Plan",
     "ShardedOptimizer",
-    "SilentCorruption",
+    "SilentDataCorruption",
     "StepGuard",
     "Trace",
     "TraceEvent",
@@ -67,7 +67,7 @@ __all__ = [
     "full_precision",
     "full_state_dict",
     "gathered",
-    "guard_bits",
+    "guard_corruption",
     "guard_steps",
     "init_mesh",
     "load_full_state_dict",

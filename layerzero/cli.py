@@ -19,8 +19,7 @@ from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.contents_checks import ranks_that_saved
 from layerzero.checkpoint.safe_json import printable
 from layerzero.cli_planning import add_commands
-from layerzero.megatron.export_parts import export_model as export_parts
-from layerzero.megatron.export_parts import holds_parts
+from layerzero.megatron.export_parts import export_parts, holds_parts
 from layerzero.utils.import_path import load_named
 from layerzero.verification import verify
 

@@ -22,8 +22,8 @@ from layerzero.planning.plan_report import plan_text
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
-from layerzero.planning.simulator import Machine, simulate
-from layerzero.planning.transformer_shapes import Sizes
+from layerzero.planning.simulator import SimMachine, simulate
+from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds, size, table
 
@@ -165,7 +165,7 @@ def _simulate(
         recording = read_recording(file)
         if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
             raise ValueError("--gbit, --inside and --node-size must be more than 0")
-        machine = Machine(
+        machine = SimMachine(
             node_size=node_size or recording.zero3_size,
             inside=inside * 1e9,
             between=gbit * 1e9 / 8,
@@ -232,7 +232,9 @@ def _probed() -> Cluster:
     return found.cluster
 
 
-def _model(named: str | None, sizes: dict[str, Any], optional: dict[str, Any]) -> Callable[[], nn.Module] | Sizes | str:
+def _model(
+    named: str | None, sizes: dict[str, Any], optional: dict[str, Any]
+) -> Callable[[], nn.Module] | TransformerShape | str:
     by_sizes = [name for name, value in sizes.items() if value is not None]
     if named is not None and by_sizes:
         raise ValueError(f"give either a model or its sizes; got {named} and --{by_sizes[0]}")
@@ -244,7 +246,7 @@ def _model(named: str | None, sizes: dict[str, Any], optional: dict[str, Any]) -
         return load_named(named, "the model")
     if missing := [name for name, value in sizes.items() if value is None]:
         raise ValueError(f"a model by its sizes needs --{missing[0]}; or give module:function or a config.json")
-    return Sizes(**sizes, **optional)
+    return TransformerShape(**sizes, **optional)
 
 
 @contextmanager

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.outside import in_backward
 from layerzero.dtensor.row_shard_spec import refuse_apart
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
-from layerzero.engine.hooks import get_state, members_in, runtimes_of
+from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import View, viewing
+from layerzero.engine.param_view import ParamView, viewing
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.utils.bit_sums import digest
 
@@ -84,7 +84,7 @@ def unsharded(
     """
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     with ExitStack() as stack:
-        for runtime, members in members_in(module).items():
+        for runtime, members in managed_params_in(module).items():
             stack.enter_context(_unsharded(runtime, module, members, options))
         yield
 
@@ -96,7 +96,7 @@ def _unsharded(
     """Implement :func:`unsharded` for some parameters of one model."""
     subject, inside = _subject(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
-    here = runtime.everyone.is_first or not options.rank0_only
+    here = runtime.ranks.is_first or not options.rank0_only
     buffers = [each for each in runtime.cast_buffers if here and each.module() in inside]
     shown: dict[ManagedParam, nn.Parameter] = {}
     for member in members:
@@ -110,12 +110,12 @@ def _unsharded(
         _show(shown)
     runtime.unsharded |= dict.fromkeys(members, here)
     try:
-        with viewing(runtime.views, View.FULL), in_original_dtype(buffers):
+        with viewing(runtime.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
             try:
                 yield
             except Exception as error:
                 if options.writeback and options.rank0_only:  # the other ranks wait for what this one sends
-                    agree(subject, {}, ranks=runtime.everyone.ranks, failure=error)
+                    require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
                 raise
             if options.writeback:
                 shown = _agreed_edits(runtime, shown, options)
@@ -123,7 +123,7 @@ def _unsharded(
         for member in members:
             del runtime.unsharded[member]
         if here:
-            _show({member: member.parameter for member in members})
+            _show({member: member.sharded for member in members})
     if options.writeback:
         _write_back(runtime, members, shown, options)
 
@@ -137,12 +137,12 @@ def _agree_to_show(
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
     runtime.recover_interrupted_pass()
-    subject, everyone, failure = _subject(options), runtime.everyone, None
+    subject, everyone, failure = _subject(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
         runtime.refreshes.refuse_uses("layerzero.unsharded")
-        if View.FULL_PRECISION in runtime.views:
+        if ParamView.FULL_PRECISION in runtime.active_views:
             raise RuntimeError(
                 "layerzero.unsharded was called inside layerzero.full_precision, which shows parameters unit by unit. "
                 "Leave that context first"
@@ -163,13 +163,13 @@ def _agree_to_show(
         failure = error
     path = next((name for name, each in runtime.model.named_modules() if each is module), type(module).__name__)
     fields = {"module": path, "parameters": len(members), **options._asdict()}
-    agree("unsharded", fields, ranks=everyone.ranks, groups=groups, failure=failure)
+    require_equal("unsharded", fields, ranks=everyone.ranks, groups=groups, failure=failure)
     return gradients
 
 
 def _refuse_parts(subject: str, members: Sequence[ManagedParam], everyone: int) -> None:
-    refuse_apart(subject, (member.span for member in members), everyone)
-    if cut := [m.name for m in members if m.span.face is not None and m.span.face.is_cut]:
+    refuse_apart(subject, (member.spec for member in members), everyone)
+    if cut := [m.name for m in members if m.spec.model_parallel is not None and m.spec.model_parallel.is_sharded]:
         raise ValueError(
             f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so the "
             "first rank holds only a part of it. Leave rank0_only out, or use layerzero.full_state_dict(model)"
@@ -178,8 +178,8 @@ def _refuse_parts(subject: str, members: Sequence[ManagedParam], everyone: int) 
 
 def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
     for member in members:
-        face = member.span.face
-        if face is not None and face.dressed and face.mesh.device_type != "cpu":
+        face = member.spec.model_parallel
+        if face is not None and face.is_dtensor and face.mesh.device_type != "cpu":
             raise ValueError(
                 f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {face.mesh.device_type} devices, "
                 "which cannot be in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
@@ -193,7 +193,7 @@ def _final_gradients(
     runtime.gradients.apply_user_grads()  # raises where a backward has failed
     found = {}
     for member in members:
-        gradient = member.parameter.grad
+        gradient = member.sharded.grad
         if gradient is None:
             continue
         watch = gradient._local_tensor.watch  # type: ignore[attr-defined]
@@ -206,9 +206,11 @@ def _final_gradients(
 def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn.Parameter:
     """Gather a parameter or its gradient: full, except for dims that model parallelism has cut."""
     with torch.no_grad():
-        rows = member.span.gather(rows)
+        rows = member.spec.gather(rows)
         rows = rows.cpu() if options.offload_to_cpu else rows
-    parameter = nn.Parameter(rows) if member.span.face is None else member.span.face.dress(rows)
+    parameter = (
+        nn.Parameter(rows) if member.spec.model_parallel is None else member.spec.model_parallel.to_module_param(rows)
+    )
     parameter.requires_grad_(False)
     return parameter
 
@@ -221,7 +223,7 @@ def _write_back(
 ) -> None:
     """Copy this rank's rows of full parameters, and of their gradients, into masters and sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
-    runtime.refreshes.before_write(handles)
+    runtime.refreshes.before_master_write(handles)
     for member in members:
         parameter = shown.get(member)
         full = None if parameter is None else parameter.detach()
@@ -233,17 +235,17 @@ def _write_back(
         return
     graded = [member in shown and shown[member].grad is not None for member in members]
     if options.rank0_only:
-        told = torch.tensor(graded, dtype=torch.uint8, device=runtime.topology.device)
-        runtime.everyone.broadcast(told)
+        told = torch.tensor(graded, dtype=torch.uint8, device=runtime.mesh_info.device)
+        runtime.ranks.broadcast(told)
         graded = told.bool().tolist()
     for member, has_gradient in zip(members, graded, strict=True):
         if not has_gradient:
-            member.parameter.grad = None
+            member.sharded.grad = None
             continue
         gradient = shown[member].grad if member in shown else None
         full = _from_first(runtime, member, gradient) if options.rank0_only else gradient
-        if member.parameter.grad is None:
-            member.parameter.grad = torch.zeros_like(member.parameter.detach())
+        if member.sharded.grad is None:
+            member.sharded.grad = torch.zeros_like(member.sharded.detach())
         assert full is not None
         with torch.no_grad():
             member.parameter.grad._local_tensor.copy_(rows_of(full.detach(), member.span))  # type: ignore[attr-defined]
@@ -251,10 +253,10 @@ def _write_back(
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the full tensor of the first rank; `full` is None on the others."""
-    sent = torch.empty(member.span.true_shape, dtype=member.master.dtype, device=member.span.topology.device)
+    sent = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         sent.copy_(full)
-    runtime.everyone.broadcast(sent)
+    runtime.ranks.broadcast(sent)
     return sent
 
 
@@ -293,10 +295,10 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         _refuse_full_precision(runtime)
     except (RuntimeError, ValueError) as error:
         failure = error
-    agree("full_precision", {}, ranks=runtime.everyone.ranks, failure=failure)
+    require_equal("full_precision", {}, ranks=runtime.ranks.ranks, failure=failure)
     runtime.evaluate_in_full_precision(True)
     try:
-        with viewing(runtime.views, View.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
+        with viewing(runtime.active_views, ParamView.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
             yield
     finally:
         runtime.evaluate_in_full_precision(False)
@@ -305,7 +307,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
     """Raise where this rank cannot enter :func:`full_precision`."""
     runtime.refreshes.refuse_uses("layerzero.full_precision")
-    if inside := [view.value for view in runtime.views if view is not View.AVERAGES]:
+    if inside := [view.value for view in runtime.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
     if in_backward():
         raise RuntimeError(
@@ -337,20 +339,20 @@ def full_state_dict(
     Raises:
         ValueError: `trainable_only`, and ranks have frozen different parameters.
     """
-    runtimes = runtimes_of(model)
+    runtimes = get_states(model)
     runtime = next(iter(runtimes.values()))
-    if len({each.everyone.ranks for each in runtimes.values()}) > 1:
-        ranks = ", ".join(f"{path!r} on ranks {list(each.everyone.ranks)}" for path, each in runtimes.items())
+    if len({each.ranks.ranks for each in runtimes.values()}) > 1:
+        ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in runtimes.items())
         raise ValueError(
             f"full_state_dict: the sharded models inside are on different ranks: {ranks}. Call it for each of them"
         )
-    by_parameter = {id(m.parameter): m for each in runtimes.values() for m in each.members.values()}
-    refuse_apart("full_state_dict", (member.span for member in by_parameter.values()), runtime.everyone.size)
-    keeps = not rank0_only or runtime.everyone.is_first
+    by_parameter = {id(m.sharded): m for each in runtimes.values() for m in each.members.values()}
+    refuse_apart("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
+    keeps = not rank0_only or runtime.ranks.is_first
     held = model.state_dict(keep_vars=True)
     if trainable_only:
         held = {name: value for name, value in held.items() if isinstance(value, nn.Parameter) and value.requires_grad}
-        agree("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.everyone.ranks)
+        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.ranks.ranks)
     dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
     whole: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -400,8 +402,8 @@ def load_full_state_dict(
             (RuntimeError with the same text on the other ranks.)
     """
     runtime = get_state(model)
-    everyone = runtime.everyone
-    refuse_apart("load_full_state_dict", (member.span for member in runtime.members.values()), everyone.size)
+    everyone = runtime.ranks
+    refuse_apart("load_full_state_dict", (member.spec for member in runtime.members.values()), everyone.size)
     first = everyone.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
@@ -413,12 +415,12 @@ def load_full_state_dict(
     failure = None
     if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
-    agree("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
+    require_equal("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
     left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone))
     skipped = set(left_out.missing_keys)
 
-    members = {id(member.parameter): member for member in runtime.members.values()}
-    runtime.refreshes.before_write()
+    members = {id(member.sharded): member for member in runtime.members.values()}
+    runtime.refreshes.before_master_write()
     with torch.no_grad():
         for names in names_of.values():
             target = targets[names[0]]
@@ -426,7 +428,7 @@ def load_full_state_dict(
                 continue
             member = members.get(id(target))
             dtype = target.dtype if member is None else member.master.dtype
-            whole = torch.empty(target.shape, dtype=dtype, device=everyone.topology.device)
+            whole = torch.empty(target.shape, dtype=dtype, device=everyone.mesh_info.device)
             if first:
                 whole.copy_(next(state[name] for name in reversed(names) if name in state))
             everyone.broadcast(whole)
@@ -471,7 +473,7 @@ def _of_first_rank(left_out: IncompatibleKeys, everyone: ModelRanks) -> list[lis
 
 def _whole(member: ManagedParam) -> Tensor:
     with torch.no_grad():
-        return member.span.gather_whole(member.master.detach())
+        return member.spec.gather_full(member.master.detach())
 
 
 def _agreed_edits(
@@ -488,18 +490,18 @@ def _agreed_edits(
     try:
         edited = {member: _edited(member, parameter) for member, parameter in shown.items()}
         if not options.rank0_only:
-            groups = _grouped(runtime, edited, lambda member: digest(part_held(edited[member])))
+            groups = _grouped(runtime, edited, lambda member: digest(local_part(edited[member])))
         if options.with_grads and not options.rank0_only:
             for group, fields in _grouped(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
                 groups[group] |= fields
     except ValueError as error:
         failure = error
-    agree(_subject(options), {}, ranks=runtime.everyone.ranks, failure=failure, groups=groups)
+    require_equal(_subject(options), {}, ranks=runtime.ranks.ranks, failure=failure, groups=groups)
     return edited
 
 
 def _digest_of(gradient: Tensor | None) -> str:
-    return "None" if gradient is None else digest(part_held(gradient))
+    return "None" if gradient is None else digest(local_part(gradient))
 
 
 def _grouped(
@@ -508,11 +510,11 @@ def _grouped(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return values by name, as groups for :func:`agree`: one per mesh and part of parameters that its ranks share."""
+    """Return values by name, as groups for :func:`require_equal`: one per mesh and part of parameters."""
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
-        topology, face = member.span.topology, member.span.face
+        topology, face = member.spec.mesh_info, member.spec.model_parallel
         part = topology.ranks if face is None else (face.place, face.placements)
         groups.setdefault(f"{meshes.index(topology)}: {part}", {})[member.name + suffix] = value_of(member)
     return groups
@@ -520,13 +522,13 @@ def _grouped(
 
 def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
     for member, parameter in parameters.items():
-        for held, attribute in member.places:
+        for held, attribute in member.module_refs:
             held[attribute] = parameter
 
 
 def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
     """Return the parameter that the model holds now in place of `shown`; the user may have assigned another one."""
-    found = [parameters.get(attribute) for parameters, attribute in member.places]
+    found = [parameters.get(attribute) for parameters, attribute in member.module_refs]
     others = {id(parameter): parameter for parameter in found if parameter is not shown}
     if len(others) > 1:
         raise ValueError(
@@ -536,10 +538,10 @@ def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
     parameter: nn.Parameter | None = next(iter(others.values()), shown)
     tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
     for tensor in tensors:
-        if tensor is None or tuple(tensor.shape) != member.span.true_shape:
+        if tensor is None or tuple(tensor.shape) != member.spec.true_shape:
             shape = None if tensor is None else list(tensor.shape)
             raise ValueError(
-                f"{member.name!r} must keep its shape {list(member.span.true_shape)} inside unsharded, got {shape}"
+                f"{member.name!r} must keep its shape {list(member.spec.true_shape)} inside unsharded, got {shape}"
             )
     assert parameter is not None
     return parameter
@@ -547,4 +549,4 @@ def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def _write_rows(member: ManagedParam, whole: Tensor) -> None:
-    member.master.copy_(rows_of(whole, member.span))
+    member.master.copy_(rows_of(whole, member.spec))

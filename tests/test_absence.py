@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from tests.support.graphs import batch, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 
@@ -122,13 +122,13 @@ def test_a_peer_that_died_is_reported_as_dead(act: Callable[[int], str], exchang
 
 
 def _die_with_the_store(rank: int) -> str:
-    agree("first", {}, ranks=range(3))
+    require_equal("first", {}, ranks=range(3))
     dist.barrier()
     if rank == 0:
         time.sleep(1)  # the others wait for its verdict by then
         _die()
     failure = LookupError("of rank 1 itself") if rank == 1 else None
-    return _message(lambda: agree("second", {}, ranks=range(3), failure=failure))
+    return _message(lambda: require_equal("second", {}, ranks=range(3), failure=failure))
 
 
 def test_a_rank_that_failed_keeps_its_own_error_where_the_store_has_died(tmp_path: Path) -> None:
@@ -242,10 +242,10 @@ def _count_keys(rank: int) -> list[int]:
             for parameter in model.parameters():
                 parameter.clamp_(-1, 1)
         _step(model, optimizer, step)
-        agree("part", {}, ranks=[0, 1] if rank < 2 else [2, 3])
+        require_equal("part", {}, ranks=[0, 1] if rank < 2 else [2, 3])
         if step % 3 == 0:
             with pytest.raises(ValueError, match="ranks disagree"):
-                agree("bad", {"rank": rank}, ranks=range(4))
+                require_equal("bad", {"rank": rank}, ranks=range(4))
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()

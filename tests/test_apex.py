@@ -19,7 +19,7 @@ import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import prepared
 from layerzero.optimizers.compatibility import kinds_that_need_whole
-from layerzero.optimizers.compatibility_trial import difference, kind_of, steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_stacks_apart
 from tests.support import apex_emulation as apex
 from tests.support.models import (
     IntegerNet,
@@ -379,7 +379,7 @@ def test_what_else_would_train_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match=r"FusedSGD has been through apex\.amp.*mp_policy"):
         kinds_that_need_whole(initialised, CPU)
     lamb = apex.FusedLAMB(parameters, **NO_LIMIT)
-    assert kinds_that_need_whole(lamb, CPU) == {kind_of(lamb.param_groups[0])}
+    assert kinds_that_need_whole(lamb, CPU) == {group_kind(lamb.param_groups[0])}
 
 
 def _refused_on_all_ranks(rank: int) -> None:

@@ -56,7 +56,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
         low: masters and compute weights are not one memory.
     """
     rank, handles = dist.get_rank(), [handle for handle in get_state(model).handles if handle.members]
-    guard = layerzero.guard_bits(model, optimizer, every=1, on_found="log")
+    guard = layerzero.guard_corruption(model, optimizer, every=1, on_found="log")
     missed: list[str] = []
     tried: set[tuple[str, int]] = set()
     step = 0
@@ -96,7 +96,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
             seen(what, victim, wanted)
     assert guard.looked == step
     assert {what for what, _ in tried} == set(KINDS)
-    has_rows = any(places(handle, Extent.RANK) for handle in handles)
+    has_rows = any(places(handle, Extent.ZERO1) for handle in handles)
     dist.all_gather_object(able := [False] * dist.get_world_size(), has_rows)
     assert {victim for _, victim in tried} == {each for each, has in enumerate(able) if has}, sorted(tried)
     assert sum(able) >= 3, able
@@ -104,25 +104,25 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
 
 
 def _graded(handle: Handle) -> list[Any]:
-    return [member for member in handle.members if member.master.numel() and member.parameter.grad is not None]
+    return [member for member in handle.members if member.master.numel() and member.sharded.grad is not None]
 
 
 def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool) -> dict[str, Any] | None:
     chosen = random.Random(number)
-    able = [handle for handle in handles if places(handle, Extent.RANK)]
+    able = [handle for handle in handles if places(handle, Extent.ZERO1)]
     if what == "gradients":  # experts may have had no tokens
         able = [handle for handle in able if _graded(handle)]
     if not able:
         return None
     handle = chosen.choice(able)
     if what == "compute weights":
-        element, parameter = chosen.choice(places(handle, Extent.NODE))
-        tensor, bit = handle.zero3, chosen.randrange(8 * handle.zero3.element_size())
-        own = handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)
+        element, parameter = chosen.choice(places(handle, Extent.ZERO3))
+        tensor, bit = handle.zero3_shard, chosen.randrange(8 * handle.zero3_shard.element_size())
+        own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
         is_master = not low and own.start <= element < own.stop
         kind = "masters" if is_master else "compute weights"
     elif what in ("masters", "low bits of masters"):
-        element, parameter = chosen.choice(places(handle, Extent.RANK))
+        element, parameter = chosen.choice(places(handle, Extent.ZERO1))
         tensor, bit = handle.master, chosen.randrange(16, 32) if what == "masters" else chosen.randrange(16)
         kind = "masters"
     else:
@@ -149,7 +149,7 @@ def test_a_flipped_bit_is_noticed_before_the_next_step_and_located(size: int, lo
 
 def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
     model, optimizer, _ = _net(size, low=low)
-    guard = layerzero.guard_bits(model, optimizer, every=1)
+    guard = layerzero.guard_corruption(model, optimizer, every=1)
     ema = layerzero.EMA(model, decay=0.5)
     for step in range(10):
         with layerzero.no_sync(model):
@@ -199,22 +199,22 @@ def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool
 
 def _now_and_then(rank: int) -> None:
     model, optimizer, handles = _net(2, low=True)
-    guard = layerzero.guard_bits(model, optimizer, every=3)
+    guard = layerzero.guard_corruption(model, optimizer, every=3)
     for step in range(5):
         _step(model, optimizer, rank, step)
     assert guard.looked == 1
     if rank == 2:
-        flip(handles[0].master, places(handles[0], Extent.RANK)[0][0], 3)
+        flip(handles[0].master, places(handles[0], Extent.ZERO1)[0][0], 3)
     _backward(model, rank, 5)
     before = [handle.master.clone() for handle in handles]
-    with pytest.raises(layerzero.SilentCorruption, match=r"masters of .* on rank 2: its sum has changed") as raised:
+    with pytest.raises(layerzero.SilentDataCorruption, match=r"masters of .* on rank 2: its sum has changed") as raised:
         optimizer.step()
     assert [each.ranks for each in raised.value.corruptions] == [(2,)]
     assert all(torch.equal(handle.master, was) for handle, was in zip(handles, before, strict=True)), (
         "nothing is stepped"
     )
     with pytest.raises(ValueError, match="every must be"):
-        layerzero.guard_bits(model, optimizer, every=0)
+        layerzero.guard_corruption(model, optimizer, every=0)
 
 
 def test_a_step_is_refused_where_it_is_looked_at() -> None:

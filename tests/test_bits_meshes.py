@@ -66,10 +66,10 @@ class _Run:
     def flip(self, what: str, number: int) -> bool:
         """Of some handle, of the experts too; whether this rank has any."""
         if what == "compute weights":
-            able = [(handle.zero3, at) for handle in self.handles for at, _ in places(handle, Extent.NODE)]
+            able = [(handle.zero3_shard, at) for handle in self.handles for at, _ in places(handle, Extent.ZERO3)]
         else:
             members = [member for handle in self.handles for member in handle.members if member.master.numel()]
-            tensors = [plain(m.parameter.grad) for m in members if m.parameter.grad is not None]
+            tensors = [plain(m.sharded.grad) for m in members if m.sharded.grad is not None]
             able = [(tensor, at) for tensor in tensors for at in range(tensor.numel())]
         if able:
             flip(*able[7 * number % len(able)], 12)
@@ -86,7 +86,7 @@ def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
     Of two kinds, of which each rank has one, and in every other case the other.
     """
     calm, run, flips, repeated, handles = _Run(case), _Run(case), torch.zeros(()), 0, set()
-    guard = layerzero.guard_bits(run.model, run.optimizer, every=1)
+    guard = layerzero.guard_corruption(run.model, run.optimizer, every=1)
     for step in range(5):
         weights = (step + CASES.index(case)) % 2
         for each in (calm, run):
@@ -98,7 +98,7 @@ def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
         calm.step()
         try:
             run.step()
-        except layerzero.SilentCorruption as error:
+        except layerzero.SilentDataCorruption as error:
             repeated += 1
             handles |= {each.handle for each in error.corruptions}
             assert error.recoverable, error
@@ -119,17 +119,17 @@ def test_a_repeated_step_has_the_bits_of_one_without_a_fault_whatever_the_meshes
 
 def _lost(rank: int, case: Case) -> str:
     run = _Run(case)
-    guard = layerzero.guard_bits(run.model, run.optimizer, every=1)
+    guard = layerzero.guard_corruption(run.model, run.optimizer, every=1)
     for step in range(2):
         run.backward(step)
         if step and rank == 1:
             flip(next(m.master for handle in run.handles[::-1] for m in handle.members if m.master.numel()), 0, 20)
         if not step:
             run.step()
-    with pytest.raises(layerzero.SilentCorruption, match=r"masters of .* on rank 1") as raised:
+    with pytest.raises(layerzero.SilentDataCorruption, match=r"masters of .* on rank 1") as raised:
         run.step()
     assert not raised.value.recoverable
-    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint"):
+    with pytest.raises(layerzero.SilentDataCorruption, match="Load the last checkpoint"):
         guard.recover()
     return str(raised.value)
 

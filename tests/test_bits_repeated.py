@@ -31,7 +31,7 @@ class _Run:
         mesh = mesh_of(size)
         self.model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **policy)
         self.optimizer = layerzero.shard_optimizer(exact_sgd(self.model.parameters()), self.model)
-        self.guard = layerzero.guard_bits(self.model, self.optimizer, every=1) if guarded else None
+        self.guard = layerzero.guard_corruption(self.model, self.optimizer, every=1) if guarded else None
         self.handles = [handle for handle in get_state(self.model).handles if handle.members]
 
     def backward(self, rank: int, step: int) -> None:
@@ -52,16 +52,16 @@ class _Run:
         both = ((handle, member) for handle in self.handles for member in handle.members)
         handle, member = next(pair for pair in both if pair[1].master.numel())
         if what == "compute weights":
-            own = handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)
-            all_of_it = [element for element, _ in places(handle, Extent.NODE)]
+            own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
+            all_of_it = [element for element, _ in places(handle, Extent.ZERO3)]
             able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # others' first
-            flip(handle.zero3, able[at % len(able)], 12)
+            flip(handle.zero3_shard, able[at % len(able)], 12)
         elif what == "masters":
             flip(member.master, at, 20)
         elif what == "moments":
             flip(self.optimizer.state_by_name()[member.name]["momentum_buffer"], at, 20)
         else:
-            flip(plain(member.parameter.grad), at, 20)
+            flip(plain(member.sharded.grad), at, 20)
 
 
 def _repeated(rank: int, size: int, low: bool) -> int:
@@ -76,7 +76,7 @@ def _repeated(rank: int, size: int, low: bool) -> int:
             run.flip("gradient")
         try:
             run.optimizer.step()
-        except layerzero.SilentCorruption as error:
+        except layerzero.SilentDataCorruption as error:
             repeated += 1
             assert error.recoverable, error
             assert "call recover() of the guard, and repeat the step" in str(error)
@@ -110,10 +110,10 @@ def _lost(rank: int, folder: str, what: str, low: bool) -> None:
     run.backward(rank, 3)
     if rank == 1:
         run.flip(what)
-    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint") as raised:
+    with pytest.raises(layerzero.SilentDataCorruption, match="Load the last checkpoint") as raised:
         run.optimizer.step()
     assert not raised.value.recoverable and "repeat the step" not in str(raised.value)
-    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint"):
+    with pytest.raises(layerzero.SilentDataCorruption, match="Load the last checkpoint"):
         run.guard.recover()
     run.optimizer.zero_grad()
     checkpoint.load(f"{folder}/one", run.model, run.optimizer)
@@ -125,7 +125,7 @@ def _lost(rank: int, folder: str, what: str, low: bool) -> None:
     run.backward(rank, STEPS)
     if rank == 2:
         run.flip("moments")
-    with pytest.raises(layerzero.SilentCorruption, match=r"momentum_buffer.* on rank 2"):
+    with pytest.raises(layerzero.SilentDataCorruption, match=r"momentum_buffer.* on rank 2"):
         run.optimizer.step()
 
 
@@ -152,12 +152,14 @@ def _persistent(rank: int) -> None:
     run.backward(rank, 1)
     if rank == victim:
         run.flip("compute weights")
-    with pytest.raises(layerzero.SilentCorruption) as raised:
+    with pytest.raises(layerzero.SilentDataCorruption) as raised:
         run.optimizer.step()
     assert raised.value.recoverable
     refreshes.launch = damaged
     for _ in range(2):
-        with pytest.raises(layerzero.SilentCorruption, match=r"is broken: compute weights of .* on rank 3") as raised:
+        with pytest.raises(
+            layerzero.SilentDataCorruption, match=r"is broken: compute weights of .* on rank 3"
+        ) as raised:
             run.guard.recover()
         assert not raised.value.recoverable and "Load the last checkpoint, and look at the memory" in str(raised.value)
 
@@ -174,7 +176,7 @@ def _gradient_again(rank: int) -> None:
         run.backward(rank, 1)
         if rank == 1:
             run.flip("gradient")
-        with pytest.raises(layerzero.SilentCorruption) as raised:
+        with pytest.raises(layerzero.SilentDataCorruption) as raised:
             run.optimizer.step()
         assert raised.value.recoverable == (times == 0), raised.value
         if times == 0:
@@ -183,7 +185,7 @@ def _gradient_again(rank: int) -> None:
     copied = pickle.loads(pickle.dumps(raised.value))
     assert str(copied) == str(raised.value) and copied.corruptions == raised.value.corruptions
     assert not copied.recoverable
-    with pytest.raises(layerzero.SilentCorruption, match="Load the last checkpoint"):
+    with pytest.raises(layerzero.SilentDataCorruption, match="Load the last checkpoint"):
         run.guard.recover()
 
 
@@ -197,23 +199,23 @@ def _frozen(rank: int, every: int) -> None:
     model.first.requires_grad_(False)
     model = layerzero.shard_model(model, mesh=mesh_of(2), units=IntegerNet.UNITS, mp_policy=BF16)
     optimizer = layerzero.shard_optimizer(exact_sgd([p for p in model.parameters() if p.requires_grad]), model)
-    guard = layerzero.guard_bits(model, optimizer, every=every)
+    guard = layerzero.guard_corruption(model, optimizer, every=every)
     for step in range(2 * every - 1):
         integer_loss(model, integer_batch(step=step, rank=rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
     handle = next(each for each in get_state(model).handles if not each.may_be_updated)
     if rank == 2:
-        flip(handle.zero3, places(handle, Extent.NODE)[0][0], 12)
+        flip(handle.zero3_shard, places(handle, Extent.ZERO3)[0][0], 12)
     integer_loss(model, integer_batch(step=9, rank=rank)).backward()
-    with pytest.raises(layerzero.SilentCorruption, match="compute weights of 'first") as raised:
+    with pytest.raises(layerzero.SilentDataCorruption, match="compute weights of 'first") as raised:
         optimizer.step()
     if every == 1:
         guard.recover()
         assert layerzero.fingerprint(model).ok
     else:
         assert "may have been wrong for 3 steps: load a checkpoint from before" in str(raised.value)
-        with pytest.raises(layerzero.SilentCorruption, match="load a checkpoint from before"):
+        with pytest.raises(layerzero.SilentDataCorruption, match="load a checkpoint from before"):
             guard.recover()
 
 
@@ -230,18 +232,18 @@ def _scaled(rank: int) -> None:
         body = [p for name, p in model.named_parameters() if not name.startswith("head")]
         inners = [exact_sgd(body), exact_sgd(model.head.parameters())]
         optimizers = [layerzero.shard_optimizer(inner, model) for inner in inners]
-        guard = layerzero.guard_bits(model, optimizers[0], every=1)
+        guard = layerzero.guard_corruption(model, optimizers[0], every=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
         handle = next(each for each in get_state(model).handles if each.members)
         for step in range(4):
             if faulty and step == 2 and rank == 0:
-                flip(handle.zero3, places(handle, Extent.NODE)[0][0], 3)
+                flip(handle.zero3_shard, places(handle, Extent.ZERO3)[0][0], 3)
             for _ in range(2 if faulty and step == 2 else 1):
                 scaler.scale(integer_loss(model, integer_batch(step=step, rank=rank))).backward()
                 try:
                     for optimizer in optimizers:
                         scaler.step(optimizer)
-                except layerzero.SilentCorruption as error:
+                except layerzero.SilentDataCorruption as error:
                     assert error.recoverable
                     guard.recover()
                     scaler.update(scaler.get_scale())
@@ -261,7 +263,7 @@ def test_a_scaler_and_another_optimizer_repeat_the_step_too() -> None:
 def _only_logs(rank: int) -> None:
     run = _Run(2, low=True)
     run.guard.close()
-    guard = layerzero.guard_bits(run.model, run.optimizer, every=1, on_found="log")
+    guard = layerzero.guard_corruption(run.model, run.optimizer, every=1, on_found="log")
     run.step(rank, 0)
     run.backward(rank, 1)
     if rank == 1:

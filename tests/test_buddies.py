@@ -252,7 +252,7 @@ def _no_room(rank: int, folder: Path) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for what in ("write_items", "room_for"):  # for its own file, and for its partner's
+    for what in ("write_items", "allocate_file"):  # for its own file, and for its partner's
         real = getattr(buddy_snapshots, what)
         if rank == 2:
             setattr(buddy_snapshots, what, full)
@@ -263,11 +263,11 @@ def _no_room(rank: int, folder: Path) -> None:
             setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    for what in ("_link", "room_for"):  # where a snapshot is looked at, and where a file comes from elsewhere
+    for what in ("_link", "allocate_file"):  # where a snapshot is looked at, and where a file comes from elsewhere
         real = getattr(snapshot_files, what)
         dist.barrier()
         lost = _node(folder, rank) / "away"
-        if what == "room_for" and rank == 0:  # all files of the first node are to come from the second
+        if what == "allocate_file" and rank == 0:  # all files of the first node are to come from the second
             lost.mkdir()
             for piece in list(keeper.folder.iterdir()):
                 piece.rename(lost / piece.name)
@@ -279,7 +279,7 @@ def _no_room(rank: int, folder: Path) -> None:
         finally:
             setattr(snapshot_files, what, real)
         dist.barrier()
-        if what == "room_for" and rank == 0:
+        if what == "allocate_file" and rank == 0:
             for piece in list(lost.iterdir()):
                 piece.rename(keeper.folder / piece.name)
             lost.rmdir()

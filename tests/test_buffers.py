@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 needs_parking = pytest.mark.skipif(
-    not FullBufferPool.can_park,
+    not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
@@ -36,13 +36,13 @@ def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
     view = second.view(4, 4)[1:]
     for tensor in (first, second):
         tensor.untyped_storage().resize_(0)
-    pool.lend(first.untyped_storage(), 64)
+    pool.allocate(first.untyped_storage(), 64)
     first.fill_(3)
     address = first.data_ptr()
-    pool.reclaim(first.untyped_storage())
-    assert first.untyped_storage().nbytes() == 0 and pool.parked_bytes == 64
-    pool.lend(second.untyped_storage(), 64)
-    assert second.data_ptr() == address and view.eq(3).all() and pool.parked_bytes == 0
+    pool.free(first.untyped_storage())
+    assert first.untyped_storage().nbytes() == 0 and pool.cached_bytes == 64
+    pool.allocate(second.untyped_storage(), 64)
+    assert second.data_ptr() == address and view.eq(3).all() and pool.cached_bytes == 0
     assert pool.allocations == 1
 
 
@@ -53,23 +53,23 @@ def test_no_more_is_parked_than_the_limit_and_sizes_are_kept_apart() -> None:
     tensors = [_empty(16), _empty(16), _empty(8)]
     for _ in range(2):
         for tensor in tensors:
-            pool.lend(tensor.untyped_storage(), tensor.numel() * 4)
+            pool.allocate(tensor.untyped_storage(), tensor.numel() * 4)
             tensor.fill_(1)
         for tensor in tensors:
-            pool.reclaim(tensor.untyped_storage())
+            pool.free(tensor.untyped_storage())
             assert tensor.untyped_storage().nbytes() == 0
-        assert pool.parked_bytes == 64 + 32, "the other 64 bytes do not fit"
+        assert pool.cached_bytes == 64 + 32, "the other 64 bytes do not fit"
     assert pool.allocations == 3 + 2, "what was parked in another size has made room"
-    pool.reclaim(tensors[0].untyped_storage())  # has none
-    assert pool.parked_bytes == 96
+    pool.free(tensors[0].untyped_storage())  # has none
+    assert pool.cached_bytes == 96
 
 
 def test_scratch_is_reused_by_size_and_dtype() -> None:
     pool = BufferPool(CPU)
-    first = pool.take(8, torch.float32)
-    pool.give(first)
-    assert pool.take(8, torch.float32) is first
-    assert pool.take(8, torch.bfloat16) is not first
+    first = pool.acquire(8, torch.float32)
+    pool.release(first)
+    assert pool.acquire(8, torch.float32) is first
+    assert pool.acquire(8, torch.bfloat16) is not first
     assert pool.allocated_bytes == 32 + 16
 
 
@@ -86,17 +86,17 @@ def _steady(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             accumulated = pools.accumulators.device_bytes + pools.accumulators.host_bytes
-            counts.append((pools.full.allocations, pools.full.parked_bytes, accumulated))
-        assert pools.full.parked_bytes <= pools.full.limit
-        if not FullBufferPool.can_park:
+            counts.append((pools.full.allocations, pools.full.cached_bytes, accumulated))
+        assert pools.full.cached_bytes <= pools.full.limit
+        if not FullBufferPool.can_cache:
             grown = {after[0] - before[0] for before, after in itertools.pairwise(counts[2:])}
             assert len(grown) == 1, f"{settings}: every step allocates as much"
             continue
         assert counts[2:] == [counts[2]] * 4, (settings, counts)
         root, unit = (sum(get_state(model).handles[index].gathered_sizes) for index in (0, 1))
         together = 6 if "reshard_after_forward" in settings else 1 + settings.get("prefetch", 1)
-        assert pools.full.parked_bytes == root + together * unit, (settings, pools.full.parked_bytes)
-        assert layerzero.memory(model).measured["idle_buffer"] == pools.full.parked_bytes
+        assert pools.full.cached_bytes == root + together * unit, (settings, pools.full.cached_bytes)
+        assert layerzero.memory(model).measured["idle_buffer"] == pools.full.cached_bytes
         assert pools.full.allocations == 1 + together, settings
 
 
@@ -107,13 +107,13 @@ def test_a_steady_state_allocates_no_full_buffer() -> None:
 def _addresses(rank: int) -> None:
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
-    lend, steps = FullBufferPool.lend, []
+    lend, steps = FullBufferPool.allocate, []
 
     def seen(pool: FullBufferPool, storage: torch.UntypedStorage, nbytes: int) -> None:
         lend(pool, storage, nbytes)
         steps[-1].append((storage._cdata, storage.data_ptr()))
 
-    with mock.patch.object(FullBufferPool, "lend", seen):
+    with mock.patch.object(FullBufferPool, "allocate", seen):
         for step in range(5):
             steps.append([])
             for micro_batch in range(2):

@@ -19,12 +19,12 @@ from xxhash import xxh3_128
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, atomic_files
-from layerzero.checkpoint.checksums import CHUNK, Piece, Scheme, Sums, read_pieces, sums_of
+from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, read_pieces, sums_of
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
-SMALL = Scheme("xxh3-128", 64)
+SMALL = ChecksumScheme("xxh3-128", 64)
 
 
 def test_each_chunk_has_the_sum_of_its_bytes_however_they_come() -> None:
@@ -34,7 +34,7 @@ def test_each_chunk_has_the_sum_of_its_bytes_however_they_come() -> None:
         chunks = [content[start : start + 64] for start in range(0, size, 64)] or [b""]
         expected = "".join(xxh3_128(chunk).hexdigest() for chunk in chunks)
         for most in (1, 7, 64, 200, 1000):
-            sums, at = Sums(SMALL), 0
+            sums, at = ChunkHasher(SMALL), 0
             while at < size:
                 step = draw.randint(1, most)
                 sums.update(content[at : at + step])
@@ -54,7 +54,7 @@ def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> Non
         path.write_bytes(content[:harmed] + bytes([content[harmed] ^ 1 << draw.randrange(8)]) + content[harmed + 1 :])
         read = {index for start, stop in spans for index in range(start // 64, -(-stop // 64))}
         into = [torch.zeros(stop - start, dtype=torch.uint8) for start, stop in spans]
-        pieces = [Piece(*span, draw.choice([tensor, None])) for span, tensor in zip(spans, into, strict=True)]
+        pieces = [ByteRange(*span, draw.choice([tensor, None])) for span, tensor in zip(spans, into, strict=True)]
         if harmed // 64 in read:
             with pytest.raises(CheckpointError, match=r"file is damaged: bytes .* have another xxh3-128"):
                 read_pieces(path, 1000, sums, SMALL, pieces)
@@ -64,23 +64,23 @@ def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> Non
             assert piece.into is None or bytes(piece.into.tolist()) == content[piece.start : piece.stop]
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="file is damaged: it ends at byte 999"):
-        read_pieces(path, 1000, sums, SMALL, [Piece(0, 1000, None)])
+        read_pieces(path, 1000, sums, SMALL, [ByteRange(0, 1000, None)])
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file"):
-        read_pieces(tmp_path / "none", 1000, sums, SMALL, [Piece(0, 1000, None)])
+        read_pieces(tmp_path / "none", 1000, sums, SMALL, [ByteRange(0, 1000, None)])
 
 
 @contextmanager
 def _without_xxhash() -> Iterator[None]:
     had = sys.modules.get("xxhash")
     sys.modules["xxhash"] = None  # type: ignore[assignment]
-    Scheme.best.cache_clear()
+    ChecksumScheme.best.cache_clear()
     try:
         yield
     finally:
         del sys.modules["xxhash"]
         if had is not None:
             sys.modules["xxhash"] = had
-        Scheme.best.cache_clear()
+        ChecksumScheme.best.cache_clear()
 
 
 def _poor(rank: int, folder: Path) -> None:
@@ -88,10 +88,10 @@ def _poor(rank: int, folder: Path) -> None:
     train(model, optimizer, range(1))
     expected = everything(model, optimizer)
     checkpoint.save(folder / "fast", model, optimizer)
-    assert atomic_files.Manifest.read(folder / "fast").scheme == Scheme("xxh3-128", CHUNK)
+    assert atomic_files.Manifest.read(folder / "fast").scheme == ChecksumScheme("xxh3-128", CHUNK)
     with _without_xxhash():
         checkpoint.save(folder / "slow", model, optimizer)
-        assert atomic_files.Manifest.read(folder / "slow").scheme == Scheme("sha256", CHUNK)
+        assert atomic_files.Manifest.read(folder / "slow").scheme == ChecksumScheme("sha256", CHUNK)
         other, its_optimizer = sharded_net(2, seed=1)
         checkpoint.load(folder / "slow", other, its_optimizer)
         assert not different(everything(other, its_optimizer), expected)

@@ -17,8 +17,8 @@ from torch import nn
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, atomic_files
-from layerzero.checkpoint.checksums import Scheme
-from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.checksums import ChecksumScheme
+from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.damaging import DATA, nested, save_intact, sign
@@ -43,7 +43,7 @@ def damaged(intact: Path, tmp_path: Path) -> Path:
 
 def _verify(path: Path) -> None:
     manifest = atomic_files.Manifest.read(path)
-    Contents.read(manifest)
+    CheckpointContents.read(manifest)
     manifest.verify()
 
 
@@ -132,8 +132,8 @@ def test_a_load_of_a_damaged_checkpoint_changes_nothing_on_any_rank(damaged: Pat
 ODD_CHUNKS: tuple[Any, ...] = (None, "1", 0, -1, 1, True, 8.0e6, [8 << 20])
 
 
-def _with_chunk(chunk: Any) -> Scheme:
-    return Scheme("sha256", chunk)
+def _with_chunk(chunk: Any) -> ChecksumScheme:
+    return ChecksumScheme("sha256", chunk)
 
 
 def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> None:
@@ -163,11 +163,16 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
     for entry in (None, [], [1], 3, ["1", "x"], [1.0, "x"], {"a": 1}, [10, "x"], [10, 3], [10, "0" * 31], [10, None]):
         table = {DATA: entry}
         known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
-        known["checksums"] = asdict(Scheme.best())
+        known["checksums"] = asdict(ChecksumScheme.best())
         (damaged / atomic_files.MANIFEST).write_bytes(manifest_text(known))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             atomic_files.Manifest.read(damaged)
-    for scheme in (Scheme("md5", 8 << 20), Scheme(["sha256"], 8 << 20), Scheme({}, 1), *map(_with_chunk, ODD_CHUNKS)):
+    for scheme in (
+        ChecksumScheme("md5", 8 << 20),
+        ChecksumScheme(["sha256"], 8 << 20),
+        ChecksumScheme({}, 1),
+        *map(_with_chunk, ODD_CHUNKS),
+    ):
         known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": {}}
         (damaged / atomic_files.MANIFEST).write_bytes(manifest_text({**known, "checksums": asdict(scheme)}))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
@@ -179,7 +184,7 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
             atomic_files.Manifest.read(damaged)
     sign(damaged, {DATA: DATA})
     with pytest.raises(CheckpointError, match=r"manifest\.json does not list the file 'contents\.json'"):
-        Contents.read(atomic_files.Manifest.read(damaged))
+        CheckpointContents.read(atomic_files.Manifest.read(damaged))
 
 
 def _as_nobody(folder: Path) -> Path | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, safetensors_writer
 from layerzero.checkpoint.manifest import Manifest
-from layerzero.checkpoint.run_folder import clear_leftovers, survey
+from layerzero.checkpoint.run_folder import clear_leftovers, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import run_ranks
@@ -168,9 +168,9 @@ def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_th
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))
     clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
-    assert {manifest.folder for manifest in survey(tmp_path).complete} == {hidden, tmp_path / "new"}
+    assert {manifest.folder for manifest in scan(tmp_path).complete} == {hidden, tmp_path / "new"}
     shutil.copytree(tmp_path / "new", tmp_path / "last")
-    assert {manifest.folder.name for manifest in survey(tmp_path).complete} == {"last", "new"}
+    assert {manifest.folder.name for manifest in scan(tmp_path).complete} == {"last", "new"}
     clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
     Manifest.read(tmp_path / "last").verify()

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, atomic_files, safe_json, whole_model_files
-from layerzero.checkpoint.checksums import Scheme
+from layerzero.checkpoint.checksums import ChecksumScheme
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, printable
 from layerzero.cli import app
@@ -97,7 +97,7 @@ def test_a_huge_table_of_contents_is_refused_before_it_is_parsed(intact: Path, t
         file.name: [file.stat().st_size, "0" * 64] for file in path.iterdir() if file.name != atomic_files.MANIFEST
     }
     known = {"format": FORMAT, "version": VERSION, "sequence": 0, "files": table}
-    known["checksums"] = asdict(Scheme("sha256", 2**63))
+    known["checksums"] = asdict(ChecksumScheme("sha256", 2**63))
     (path / atomic_files.MANIFEST).write_bytes(manifest_text(known))
     _cheaply(lambda: checkpoint.reader(path, verify=False), "contents.json has .* at most 536,870,912 bytes")
 

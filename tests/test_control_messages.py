@@ -58,8 +58,8 @@ def run(rank):
     model = layerzero.shard_model(Two(), zero3_size=size, node_memory="off")
     descriptors = len(os.listdir("/proc/self/fd")) - before
     messages, all_gather_small = [], used_params.all_gather_small
-    used_params.all_gather_small = lambda lane, *more: (messages.append(lane.size - 1), all_gather_small(lane, *more))[1]
-    model(torch.ones(1, 2)).sum().backward()
+    used_params.all_gather_small = lambda lane, *more: (messages.append(lane.size - 1), all_gather_small(lane,
+    *more))[1] model(torch.ones(1, 2)).sum().backward()
     gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump([descriptors, sum(messages), all(gradients)], file)
@@ -111,7 +111,7 @@ def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -
 
 def _texts(rank: int, zero3_size: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size))
-    everyone = get_state(model).everyone
+    everyone = get_state(model).ranks
     long = '"\\' * (rank + 1)
     assert everyone.all_gather_text(long) == ['"\\' * (other + 1) for other in range(WORLD)]
     numbers = torch.full((3,), rank + 5)
@@ -156,7 +156,7 @@ def _reads_before_others_step(rank: int) -> None:
         if rank == 0:
             assert model.second.weight.grad is not None
         dist.barrier()
-        everyone = get_state(model).everyone
+        everyone = get_state(model).ranks
         assert everyone.all_gather_text(str(rank)) == list("0123"), "launched after what was sent about used parameters"
         assert model.first.weight.grad is not None and model.second.weight.grad is not None
         model.zero_grad()

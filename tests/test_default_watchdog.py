@@ -17,7 +17,7 @@ from torch import nn
 import layerzero
 from layerzero.comm import watchdog as module
 from layerzero.comm.collectives import PendingCollective, timeout_of
-from layerzero.comm.traffic_counters import Exchange
+from layerzero.comm.traffic_counters import Collective
 from layerzero.comm.watchdog import Watchdog, default_limit, existing
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, register
@@ -35,7 +35,7 @@ def _on_device() -> nn.Module:
 
 
 def _default_of(model: nn.Module) -> Watchdog:
-    watchdog = get_state(model).topology.ledger.watching
+    watchdog = get_state(model).mesh_info.counters.on_launch
     assert isinstance(watchdog, Watchdog) and watchdog.is_default
     return watchdog
 
@@ -121,7 +121,7 @@ def _lives(rank: int) -> None:
     with Device().installed():
         model = _on_device()
         first = _default_of(model)
-        group = get_state(model).topology.zero3_gather.group
+        group = get_state(model).mesh_info.zero3_gather_comm.group
         assert 0 < first.limit < timeout_of(group) == TIMEOUT
         assert _threads() == 2 and all(thread.is_alive() for thread in first._threads)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -131,14 +131,14 @@ def _lives(rank: int) -> None:
         assert first._steps == 2, "of an optimizer that is newer than the watchdog"
 
         second = layerzero.watchdog(model, 30.0)
-        assert get_state(model).topology.ledger.watching is second and not second.is_default
+        assert get_state(model).mesh_info.counters.on_launch is second and not second.is_default
         assert not any(thread.is_alive() for thread in first._threads)
         _step(model, optimizer, rank)
         assert (first._steps, second._steps) == (2, 1)
         with pytest.raises(RuntimeError, match="watched already"):
             layerzero.watchdog(model)
         second.close()
-        assert get_state(model).topology.ledger.watching is None and _threads() == 0
+        assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
         _step(model, optimizer, rank)
 
         model = _on_device()
@@ -173,7 +173,7 @@ def test_it_ends_with_the_process_group() -> None:
 
 def _on_the_cpu(rank: int) -> None:
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS)
-    assert get_state(model).topology.ledger.watching is None and _threads() == 0
+    assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
 
 
 def test_there_is_none_on_the_cpu() -> None:
@@ -204,7 +204,7 @@ def _in_time(rank: int) -> None:
         assert watchdog._threads[0].is_alive() and not watchdog.reports
 
         launches = [watched for each in works for watched in each.watched]
-        assert any(each.exchange is Exchange.GATHER for each in launches)
+        assert any(each.exchange is Collective.GATHER for each in launches)
         works.clear()
         gc.collect()
         assert not [each.doing for each in launches if each._works() is not None], "works hold their outputs"

@@ -36,8 +36,8 @@ def _clip(rank: int) -> None:
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
     integer_loss(model, integer_batch(rank=rank)).backward()
     # Gradients are in host memory; the device is another one.
-    object.__setattr__(get_state(model).topology, "device", torch.device("meta"))
-    object.__setattr__(get_state(model).everyone.topology, "device", torch.device("meta"))
+    object.__setattr__(get_state(model).mesh_info, "device", torch.device("meta"))
+    object.__setattr__(get_state(model).ranks.mesh_info, "device", torch.device("meta"))
     devices: list[torch.device] = []
 
     def reduce(everyone: ModelRanks, number: Tensor, op: Any) -> None:
@@ -116,7 +116,7 @@ def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, c
     with ExitStack() as stack:
         for name in ("_refuse", "agree"):
             stack.enter_context(mock.patch.object(flags, name))
-        stack.enter_context(mock.patch.object(flags, "_translated", lambda *_: flags.Chosen({}, (), None)))
+        stack.enter_context(mock.patch.object(flags, "_translated", lambda *_: flags.ParsedArguments({}, (), None)))
         stack.enter_context(mock.patch.object(flags, "default_device_type", lambda: "cuda"))
         stack.enter_context(mock.patch.multiple(flags.dist, get_rank=lambda: 0, get_world_size=lambda: 8))
         for connections, expected in (("1", 1), ("32", 0)):
@@ -143,7 +143,7 @@ class _Log:
 
 
 needs_parking = pytest.mark.skipif(
-    not FullBufferPool.can_park,
+    not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
@@ -153,26 +153,26 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) 
     device = _Log()
     with (
         mock.patch("layerzero.device.accelerator.device_module", lambda _: device),
-        mock.patch.object(FullBufferPool, "can_park", can_park),
+        mock.patch.object(FullBufferPool, "can_cache", can_park),
     ):
         pool = FullBufferPool(torch.device("cpu"))
         storage = torch.empty(0).untyped_storage()
         device.now = "ahead"
-        pool.lend(storage, 64)
+        pool.allocate(storage, 64)
         device.now = "compute"
-        pool.reclaim(storage)
+        pool.free(storage)
         assert device.log == ["ahead waits for event on compute"]
         assert storage.nbytes() == 0
         if can_park:  # parked first, and freed to make room for memory of another size
             pool.limit = 64
             device.now = "ahead"
-            pool.lend(storage, 64)
+            pool.allocate(storage, 64)
             device.now = "compute"
             device.log.clear()
-            pool.reclaim(storage)
-            assert device.log == [] and pool.parked_bytes == 64
+            pool.free(storage)
+            assert device.log == [] and pool.cached_bytes == 64
             device.now = "other"
-            pool.lend(storage, 32)
+            pool.allocate(storage, 32)
             assert device.log == ["ahead waits for event on compute"]
 
 
@@ -192,7 +192,9 @@ def _side_streams_after_a_failure(rank: int) -> None:
 
         handle = model.first.register_forward_hook(watch)
         loss = integer_loss(model, integer_batch(rank=rank))
-        with mock.patch.object(type(streams), "landed", autospec=True, side_effect=type(streams).landed) as landed:
+        with mock.patch.object(
+            type(streams), "landed", autospec=True, side_effect=type(streams).gradients_ready
+        ) as landed:
             with pytest.raises(_Seen):
                 loss.backward()
             before = landed.call_count

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.verification.comparison import Comparison, ParameterDifference, Snapshot, VerifyReport
+from layerzero.verification.comparison import Comparison, ParameterDifference, StepRecord, VerifyReport
 
 ONE = torch.tensor([1.0, -2.0])
 START = {"a": torch.zeros(2), "b": torch.zeros(2)}
 
 
-def row_of(plain: Snapshot, ours: Snapshot, start: dict[str, Tensor] | None = None) -> ParameterDifference:
+def row_of(plain: StepRecord, ours: StepRecord, start: dict[str, Tensor] | None = None) -> ParameterDifference:
     """Of parameter "a"."""
     comparison = Comparison(START if start is None else start, zero3_size=2, precision="float32", tolerance=1e-3)
     comparison.add(0, plain, ours)
     return next(row for row in comparison.rows() if row.name == "a")
 
 
-def snapshot(a: Tensor | None = ONE, *, weight: Tensor = ONE) -> Snapshot:
+def snapshot(a: Tensor | None = ONE, *, weight: Tensor = ONE) -> StepRecord:
     """Of parameters a, with gradient `a` and value `weight`, and b."""
-    return Snapshot({"a": a, "b": ONE}, {"a": weight, "b": ONE})
+    return StepRecord({"a": a, "b": ONE}, {"a": weight, "b": ONE})
 
 
 def test_a_gradient_is_measured_by_its_largest_element() -> None:
@@ -76,8 +76,8 @@ NORM = torch.tensor([1.0, 1.5, 1.0 + 2**-20])  # weights of a norm, near 1.0
 def norm_row(weight: Tensor, plain: Tensor = NORM) -> ParameterDifference:
     """Of a norm's weights that training moved by about 2 ulps, where the tolerance is a hundredth of an ulp."""
     comparison = Comparison({"a": plain * (1 - 2 * ULP)}, zero3_size=2, precision="float32", tolerance=1e-7)
-    tiny = Snapshot({"a": torch.full((3,), 1e-6)}, {"a": plain})
-    comparison.add(0, tiny, Snapshot(tiny.gradients, {"a": weight}))
+    tiny = StepRecord({"a": torch.full((3,), 1e-6)}, {"a": plain})
+    comparison.add(0, tiny, StepRecord(tiny.gradients, {"a": weight}))
     return comparison.rows()[0]
 
 

@@ -253,7 +253,7 @@ def _reported(rank: int) -> None:
             assert {kind: size for kind, size in memory.predicted.items() if size} == measured, (size, sharing)
             layer, (plain, extended) = get_state(model).units[1], get_state(model).units[1].handles
             rows = -(-WIDTH // WORLD) * WORLD  # padding included
-            others = plain.full.nbytes if plain.gathers else 0
+            others = plain.full_buffer.nbytes if plain.gathers else 0
             assert layer.gathered_memory.nbytes == rows * WIDTH + rows * 8 + others, "int8 rows and fp64 scales"
             assert extended.gathers == (size > 1) and extended.shared is None
             if size > 1 and sharing == "off":

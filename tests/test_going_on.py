@@ -14,8 +14,8 @@ import torch.distributed as dist
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, loading, safetensors_writer
-from layerzero.checkpoint.manifest import Manifest, Unknown
-from layerzero.checkpoint.run_folder import Survey, survey
+from layerzero.checkpoint.manifest import Manifest, UnsupportedFormat
+from layerzero.checkpoint.run_folder import RunFolderScan, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged
 from tests.support.models import different
@@ -117,15 +117,15 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 def _halfway(rank: int, folder: str) -> None:
     """A disk that gives the right bytes the first time and not the second, on one rank."""
     model, optimizer, states = _states_saved(folder, 2)
-    again = layerzero.checkpoint.safetensors_reader.Files.read_again
+    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again
 
     def fails_once(self) -> None:
-        layerzero.checkpoint.safetensors_reader.Files.read_again = again
+        layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = again
         if rank == 1:
             raise checkpoint.CheckpointError("the disk has changed its mind")
         again(self)
 
-    layerzero.checkpoint.safetensors_reader.Files.read_again = fails_once
+    layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = fails_once
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]
@@ -333,9 +333,9 @@ def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> No
         (tmp_path / name / file).write_bytes(b"")
     (tmp_path / "mixed" / "contents.json").write_bytes(b"")
     (tmp_path / "empty").mkdir()
-    assert survey(tmp_path) == Survey((), {})
+    assert scan(tmp_path) == RunFolderScan((), {})
     (tmp_path / "mixed" / "tokenizer.json").unlink()
-    assert list(survey(tmp_path).broken) == [tmp_path / "mixed"]
+    assert list(scan(tmp_path).broken) == [tmp_path / "mixed"]
 
 
 def _with_a_stranger(rank: int, folder: str) -> None:
@@ -364,21 +364,21 @@ def test_a_broken_checkpoint_with_a_strange_file_in_it_is_not_taken_for_none(tmp
 def _of_two_minds(rank: int, folder: str) -> None:
     """One rank cannot read what another finds damaged."""
     model, optimizer, states = _states_saved(folder, 2)
-    opened = loading.Files
+    opened = loading.CheckpointFiles
 
     def meets(manifest: Manifest, **who: int) -> loading.Source:
         if rank == 1:
-            raise Unknown("this needs xxhash")
+            raise UnsupportedFormat("this needs xxhash")
         if rank == 2:
             raise checkpoint.CheckpointError("a disk has lost it")
         return opened(manifest, **who)
 
-    loading.Files = meets
+    loading.CheckpointFiles = meets
     try:
         with pytest.raises(checkpoint.CheckpointError, match="this needs xxhash"):
             checkpoint.load_latest(folder, model, optimizer)
     finally:
-        loading.Files = opened
+        loading.CheckpointFiles = opened
     assert _shown(folder) == ["step-0", "step-1"]
     assert not different(everything(model, optimizer), states[1])
 

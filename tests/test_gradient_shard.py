@@ -108,14 +108,14 @@ def test_a_final_gradient_and_later_contributions_never_mix(
 
 
 def _is_never_set_aside(
-    self: AliasedStorage, *, keep: bool, vacate: Callable[..., None] = AliasedStorage.vacate
+    self: AliasedStorage, *, keep: bool, vacate: Callable[..., None] = AliasedStorage.set_aside
 ) -> None:
     assert not keep, "a gradient that nobody wants any more is moved"
     vacate(self, keep=keep)
 
 
 def _usual_loop(rank: int) -> None:
-    with mock.patch.object(AliasedStorage, "vacate", _is_never_set_aside):
+    with mock.patch.object(AliasedStorage, "set_aside", _is_never_set_aside):
         model, optimizer = prepare("sharded")
         for step in range(3):
             for index in range(3):

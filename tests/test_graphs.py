@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero.engine.handle import ShardState
 from layerzero.engine.hooks import get_state
-from layerzero.engine.passes import Call, ForwardPass
+from layerzero.engine.passes import ForwardPass, UnitCall
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -466,11 +466,11 @@ def _follow(rank: int) -> None:
     for dead in range(4):
         forward = ForwardPass(root, get_state(model).units, expected=[])
         forward.called = [root, first, second]
-        calls = [Call(unit, around=()) for unit in (first, second, first, root)]
+        calls = [UnitCall(unit, around=()) for unit in (first, second, first, root)]
         for call in calls:
-            call.join(forward)
+            call.record_return(forward)
         del calls[dead], call
-        assert [call.follower for call in calls] == [*calls[1:], None], dead
+        assert [call.next_call for call in calls] == [*calls[1:], None], dead
         assert list(calls[-1].ended_handles()) == list(head.handles), "the unit that was not called"
         for call, follower in itertools.pairwise(calls):
             again = any(each.unit is follower.unit for each in calls[: calls.index(follower)])

@@ -139,7 +139,7 @@ def _two_nodes(rank: int) -> None:
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
-    lane = get_state(model).topology.subgroup_comm(2)
+    lane = get_state(model).mesh_info.subgroup_comm(2)
     assert dist.get_process_group_ranks(lane.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
@@ -154,10 +154,10 @@ def _counted(rank: int) -> None:
     groups = []
     for kept in (True, 2):
         model = shard(blocks(), reshard_after_forward=kept)
-        groups.append(len(get_state(model).topology.groups._held))
+        groups.append(len(get_state(model).mesh_info.groups._held))
     assert groups[1] == groups[0] + 1, "one communicator more, and only where it is used"
     optimizer = layerzero.shard_optimizer(sgd(model), model)
-    sizes = [handle.full.numel() * handle.full.element_size() for handle in get_state(model).handles]
+    sizes = [handle.full_buffer.numel() * handle.full_buffer.element_size() for handle in get_state(model).handles]
     whole = sum(sizes)
     for step in range(3):
         layerzero.traffic(model, reset=True)
@@ -226,17 +226,17 @@ def _by_unit(rank: int) -> None:
 
     model = shard(blocks(), reshard_after_forward=chosen, prefetch=0)
     runtime = get_state(model)
-    assert [unit.reshards for unit in runtime.units] == [True, 2, False, True]
-    assert [type(unit.reshards) for unit in runtime.units] == [bool, int, bool, bool]
+    assert [unit.reshard_after_forward for unit in runtime.units] == [True, 2, False, True]
+    assert [type(unit.reshard_after_forward) for unit in runtime.units] == [bool, int, bool, bool]
     loss = loss_of(model(batch(rank, 0)))
-    assert [(unit.name, unit.gathered, unit.kept) for unit in runtime.units] == [
+    assert [(unit.name, unit.gathered, unit.has_post_forward) for unit in runtime.units] == [
         ("", False, False),
         ("units.0", False, True),
         ("units.1", True, False),
         ("units.2", False, False),
     ]
     loss.backward()
-    assert not any(unit.gathered or unit.kept for unit in runtime.units)
+    assert not any(unit.gathered or unit.has_post_forward for unit in runtime.units)
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 
@@ -390,7 +390,7 @@ def _refused(rank: int) -> None:
             shard(blocks(), reshard_after_forward=value)
     for value in (2, 3, lambda name, module: 8):
         model = shard_over(blocks(), size=1, reshard_after_forward=value)
-        assert all(unit.reshards is True for unit in get_state(model).units), "nothing is gathered"
+        assert all(unit.reshard_after_forward is True for unit in get_state(model).units), "nothing is gathered"
     for value in (2 if rank else True, lambda name, module: 2 if rank else 4):
         with pytest.raises(ValueError, match=r"ranks disagree.*reshard_after_forward"):
             shard(blocks(), reshard_after_forward=value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Communicator, Exchange, LaunchedCollective, PendingCollective, PendingReduction
+from layerzero.comm.collectives import Collective, Communicator, LaunchedCollective, PendingCollective, PendingReduction
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
@@ -23,12 +23,12 @@ from layerzero.device.gradient_storage import (
     PooledStorage,
 )
 from layerzero.engine.gradient_buffer import GradientBuffer, SlotState
-from layerzero.engine.handle_gradients import Round
+from layerzero.engine.handle_gradients import PendingSlots
 from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
-RANK, NODE, WHOLE = Extent.RANK, Extent.NODE, Extent.WHOLE
+RANK, NODE, WHOLE = Extent.ZERO1, Extent.ZERO3, Extent.FULL
 CPU = torch.device("cpu")
 FP32 = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
 HALF = Precision(torch.float32, torch.float16, torch.float16, torch.float32)
@@ -57,14 +57,14 @@ def test_extents_are_nested_and_cut_the_flat_order(data_parallel: int, zero3_siz
         shards = [grid.range_of(layout, RANK) for grid in ranks]
         assert sorted(element for shard in shards for element in shard) == list(range(layout.numel)), "each once"
         for grid in ranks:
-            nodes = [other.range_of(layout, NODE) for other in ranks if other.r == grid.r]
+            nodes = [other.range_of(layout, NODE) for other in ranks if other.replica_rank == grid.replica_rank]
             assert sorted(element for node in nodes for element in node) == list(range(layout.numel))
             for small in Extent:
                 for big in Extent:
                     inner, outer = grid.range_of(layout, small), grid.range_of(layout, big)
                     if small <= big:
-                        assert outer[grid.place(layout, small, big)] == inner
-                    assert grid.covers(small, big) == (len(inner) == len(outer)) == (inner == outer)
+                        assert outer[grid.slice_within(layout, small, big)] == inner
+                    assert grid.same_elements(small, big) == (len(inner) == len(outer)) == (inner == outer)
 
 
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
@@ -78,7 +78,7 @@ def test_the_part_of_a_slot_is_what_it_shares_with_an_extent(data_parallel: int,
                     of_slot, of_range = overlap(slot, flat)
                     assert [slot.offset + i for i in range(slot.numel)[of_slot]] == common
                     assert list(flat[of_range]) == common
-                    assert grid.part(layout, slot, extent) == of_range
+                    assert grid.slot_slice(layout, slot, extent) == of_range
                     assert len(common) == len(layout.rows_in(slot, flat)) * slot.row_numel
 
 
@@ -94,12 +94,12 @@ def test_a_grid_that_cannot_be_is_refused() -> None:
 ROWS = {  # (S > 1, R > 1, mode): lands, waits, exchanges with their ends
     (False, False, "sharded"): (RANK, RANK, []),
     (False, False, "full"): (RANK, RANK, []),
-    (False, True, "sharded"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP2)]),
-    (False, True, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP2)]),
-    (True, False, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Exchange.HOP1)]),
-    (True, True, "full"): (WHOLE, WHOLE, [(WHOLE, NODE, Exchange.HOP1), (NODE, RANK, Exchange.HOP2)]),
-    (True, False, "sharded"): (WHOLE, RANK, [(WHOLE, RANK, Exchange.HOP1)]),
-    (True, True, "sharded"): (WHOLE, NODE, [(WHOLE, NODE, Exchange.HOP1), (NODE, RANK, Exchange.HOP2)]),
+    (False, True, "sharded"): (WHOLE, WHOLE, [(WHOLE, RANK, Collective.HOP2)]),
+    (False, True, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Collective.HOP2)]),
+    (True, False, "full"): (WHOLE, WHOLE, [(WHOLE, RANK, Collective.HOP1)]),
+    (True, True, "full"): (WHOLE, WHOLE, [(WHOLE, NODE, Collective.HOP1), (NODE, RANK, Collective.HOP2)]),
+    (True, False, "sharded"): (WHOLE, RANK, [(WHOLE, RANK, Collective.HOP1)]),
+    (True, True, "sharded"): (WHOLE, NODE, [(WHOLE, NODE, Collective.HOP1), (NODE, RANK, Collective.HOP2)]),
 }
 
 
@@ -118,24 +118,24 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
                 adds_hop1=adds_hop1,
                 adds_hop2=adds_hop1,
             )
-            assert (route.lands, route.waits) == (lands, waits)
-            assert [(leg.start, leg.stop, leg.exchange) for leg in route.legs] == legs
+            assert (route.incoming_extent, route.accumulator_extent) == (lands, waits)
+            assert [(leg.source, leg.target, leg.collective) for leg in route.stages] == legs
             early = lands is not waits
             as_computed = early and adds_hop1 and precision is MIXED
             landing = precision.compute if as_computed else precision.reduce
-            wires = {Exchange.HOP1: landing, Exchange.HOP2: precision.replica_reduce}
-            assert [leg.wire for leg in route.legs] == [wires[leg.exchange] for leg in route.legs]
-            scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
+            wires = {Collective.HOP1: landing, Collective.HOP2: precision.replica_reduce}
+            assert [leg.wire_dtype for leg in route.stages] == [wires[leg.collective] for leg in route.stages]
+            scales = [route.incoming_scale, *(leg.scale for leg in route.stages)]
             if half and not adds_hop1:
                 assert math.prod(scales) == pytest.approx(1 / data_parallel, rel=1e-15)
                 assert all(math.frexp(scale)[0] == 0.5 for scale in scales[:-1]), "powers of two"
             else:
                 expected = [1.0] * len(legs) + [1 / data_parallel]
                 assert scales == expected, "the mean is taken once"
-            assert route.landing_dtype == (landing if early else precision.master)
-            assert route.shares_early == early
+            assert route.incoming_dtype == (landing if early else precision.master)
+            assert route.accumulator_is_reduced == early
             accumulating, reducing = route.between(lands, waits), route.between(lands, RANK)
-            assert reducing == route.legs == accumulating + route.between(waits, RANK)
+            assert reducing == route.stages == accumulating + route.between(waits, RANK)
 
 
 # fp16 on the wire, by arithmetic: what the sum of equal gradients comes to, added up as backends do
@@ -154,10 +154,10 @@ def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
 
 def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
     """The final gradient where each rank has the same one, in fp16."""
-    value = (torch.tensor(gradient, dtype=F16).float() * route.landing_scale).to(route.landing_dtype)
-    for leg in route.legs:
-        ranks = grid.zero3_size if leg.exchange is Exchange.HOP1 else grid.replicas
-        value = _sum_of_equal(value.to(leg.wire), ranks, adds=adds).float() * leg.scale
+    value = (torch.tensor(gradient, dtype=F16).float() * route.incoming_scale).to(route.incoming_dtype)
+    for leg in route.stages:
+        ranks = grid.zero3_size if leg.collective is Collective.HOP1 else grid.replicas
+        value = _sum_of_equal(value.to(leg.wire_dtype), ranks, adds=adds).float() * leg.scale
     return value.item()
 
 
@@ -183,7 +183,7 @@ def test_fp16_gradients_keep_their_size_on_the_way(
         assert _reduced(gradient, route, grid, adds=adds) == gradient
     # A sum is what a loss wants that is divided by all tokens: then each rank's gradient is small already.
     summed = ReductionSpec.plan(grid, precision, divide_factor=1.0, **how)
-    assert summed.landing_scale == 1.0
+    assert summed.incoming_scale == 1.0
     assert _reduced(2.0**-24, summed, grid, adds=adds) == 2.0**-24 * data_parallel
     assert _reduced(2.0**15 / data_parallel, summed, grid, adds=adds) == 2.0**15
 
@@ -197,7 +197,7 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
         route = ReductionSpec.plan(
             grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds
         )
-        scales = [route.landing_scale, *(leg.scale for leg in route.legs)]
+        scales = [route.incoming_scale, *(leg.scale for leg in route.stages)]
         assert math.prod(scales) == pytest.approx(1 / factor, rel=1e-15)
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
@@ -209,7 +209,7 @@ def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: 
     precision = Precision(F32, F16, F16, F16)
     how: Any = {"accumulation": mode, "divide_factor": 2.0 * zero3_size, "adds_hop1": True, "adds_hop2": True}
     route = ReductionSpec.plan(grid, precision, **how)
-    sent = zero3_size * route.landing_scale * route.legs[0].scale
+    sent = zero3_size * route.incoming_scale * route.stages[0].scale
     assert 0.5 < sent <= 1, "65504 times this is a number of fp16"
 
 
@@ -227,10 +227,10 @@ def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: B
     for extent in (WHOLE, NODE, RANK):
         numel = grid.numel(layout, extent)
         place: GradientStorage = PersistentStorage(numel, torch.float32, CPU)
-        if extent is route.lands and route.shares_early:
+        if extent is route.incoming_extent and route.accumulator_is_reduced:
             place = PooledStorage(numel, torch.float32, pool)
-        if extent is RANK and route.waits is NODE:
-            place = AliasedStorage(sums[NODE].place, grid.place(layout, RANK, NODE))
+        if extent is RANK and route.accumulator_extent is NODE:
+            place = AliasedStorage(sums[NODE].storage, grid.slice_within(layout, RANK, NODE))
         place.open(keep=False).fill_(torch.nan)
         sums[extent] = GradientBuffer(layout, grid, extent, place)
     return Rank(grid, sums)
@@ -241,27 +241,27 @@ def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...
     for leg in legs:
         sent = []
         for rank in ranks:
-            if NODE in (leg.start, leg.stop):
+            if NODE in (leg.source, leg.target):
                 rank.sums[RANK].vacate()
-            source = rank.sums[leg.start]
-            source.hand_over()
-            lease = source.place.lend(leg.wire, pool)
+            source = rank.sums[leg.source]
+            source.seal()
+            lease = source.storage.lend_send_buffer(leg.wire_dtype, pool)
             sent.append(lease.tensor.clone())
             lease.end()
         for rank in ranks:
-            own = rank.grid.place(layout, leg.stop, leg.start)
-            same = "r" if leg.exchange is Exchange.HOP1 else "s"
+            own = rank.grid.slice_within(layout, leg.target, leg.source)
+            same = "r" if leg.collective is Collective.HOP1 else "s"
             peers = [i for i, each in enumerate(ranks) if getattr(each.grid, same) == getattr(rank.grid, same)]
             pending = brought(*(sent[i][own] for i in peers))
-            if leg.stop is RANK:
+            if leg.target is RANK:
                 rank.sums[RANK].settle()
-            rank.sums[leg.stop].add_exchange(pending, scale=leg.scale)
+            rank.sums[leg.target].add_exchange(pending, scale=leg.scale)
 
 
 def brought(*parts: Tensor) -> PendingReduction:
     """An exchange that has ended."""
     lane = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
-    works = PendingCollective((), LaunchedCollective(lane, Exchange.HOP1, "", None))
+    works = PendingCollective((), LaunchedCollective(lane, Collective.HOP1, "", None))
     return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 
 
@@ -299,18 +299,23 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
                 for slot, each in enumerate(layout.slots):
                     if (slot + number + index) % 3:  # ranks use different parameters
                         values = contribution(number, index, each.shape)
-                        rank.sums[route.lands].add(slot, values, route.landing_scale)
+                        rank.sums[route.incoming_extent].add(slot, values, route.incoming_scale)
                         expected[slot] += values / factor
-            carry(ranks, layout, route.between(route.lands, RANK if action == "r" else route.waits), pool)
+            carry(
+                ranks,
+                layout,
+                route.between(route.incoming_extent, RANK if action == "r" else route.accumulator_extent),
+                pool,
+            )
         elif action == "s":
-            carry(ranks, layout, route.between(route.waits, RANK), pool)
+            carry(ranks, layout, route.between(route.accumulator_extent, RANK), pool)
         else:
             forgotten = list(expected) if action == "z" else [dropped]
             for slot in forgotten:
                 expected[slot].zero_()
             for rank in ranks:
                 for each in set(rank.sums.values()):
-                    each.forget(forgotten)
+                    each.clear(forgotten)
                 if action == "z":
                     rank.sums[RANK].settle()
     if program[-1] in "rs":
@@ -319,7 +324,7 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
             flat = rank.grid.range_of(layout, RANK)
             for slot, each in enumerate(layout.slots):
                 rows = layout.rows_in(each, flat)
-                if final[slot] is SlotState.FILLED or len(ranks) > 1:  # an exchange fills all
+                if final[slot] is SlotState.WRITTEN or len(ranks) > 1:  # an exchange fills all
                     ours, theirs = final.part(slot), expected[slot][rows.start : rows.stop]
                     assert torch.equal(ours, theirs), (program, mode, rank.grid, each.name)
 
@@ -338,7 +343,7 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
     assert ours.empty and ours.untouched and ours[a] is SlotState.EMPTY
     ours.add(a, torch.ones(2, 2), 0.5)
     ours.add(a, torch.ones(2, 2).bfloat16(), 2.0)
-    assert ours[a] is SlotState.FILLED and ours[b] is SlotState.EMPTY and not ours.empty
+    assert ours[a] is SlotState.WRITTEN and ours[b] is SlotState.EMPTY and not ours.empty
     ours.hand_over()
     whole = ours.place.open(keep=True)
     assert whole[layout.slots[a].offset] == 2.5 and not whole[layout.slots[b].offset : layout.slots[b].end].any()
@@ -356,26 +361,26 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
 
 def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> None:
     ours, _ = one_sum()
-    ours.offer(0).add_(1)
-    assert ours[0] is SlotState.OFFERED and ours.empty and not ours.untouched
-    ours.take(0)
-    ours.offer(0).add_(1)
-    assert ours[0] is SlotState.FILLED and ours.part(0).eq(2).all(), "what is there is kept"
+    ours.expose(0).add_(1)
+    assert ours[0] is SlotState.EXPOSED and ours.empty and not ours.untouched
+    ours.mark_written(0)
+    ours.expose(0).add_(1)
+    assert ours[0] is SlotState.WRITTEN and ours.part(0).eq(2).all(), "what is there is kept"
     ours.offer(1).add_(1)
     with pytest.raises(RuntimeError, match="its gradient never came"):
         ours.hand_over()
     ours.withdraw([0, 1])
-    assert ours[0] is SlotState.FILLED and ours[1] is SlotState.EMPTY
+    assert ours[0] is SlotState.WRITTEN and ours[1] is SlotState.EMPTY
     with pytest.raises(RuntimeError, match="was kept from a forward"):
         ours.take(1)
     ours.zero(1)
-    assert ours[1] is SlotState.FILLED and not ours.part(1).any()
+    assert ours[1] is SlotState.WRITTEN and not ours.part(1).any()
 
 
 def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
     pool = BufferPool(CPU)
     kept = PersistentStorage(4, torch.float32, CPU)
-    in_place, copied = kept.lend(torch.float32, pool), kept.lend(torch.bfloat16, pool)
+    in_place, copied = kept.lend_send_buffer(torch.float32, pool), kept.lend_send_buffer(torch.bfloat16, pool)
     assert kept.leased and in_place.tensor.data_ptr() == kept.open(keep=True).data_ptr()
     assert copied.tensor.dtype == torch.bfloat16
     in_place.end()
@@ -393,16 +398,16 @@ def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
 def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
     around = PersistentStorage(4, torch.float32, CPU)
     inside = AliasedStorage(around, slice(1, 3))
-    inside.vacate(keep=False)
-    assert inside.stay is AliasState.AWAY and not inside.nbytes, "nothing is moved"
-    inside.settle(keep=False)
+    inside.set_aside(keep=False)
+    assert inside.state is AliasState.VACATED and not inside.nbytes, "nothing is moved"
+    inside.restore(keep=False)
     inside.open(keep=True).fill_(3)
-    inside.vacate(keep=True)
-    inside.vacate(keep=True)  # it has left
+    inside.set_aside(keep=True)
+    inside.set_aside(keep=True)  # it has left
     around.open(keep=True).fill_(7)
-    assert inside.stay is AliasState.ASIDE and inside.open(keep=True).eq(3).all()
+    assert inside.state is AliasState.SET_ASIDE and inside.open(keep=True).eq(3).all()
     inside.settle(keep=True)
-    assert inside.stay is AliasState.HOME and around.open(keep=True).tolist() == [7, 3, 3, 7]
+    assert inside.stay is AliasState.IN_PLACE and around.open(keep=True).tolist() == [7, 3, 3, 7]
     assert inside.nbytes == 8, "it stays, to be used again"
     inside.vacate(keep=True)
     inside.settle(keep=False)
@@ -411,12 +416,12 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
 
 
 def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come() -> None:
-    each = Round(3)
-    each.arrive(1)
-    assert each.begun and not each.ready
+    each = PendingSlots(3)
+    each.mark_arrived(1)
+    assert each.has_begun and not each.ready
     each.close(lambda slot: slot != 2)
     assert not each.ready, "slot 0 is still coming"
-    each.arrive(0)
+    each.mark_arrived(0)
     assert each.ready
     each.end()
     assert not each.begun and not each.ready

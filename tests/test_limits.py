@@ -378,7 +378,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",
         "test_experts.py::test_a_loop_that_repeats_itself_is_foreseen",
     ),
-    "`guard_bits` does not notice": (
+    "`guard_corruption` does not notice": (
         "test_bits.py::test_a_step_is_refused_where_it_is_looked_at",
         "test_bits.py::test_a_flipped_bit_is_noticed_before_the_next_step_and_located",
         "test_watchdog.py::test_who_is_in_time_is_not_told_of",

@@ -265,7 +265,7 @@ def _groups_of_a_model(rank: int) -> list[int]:
     before = len(dist.distributed_c10d._world.pg_map)
     models.append(layerzero.shard_model(nn.Linear(4, 4), mesh=mesh_of(2)))
     assert len(dist.distributed_c10d._world.pg_map) == before, "meshes of the same ranks share their groups"
-    return [len(get_state(model).topology.groups._held) for model in models]
+    return [len(get_state(model).mesh_info.groups._held) for model in models]
 
 
 def test_each_model_makes_five_process_groups() -> None:

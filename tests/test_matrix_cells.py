@@ -166,7 +166,7 @@ class Largest(TorchDispatchMode):
 def _told(rank: int) -> None:
     model, _ = tensor_parallel(4, 1)
     owned_sgd(model)
-    face = get_state(model).members["a.weight"].span.face
+    face = get_state(model).members["a.weight"].spec.model_parallel
     assert face is not None
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         whole = torch.arange(24).view(8, 3).to(dtype)

@@ -531,12 +531,14 @@ def _held(rank: int, size: int) -> int:
     for kind in ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator", "reduce_buffer"):
         assert report.measured[kind] == report.predicted[kind], kind
     runtime, sent = get_state(model), Counter[str]()
-    grid = runtime.topology.grid
+    grid = runtime.mesh_info.grid
     for member in runtime.members.values():
-        owner, face, own = runtime.owners[member.name], member.span.face, member.master.numel()
-        is_mine = owner[:2] == (grid.r, grid.s) and (owner.axis is None or face.place_on(owner.axis) == owner.t)
-        whole = math.prod(member.span.shape if owner.axis is None else face.shape)
-        sent["collect"] += 2 * 4 * own if owner.r == grid.r and not is_mine else 0
+        owner, face, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
+        is_mine = owner[:2] == (grid.replica_rank, grid.zero3_rank) and (
+            owner.axis is None or face.place_on(owner.axis) == owner.t
+        )
+        whole = math.prod(member.spec.shape if owner.axis is None else face.shape)
+        sent["collect"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0
         sent["hand_back"] += 4 * (whole - own) if is_mine else 0
     for name in ("collect", "hand_back"):
         assert counted.bytes.get(name, 0) == sent[name], name

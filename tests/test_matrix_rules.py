@@ -75,18 +75,18 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
             a_step(model, optimizer, micro_batches)
             counts.append(layerzero.traffic(model, reset=True))
         runtime, sent = get_state(model), Counter[str]()
-        grid = runtime.topology.grid
+        grid = runtime.mesh_info.grid
         for handle in runtime.handles:
-            own, node = (grid.numel(handle.layout, extent) for extent in (Extent.RANK, Extent.NODE))
+            own, node = (grid.numel(handle.layout, extent) for extent in (Extent.ZERO1, Extent.ZERO3))
             sent["hop2"] += 2 * (node - own)
             sent["refresh"] += 2 * (replicas - 1) * own
         if not elementwise:
             for member in runtime.members.values():
                 owner, mine = runtime.owners[member.name], member.master.numel()
-                if owner.r == grid.r and owner.s != grid.s:
+                if owner.r == grid.replica_rank and owner.s != grid.zero3_rank:
                     sent["collect"] += 2 * 4 * mine
-                elif owner[:2] == (grid.r, grid.s):
-                    sent["hand_back"] += 4 * (math.prod(member.span.shape) - mine)
+                elif owner[:2] == (grid.replica_rank, grid.zero3_rank):
+                    sent["hand_back"] += 4 * (math.prod(member.spec.shape) - mine)
         for counted in counts:
             for name in ("hop2", "refresh", "collect", "hand_back"):
                 assert counted.bytes.get(name, 0) == sent[name], f"{name} elementwise={elementwise}"
@@ -110,7 +110,7 @@ def test_a_step_sends_what_the_formulas_say_and_the_slow_link_carries_no_more(ze
 def _hold(rank: int, zero3_size: int) -> None:
     model = blocks_on(zero3_size)
     optimizer, runtime = owned_sgd(model), get_state(model)
-    grid, take, taken = runtime.topology.grid, BufferPool.take, []
+    grid, take, taken = runtime.mesh_info.grid, BufferPool.acquire, []
 
     def spy(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         taken.append(4 * numel)
@@ -119,11 +119,13 @@ def _hold(rank: int, zero3_size: int) -> None:
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
         taken.clear()
-        with mock.patch.object(BufferPool, "take", spy):
+        with mock.patch.object(BufferPool, "acquire", spy):
             optimizer.step()
-        whole = [m for m in runtime.members.values() if runtime.owners[m.name][:2] == (grid.r, grid.s)]
-        away = [4 * math.prod(m.span.shape) for m in whole if len(m.span.rows) < m.span.shape[0]]
-        largest = 4 * max(math.prod(member.span.shape) for member in runtime.members.values())
+        whole = [
+            m for m in runtime.members.values() if runtime.owners[m.name][:2] == (grid.replica_rank, grid.zero3_rank)
+        ]
+        away = [4 * math.prod(m.spec.shape) for m in whole if len(m.spec.rows) < m.spec.shape[0]]
+        largest = 4 * max(math.prod(member.spec.shape) for member in runtime.members.values())
         if zero3_size == 1:
             assert not taken, "the rows of the masters are the whole parameters"
         else:
@@ -131,7 +133,7 @@ def _hold(rank: int, zero3_size: int) -> None:
             assert len(taken) == 3 and taken[2] < 1.5 * largest, "and the rows of others' that it sends, about as much"
         optimizer.zero_grad()
         report = layerzero.memory(model)
-        assert report.measured["optimizer"] == 4 * sum(math.prod(member.span.shape) for member in whole)
+        assert report.measured["optimizer"] == 4 * sum(math.prod(member.spec.shape) for member in whole)
         for kind in ("zero1_shard", "zero3_shard", "gradient_shard", "accumulator"):
             assert report.predicted[kind] == report.measured[kind], kind
 

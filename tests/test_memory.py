@@ -30,7 +30,7 @@ from tests.support.ranks import BOTH, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 needs_parking = pytest.mark.skipif(
-    not FullBufferPool.can_park,
+    not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
@@ -57,7 +57,7 @@ def _in_use(pool: BufferPool) -> Iterator[dict[Size, int]]:
     """The most buffers of a size that were in use at once."""
     most: dict[Size, int] = {}
     now: dict[Size, int] = {}
-    take, give = pool.take, pool.give
+    take, give = pool.acquire, pool.release
 
     lock = threading.Lock()
 
@@ -72,7 +72,7 @@ def _in_use(pool: BufferPool) -> Iterator[dict[Size, int]]:
             now[buffer.numel(), buffer.dtype] -= 1
         give(buffer)
 
-    pool.take, pool.give = taking, giving  # type: ignore[method-assign]
+    pool.acquire, pool.release = taking, giving  # type: ignore[method-assign]
     yield most
     assert not any(now.values()), "all of it has been given back"
 
@@ -124,7 +124,7 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
             case = (size, policy, mode, wait, micro_batches)
             with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
                 optimizer = _train(model, rank, micro_batches, optimizer)
-            assert all(count <= pool.foreseen[size] for size, count in most.items()), (case, most, pool.foreseen)
+            assert all(count <= pool.expected[size] for size, count in most.items()), (case, most, pool.expected)
             _assert_predicted(model, case)
 
 
@@ -234,7 +234,7 @@ def _predicted_for_odd_models(rank: int) -> None:
             model = shard(make().float(), **({"size": 2} | settings))
             _train(model, rank, (1, 2))
             _assert_predicted(model, (case, settings))
-            if not FullBufferPool.can_park:
+            if not FullBufferPool.can_cache:
                 assert layerzero.memory(model).measured["idle_buffer"] == 0
 
 
@@ -283,7 +283,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
                     optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            assert all(count <= pool.foreseen[key] for key, count in most.items()), (size, most, pool.foreseen)
+            assert all(count <= pool.expected[key] for key, count in most.items()), (size, most, pool.expected)
         report = layerzero.memory(model)
         for kind in report.predicted.keys() - {"idle_buffer"}:  # units of one size may be parked in another order
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)
@@ -348,7 +348,7 @@ def _addresses(rank: int) -> None:
         comes = handle.state is ShardState.GATHERING
         whole(handle)
         if comes and handle.label != "the root":
-            seen[-1].append(handle.full.data_ptr())
+            seen[-1].append(handle.full_buffer.data_ptr())
 
     for prefetch in (1, 2):
         model = shard(_seeded(5), size=2, prefetch=prefetch)

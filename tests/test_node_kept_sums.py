@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import _sum_in_node
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, room_for
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, aligned_bytes
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
@@ -49,7 +49,7 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
     place, wrong = NodePlace(NUMEL, torch.float32, pool), []
     if breaks:
-        pool.await_readers = lambda buffer: None  # type: ignore[method-assign]
+        pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
     for number in range(1, ROUNDS + 1):
         place.open(keep=False).copy_(numbered(rank, number))
         loan = place.lend(torch.bfloat16, pool)
@@ -67,7 +67,7 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
         if not torch.equal(target, expected):
             wrong.append(number)
     dist.barrier()
-    assert pool.kept_bytes == room_for(NUMEL * 4) == pool._used - RING_BYTES
+    assert pool.kept_bytes == aligned_bytes(NUMEL * 4) == pool._used - RING_BYTES
     return wrong
 
 
@@ -143,7 +143,7 @@ def _late_reader(rank: int, breaks: bool) -> bool:
     with (
         mock.patch.object(SharedBufferPool, "parts", late),
         mock.patch.object(
-            SharedBufferPool, "await_readers", (lambda self, buffer: None) if breaks else SharedBufferPool.await_readers
+            SharedBufferPool, "wait_consumed", (lambda self, buffer: None) if breaks else SharedBufferPool.wait_consumed
         ),
     ):
         for step in range(3):

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.transport import shm_segment
-from layerzero.comm.transport.shm_rendezvous import share_memory
-from layerzero.comm.transport.shm_segment import Region, SharedSegment, left_of_container
+from layerzero.comm.transport.shm_rendezvous import map_shared_segment
+from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment, left_of_container
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
 from tests.support.models import (
@@ -110,14 +110,14 @@ def _weigh(rank: int) -> None:
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
         runtime = get_state(model)
-        whole = sum(handle.layout.numel * handle.zero3.itemsize for handle in runtime.handles)
+        whole = sum(handle.layout.numel * handle.zero3_shard.itemsize for handle in runtime.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
         assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
         # Once per node: the weights, the buffers that others read, and pages for signals.
-        memory = runtime.handles[0].shared.hand_over.memory
-        assert all(handle.shared.hand_over.memory is memory for handle in runtime.handles)
+        memory = runtime.handles[0].shared.barrier.memory
+        assert all(handle.shared.barrier.memory is memory for handle in runtime.handles)
         parts = torch.tensor([runtime.buffers.outgoing.allocated_bytes])
-        dist.all_reduce(parts, group=runtime.topology.node_control.group)
+        dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
         page = os.sysconf("SC_PAGE_SIZE")
         shared = report.node - int(parts)
         assert whole <= shared <= whole + 64 * len(runtime.handles) + 8 * page, (report, parts)
@@ -221,8 +221,8 @@ def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
 def _ask_for_too_much(rank: int) -> list[str]:
     heard = _Heard()
     logging.getLogger("layerzero").addHandler(heard)
-    lane = get_state(shard(blocks(1), size=2, node_memory="off")).topology.node_control
-    assert share_memory(lane, Region(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
+    lane = get_state(shard(blocks(1), size=2, node_memory="off")).mesh_info.zero3_control_comm
+    assert map_shared_segment(lane, SegmentSizes(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
     return heard.lines
 
 
@@ -250,14 +250,14 @@ def test_a_container_that_is_full_lends_nothing(
     (where / limit).write_text("1000000\n")
     assert left_of_container(tmp_path) == 100_120
     monkeypatch.setattr(shm_segment, "left_of_container", lambda: left_of_container(tmp_path))
-    region = Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
+    region = SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
     file, _ = SharedSegment.create(region, 2)
     try:
         assert os.fstat(file).st_mode & 0o777 == 0o600, "the user's own"
     finally:
         os.close(file)
     with pytest.raises(OSError, match="are needed, 100120 are available"):
-        SharedSegment.create(Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
+        SharedSegment.create(SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
 
 
 # --- what is left ---
@@ -306,9 +306,9 @@ def _train(model: nn.Module, rank: int) -> None:
 
 
 def _meet(model: nn.Module, rank: int) -> None:
-    lane = get_state(model).topology.node_control
+    lane = get_state(model).mesh_info.zero3_control_comm
     for _ in range(100_000):
-        memory = share_memory(lane, Region(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
+        memory = map_shared_segment(lane, SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
         assert memory is not None
         assert memory.common(8, torch.int64, 0).sum() >= 0
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero.comm.collectives import PendingReduction, _sum_in_node
-from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, room_for
-from layerzero.comm.transport.shm_counters import LINE, Signals
+from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, aligned_bytes
+from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
@@ -37,7 +37,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
     A reader naps between its parts, so that a buffer that was written too early is read in the midst of it.
     """
     lane, pool = node_pool()
-    pool.foreseen = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
+    pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
     if breaks == "reuse":  # as soon as this rank has added it itself
@@ -45,7 +45,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
         pool._wait = lambda word, target: wait(word, 0)  # type: ignore[method-assign]
     arrival = nullcontext()
     if breaks == "arrival":
-        arrival = mock.patch.object(SharedBufferPool, "await_sent", lambda self, number: None)
+        arrival = mock.patch.object(SharedBufferPool, "wait_published", lambda self, number: None)
     wrong, flying = [], []
 
     def land(number: int, pending: PendingReduction, flat: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
 
         pending.parts = lambda: list(slowly())
         pending.add_to(target, overwrite=True, scale=1.0)
-        pool.give(flat)
+        pool.release(flat)
         piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
         expected = sum((numbered(each, number)[piece] for each in range(world)), torch.zeros(()))
         if not torch.equal(target, expected):
@@ -69,7 +69,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
 
     with arrival:
         for number in range(1, ROUNDS + 1):
-            flat = pool.take(NUMEL, torch.float32)
+            flat = pool.acquire(NUMEL, torch.float32)
             flat.fill_(-1)
             if naps.random() < 0.3:
                 time.sleep(naps.uniform(0, 0.02))
@@ -79,7 +79,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
                 land(*flying.pop(0))
         land(*flying.pop(0))
     dist.barrier()
-    assert (pool._used - RING_BYTES) // room_for(NUMEL * 4) == buffers
+    assert (pool._used - RING_BYTES) // aligned_bytes(NUMEL * 4) == buffers
     return wrong
 
 
@@ -101,7 +101,7 @@ def test_the_test_notices_a_buffer_that_is_written_or_read_too_early(breaks: str
 
 def _different_sums(rank: int) -> str:
     lane, pool = node_pool()
-    flat = pool.take(NUMEL * (1 + rank), torch.float32)
+    flat = pool.acquire(NUMEL * (1 + rank), torch.float32)
     pending = _sum_in_node(lane, flat, pool, flat.dtype, "x")
     pending.wait()
     try:
@@ -121,7 +121,7 @@ def test_ranks_that_reduce_different_things_are_told() -> None:
 def _no_room(rank: int) -> str:
     _, pool = node_pool(part=1 << 40)
     try:
-        pool.take(1 << 36, torch.float32)
+        pool.acquire(1 << 36, torch.float32)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -138,17 +138,17 @@ def test_where_there_is_no_room_for_gradients_that_is_an_error_with_a_way_out() 
 
 def test_numbers_are_compared_across_their_wrap() -> None:
     with open("/dev/zero", "r+b") as file:
-        mapping = mmap.mmap(-1, Signals.nbytes(2, 2) + LINE)
-        signals = Signals(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, words=2, timeout=1.0)
-        other = Signals(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, words=2, timeout=1.0)
+        mapping = mmap.mmap(-1, SharedCounters.nbytes(2, 2) + LINE)
+        signals = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, words=2, timeout=1.0)
+        other = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, words=2, timeout=1.0)
         start = (1 << 32) - 2
         other._numbers[(1 * other._words + 1) * other._per_line] = start
-        assert signals.behind(1, start) == [] and signals.behind(1, start + 1) == [1]
+        assert signals.ranks_below(1, start) == [] and signals.ranks_below(1, start + 1) == [1]
         for _ in range(4):
-            other.advance(1)
-        assert signals.behind(1, start + 4) == [] and signals.behind(1, start + 5) == [1]
+            other.increment(1)
+        assert signals.ranks_below(1, start + 4) == [] and signals.ranks_below(1, start + 5) == [1]
         assert other._numbers[(1 * other._words + 1) * other._per_line] == 2
-        assert signals.behind(0, 0) == [], "no other word was touched"
+        assert signals.ranks_below(0, 0) == [], "no other word was touched"
 
 
 def _waits(rank: int) -> float:
@@ -158,7 +158,7 @@ def _waits(rank: int) -> float:
     if rank == 1:
         time.sleep(2.0)
     used = time.thread_time()
-    _sum_in_node(lane, pool.take(NUMEL, torch.float32), pool, torch.float32, "x").wait()
+    _sum_in_node(lane, pool.acquire(NUMEL, torch.float32), pool, torch.float32, "x").wait()
     used = time.thread_time() - used
     dist.barrier()
     return used
@@ -219,11 +219,11 @@ def _scratch(rank: int) -> None:
             optimizer.zero_grad()
             held.append(pool._used - RING_BYTES)
         if "accumulation" in settings:  # the sums themselves, whatever travels, and nothing beside them
-            sums = sum(room_for(handle.layout.numel * 4) for handle in get_state(model).handles)
+            sums = sum(aligned_bytes(handle.layout.numel * 4) for handle in get_state(model).handles)
             assert held[-1] == sums == pool.kept_bytes, (settings, held, sums)
             continue
         itemsize = 2 if "mp_policy" in settings else 4
-        root, *units = (room_for(handle.layout.numel * itemsize) for handle in get_state(model).handles)
+        root, *units = (aligned_bytes(handle.layout.numel * itemsize) for handle in get_state(model).handles)
         assert held == [root * 2 + max(units) * 4] * 8, (settings, held)
         assert get_state(model).buffers.scratch.allocated_bytes == 0, "nothing is received"
 

@@ -159,8 +159,8 @@ def _read_early(rank: int, honest: bool) -> bool:
     with torch.no_grad():
         model(torch.zeros(2))  # all ranks come to a first forward together
     (handle,) = get_state(model).handles
-    own = handle.zero3
-    land = SharedFullBuffer.land
+    own = handle.zero3_shard
+    land = SharedFullBuffer.publish_shard
 
     def late(self: SharedFullBuffer, works: Any) -> None:
         value = own.clone()
@@ -170,7 +170,7 @@ def _read_early(rank: int, honest: bool) -> bool:
         land(self, works)
 
     if rank == 1:
-        handle.shared.land = late.__get__(handle.shared)
+        handle.shared.publish_shard = late.__get__(handle.shared)
     if not honest:
         handle.shared.wait = lambda name: None
     _write_by_step(model, optimizer, 0)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.device.gradient_offload import Accumulators, _Slabs
+from layerzero.device.gradient_offload import AccumulatorAllocator, _Slabs
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     IN_FLIGHT,
@@ -58,7 +58,7 @@ CPU = torch.device("cpu")
 
 def _accumulators() -> tuple[list[Any], LateTransfers]:
     transfers = LateTransfers(CPU)
-    made = Accumulators(CPU, transfers)
+    made = AccumulatorAllocator(CPU, transfers)
     return [made.make(f"unit {index}", 4, torch.float32) for index in range(4)], transfers
 
 
@@ -224,7 +224,7 @@ def _where_it_lies(rank: int) -> None:
             model = shard(blocks(6), accumulation=mode, offload_grads=True)
         (transfers,) = LateTransfers.made
         handles = get_state(model).handles
-        sizes = [handle.gradients.waiting.place.own_numel * 8 for handle in handles]
+        sizes = [handle.gradients.accumulator.storage.own_numel * 8 for handle in handles]
         pointers: list[set[int]] = []
         for step in range(4):
             for micro_batch in range(3):
@@ -242,7 +242,7 @@ def _where_it_lies(rank: int) -> None:
             assert report.measured["host_accumulator"] == report.predicted["host_accumulator"] == sum(sizes)
             assert report.measured["accumulator"] == report.predicted["accumulator"] == 2 * max(sizes)
             assert report.total == sum(report.measured.values()) - sum(sizes)
-            pointers.append({handle.gradients.waiting.place._host.data_ptr() for handle in handles})
+            pointers.append({handle.gradients.accumulator.storage._host.data_ptr() for handle in handles})
             model.zero_grad()
         assert len(pointers[0]) == len(handles) and all(each == pointers[0] for each in pointers), "reused"
 

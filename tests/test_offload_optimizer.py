@@ -105,7 +105,7 @@ def _without_waiting(rank: int) -> None:
     with late():
         model = _shard(2, offload_optimizer=True)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    with mock.patch.object(HostStorage, "arrive", lambda place: None):
+    with mock.patch.object(HostStorage, "wait_for_host", lambda place: None):
         seen = _train(model, optimizer, rank, range(2), (False,))
     assert different(seen[0], expected[0]) and different(seen[1], expected[1])
 
@@ -126,7 +126,7 @@ def _where(rank: int) -> None:
         assert transfers.stores == transfers.fetches == len(handles), "a gradient down, fresh rows up, once a step"
         for handle in handles:
             assert handle.master.data_ptr() in transfers._host
-            assert handle.gradients.final.place.home().data_ptr() in transfers._host
+            assert handle.gradients.final.storage.home().data_ptr() in transfers._host
     for parameter in model.parameters():
         owned = {parameter.to_local().data_ptr()} - {0}
         assert optimizer.state[parameter]["exp_avg"].device == parameter.device and len(owned) <= 1

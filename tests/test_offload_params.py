@@ -108,7 +108,7 @@ def _where(rank: int) -> None:
         (transfers,) = LateTransfers.made
         _trained(model, rank, range(1))
         handles = get_state(model).handles
-        assert all(handle.zero3.data_ptr() in transfers._host for handle in handles)
+        assert all(handle.zero3_shard.data_ptr() in transfers._host for handle in handles)
         report = layerzero.memory(model)
         elements = sum(handle.layout.numel // size * handle.precision.compute.itemsize for handle in handles)
         assert report.measured["host_zero3_shard"] == report.predicted["host_zero3_shard"] == elements
@@ -156,7 +156,7 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
     layerzero.refresh(offloaded[0])
     assert not different(layerzero.full_state_dict(offloaded[0], rank0_only=False), whole)
     for handle in get_state(offloaded[0]).handles:
-        handle.read_zero3()[0] += 1 if get_state(offloaded[0]).topology.grid.r else 0
+        handle.read_zero3()[0] += 1 if get_state(offloaded[0]).mesh_info.grid.replica_rank else 0
     assert layerzero.fingerprint(offloaded[0]).corruptions, "replicas that differ in the host are noticed"
 
 

@@ -85,8 +85,8 @@ def test_exchanges_run_behind_the_computation_of_other_units(tmp_path: Any) -> N
 
 
 def _lanes(rank: int) -> None:
-    topology = get_state(shard(blocks(1))).topology
-    groups = [lane.group for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica)]
+    topology = get_state(shard(blocks(1))).mesh_info
+    groups = [lane.group for lane in (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm)]
     assert len({id(group) for group in groups}) == 3, "none queues behind another"
 
 

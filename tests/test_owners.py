@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
-from layerzero.layout.owner_layout import Across, Owner, Plan, plan_owners, work_of
+from layerzero.layout.owner_layout import JoinAxis, OwnerLayouts, ParamOwner, plan_owners, update_cost
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
 GRIDS = [(replicas, size) for replicas in (1, 2, 3, 4, 8) for size in (1, 2, 4, 8)]
@@ -24,7 +24,9 @@ def block(name: str, width: int) -> Params:
     return [(f"{name}.{key}", shape) for key, shape in (shapes | biases | {"norm": (width,)}).items()]
 
 
-def planned(handles: list[Params], replicas: int, zero3_size: int) -> tuple[list[FlatLayout], list[set[str]], Plan]:
+def planned(
+    handles: list[Params], replicas: int, zero3_size: int
+) -> tuple[list[FlatLayout], list[set[str]], OwnerLayouts]:
     """Matrices are owned."""
     layouts = [
         layout for params in handles for layout in plan_layouts(params, num_shards=replicas * zero3_size, align=4)
@@ -33,7 +35,7 @@ def planned(handles: list[Params], replicas: int, zero3_size: int) -> tuple[list
     return layouts, owned, plan_owners(layouts, owned, replicas=replicas, zero3_size=zero3_size)
 
 
-def check(layouts: list[FlatLayout], owned: list[set[str]], plan: Plan, replicas: int, zero3_size: int) -> None:
+def check(layouts: list[FlatLayout], owned: list[set[str]], plan: OwnerLayouts, replicas: int, zero3_size: int) -> None:
     """The rules that every plan keeps."""
     assert plan.owners.keys() == set().union(*owned)
     for before, layout, names in zip(layouts, plan.layouts, owned, strict=True):
@@ -52,11 +54,11 @@ def check(layouts: list[FlatLayout], owned: list[set[str]], plan: Plan, replicas
                 assert {k % replicas for k, rows in enumerate(held) if rows} == {plan.owners[slot.name].r}
         for rank in range(layout.num_shards):
             grid = ShardGrid.of_rank(rank, data_parallel=layout.num_shards, zero3_size=zero3_size)
-            parts = grid.parts(layout)
+            parts = grid.replica_part_sizes(layout)
             assert (parts is None) == (not layout.bounds)
             if parts is not None:
-                assert sum(parts) == grid.numel(layout, Extent.NODE)
-                assert parts[grid.r] == grid.numel(layout, Extent.RANK)
+                assert sum(parts) == grid.numel(layout, Extent.ZERO3)
+                assert parts[grid.replica_rank] == grid.numel(layout, Extent.ZERO1)
 
 
 @pytest.mark.parametrize(("replicas", "zero3_size"), GRIDS)
@@ -107,8 +109,8 @@ def test_owners_have_equal_shares_where_there_are_enough_parameters(
         for k in range(layout.num_shards):
             held[k % replicas] += len(layout.shard_range(k))
     assert max(held.values()) <= 1.05 * sum(held.values()) / replicas, "the slow link carries as much as before"
-    for measure in (work_of, prod):
-        has: Counter[Owner] = Counter()
+    for measure in (update_cost, prod):
+        has: Counter[ParamOwner] = Counter()
         for layout, names in zip(layouts, owned, strict=True):
             for slot in layout.slots:
                 if slot.name in names:
@@ -117,9 +119,9 @@ def test_owners_have_equal_shares_where_there_are_enough_parameters(
 
 
 def test_a_stack_of_matrices_counts_as_its_matrices() -> None:
-    assert work_of((8, 16, 32)) == 8 * work_of((16, 32))
-    assert work_of((32, 16)) == work_of((16, 32)) == 16 * 512
-    assert work_of((7,)) == 7
+    assert update_cost((8, 16, 32)) == 8 * update_cost((16, 32))
+    assert update_cost((32, 16)) == update_cost((16, 32)) == 16 * 512
+    assert update_cost((7,)) == 7
 
 
 def test_layouts_of_which_nothing_is_owned_stay_as_they_are() -> None:
@@ -147,13 +149,13 @@ def test_owners_are_balanced_over_the_places_of_a_further_axis(replicas: int, ze
     whole = dict(each for params in handles for each in params)
     layouts = [layout for each in parts for layout in plan_layouts(each, num_shards=replicas * zero3_size, align=4)]
     owned = [{slot.name for slot in layout.slots if len(slot.shape) > 1} for layout in layouts]
-    across = {name: Across(0, places, shape) for name, shape in whole.items() if len(shape) > 1}
+    across = {name: JoinAxis(0, places, shape) for name, shape in whole.items() if len(shape) > 1}
     plan = plan_owners(layouts, owned, replicas=replicas, zero3_size=zero3_size, across=across)
     check(layouts, owned, plan, replicas, zero3_size)
-    work: Counter[Owner] = Counter()
+    work: Counter[ParamOwner] = Counter()
     for name, owner in plan.owners.items():
         assert owner.axis == 0 and owner.t in range(places)
-        work[owner] += work_of(whole[name])
+        work[owner] += update_cost(whole[name])
     assert len(work) == replicas * zero3_size * places
     mean = sum(work.values()) / len(work)
     assert max(work.values()) <= 1.25 * mean

@@ -20,12 +20,12 @@ from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
-from layerzero.planning import Cluster, Sizes, plan, read_config
-from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning import Cluster, TransformerShape, plan, read_config
+from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
 from layerzero.planning.plan_report import yaml_text
-from layerzero.planning.sim_program import Compute, Launch, Operation, Reduce, Wait, from_events
-from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
-from layerzero.planning.simulator import Machine, simulate
+from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
+from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
+from layerzero.planning.simulator import SimMachine, simulate
 from layerzero.planning.transformer_shapes import TransformerBlock
 from layerzero.utils.text_tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks
@@ -118,7 +118,7 @@ def _measured(rank: int) -> list[tuple[dict[str, int], int, int]]:
 
 
 @pytest.mark.skipif(
-    not FullBufferPool.can_park, reason="needs a torch that moves memory between storages, as 2.13 does"
+    not FullBufferPool.can_cache, reason="needs a torch that moves memory between storages, as 2.13 does"
 )
 def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
     with torch.device("meta"):
@@ -128,7 +128,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
             config = LayerZeroConfig(units={Block}, node_memory="off", **settings)
             in_host = settings.get("offload_params", False)
             where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
-            units = Paper(on_meta, config).units(config, where)
+            units = MetaSharding(on_meta, config).units(config, where)
             found = foreseen(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
             state = optimizer_bytes(units, 2)
@@ -186,14 +186,14 @@ def _said(program: Sequence[Operation]) -> list[str]:
     numbers: dict[int, str] = {}
     said: list[str] = []
     for operation in program:
-        if isinstance(operation, Launch):
+        if isinstance(operation, SimLaunch):
             numbers[operation.number] = f"{operation.exchange.kind} {operation.exchange.unit}"
             said.append(f"launch {numbers[operation.number]}")
-        elif isinstance(operation, Wait):
+        elif isinstance(operation, SimWait):
             said.append(f"wait {numbers[operation.number]}")
-        elif isinstance(operation, Reduce):
+        elif isinstance(operation, StartReduction):
             said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.exchanges))
-        elif isinstance(operation, Compute):
+        elif isinstance(operation, SimCompute):
             said.append(" ".join(operation.what))
         else:
             said.append(type(operation).__name__)
@@ -222,18 +222,19 @@ def test_the_schedule_is_the_one_that_the_engine_records(
 ) -> None:
     blocks = 4
     recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
-    works = [Work(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
-    sharding = Sharding(ranks, zero3_size, micro_batches, accumulation, root_stays=False)
+    works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
+    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays=False)
     written = list(layerzero_program(works, sharding, steps=3))
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 
 
 def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None:
-    works = [Work(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
+    works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
     for (shared, mode), between in itertools.product(((1, "sharded"), (2, "sharded"), (2, "full")), (1e7, 1e9)):
-        machine = Machine(node_size=2, inside=1e8, between=between, launch=1e-4, zero3_size=shared)
+        machine = SimMachine(node_size=2, inside=1e8, between=between, launch=1e-4, zero3_size=shared)
         steps = [
-            simulate(layerzero_program(works, Sharding(8, shared, count, mode)), machine).step for count in range(2, 7)
+            simulate(layerzero_program(works, ScheduleSettings(8, shared, count, mode)), machine).step
+            for count in range(2, 7)
         ]
         grown = [after - before for before, after in itertools.pairwise(steps)]
         assert grown == pytest.approx([grown[0]] * 4, rel=1e-9), (shared, mode, between)
@@ -248,7 +249,7 @@ def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
 
 # --- what people give and get ---
 
-SMALL = Sizes(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
+SMALL = TransformerShape(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
 
 
 def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
-    large = Sizes(layers=8, hidden=2048, vocab=50_000, heads=16)
+    large = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
     found = plan(large, Cluster(nodes=1, accelerators=2, memory=5, reserve=1), micro_batches=[1], offload=False)
     assert found.best is None and found.config is None
     closest = min(found.rows, key=lambda row: row.excess)
@@ -333,10 +334,13 @@ def test_sizes_are_those_of_well_known_models() -> None:
         model: sum(each.numel * each.copies for each in UNITS if each.model == model)
         for model in {u.model for u in UNITS}
     }
-    llama = Sizes(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
+    llama = TransformerShape(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
     assert llama.numel == numels["Llama 7B"]
-    assert Sizes(layers=80, hidden=8192, ffn=28672, vocab=32000, heads=64, kv_heads=8).numel == numels["Llama 70B"]
-    mixtral = Sizes(layers=32, hidden=4096, ffn=14336, vocab=32000, heads=32, kv_heads=8, experts=8)
+    assert (
+        TransformerShape(layers=80, hidden=8192, ffn=28672, vocab=32000, heads=64, kv_heads=8).numel
+        == numels["Llama 70B"]
+    )
+    mixtral = TransformerShape(layers=32, hidden=4096, ffn=14336, vocab=32000, heads=32, kv_heads=8, experts=8)
     assert mixtral.numel == numels["Mixtral 8x7B"]
 
 
@@ -348,7 +352,7 @@ CONFIG = {
 
 def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    expected = Sizes(layers=2, hidden=64, ffn=96, vocab=128, heads=4, kv_heads=2)
+    expected = TransformerShape(layers=2, hidden=64, ffn=96, vocab=128, heads=4, kv_heads=2)
     assert read_config(tmp_path) == read_config(tmp_path / "config.json") == expected
     for change, message in (
         ({"model_type": "walrus"}, "model_type 'walrus' is not known here .*module:function"),
@@ -395,7 +399,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             plan(*arguments, **settings)
     with pytest.raises(ValueError, match="heads=3 does not divide hidden=64"):
-        Sizes(layers=1, hidden=64, vocab=8, heads=3)
+        TransformerShape(layers=1, hidden=64, vocab=8, heads=3)
 
 
 def _paired(name: str, module: nn.Module) -> str | bool:
@@ -404,7 +408,7 @@ def _paired(name: str, module: nn.Module) -> str | bool:
 
 def test_blocks_compute_in_whatever_unit_they_are_and_only_they_compute_again() -> None:
     cluster = Cluster(nodes=2, accelerators=2)
-    sizes = Sizes(layers=4, hidden=64, vocab=512, heads=2)
+    sizes = TransformerShape(layers=4, hidden=64, vocab=512, heads=2)
     tokens = 128
     blocks, head = 4 * tokens * sizes.block_flops(tokens), tokens * sizes.root_flops()
     speed = cluster.tflops * 1e12

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 import layerzero
 from layerzero.cli import app
-from layerzero.planning import Cluster, Plan, Sizes, plan
+from layerzero.planning import Cluster, Plan, TransformerShape, plan
 from layerzero.planning.plan_plots import report_html
 from layerzero.utils.text_tables import size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = Sizes(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
+SIZES = TransformerShape(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from layerzero.planning import Cluster, Probed, Sizes, probe
+from layerzero.planning import Cluster, ProbeResult, TransformerShape, probe
 from layerzero.planning.probe import _host_bytes, _slowest, speeds_of
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
@@ -35,7 +35,7 @@ def test_a_small_and_a_large_exchange_tell_latency_and_speed() -> None:
     assert speeds_of(2.0, 1.0, ranks=2, sent=100)[1] == 1e4, "of noise, a finite speed"
 
 
-def _probed(rank: int, size: int) -> Probed:
+def _probed(rank: int, size: int) -> ProbeResult:
     before = list(dist.distributed_c10d._world.pg_map)
     found = probe(zero3_size=size, nbytes=SMALL, dtype=torch.float32)
     assert list(dist.distributed_c10d._world.pg_map) == before, "nothing stays"
@@ -58,12 +58,15 @@ def test_what_can_be_measured_is_and_the_rest_is_a_default(world: int, size: int
     read = Cluster.from_yaml(tmp_path / "cluster.yaml")
     for name, value in asdict(read).items():
         assert value == (pytest.approx(getattr(cluster, name), rel=1e-3) if isinstance(value, float) else value), name
-    assert layerzero.plan(Sizes(layers=2, hidden=64, vocab=128, heads=2), cluster, micro_batches=[1]).best is not None
+    assert (
+        layerzero.plan(TransformerShape(layers=2, hidden=64, vocab=128, heads=2), cluster, micro_batches=[1]).best
+        is not None
+    )
 
 
 def _one_is_slow(rank: int) -> dict[str, float]:
     model = layerzero.shard_model(integer_net(), zero3_size=2)
-    control = get_state(model).topology.control_lanes
+    control = get_state(model).mesh_info.control_comms
     found = _slowest({"between": 1.0 + rank, "launch": 10.0 + rank, "nodes": 2, "device": "cpu"}, control)
     return found
 

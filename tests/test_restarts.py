@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import layerzero
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
 from tests.support.ranks import serve
@@ -81,7 +81,7 @@ def _keys(rank: int, port: int, attempt: int, dies: bool) -> None:
     train(model, optimizer, range(1))
     if dies and rank == 1:  # while the other one waits for an agreement that it has come to
         os.kill(os.getpid(), signal.SIGKILL)
-    agree("a test", {"attempt": attempt}, ranks=(0, 1))
+    require_equal("a test", {"attempt": attempt}, ranks=(0, 1))
     train(model, optimizer, range(1, 3))
     os._exit(0)
 

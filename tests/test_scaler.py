@@ -150,7 +150,7 @@ def assert_rows(tensors: dict[str, DTensor], expected: dict[str, Tensor], case: 
     """This rank's rows against those of whole tensors, without a collective."""
     assert tensors.keys() == expected.keys(), case
     for name, tensor in tensors.items():
-        rows = tensor.to_local().span.rows
+        rows = tensor.to_local().spec.rows
         theirs = expected[name][rows.start : rows.stop]
         if exact:
             assert torch.equal(plain(tensor), theirs), f"{case}, {name}: {plain(tensor)} instead of {theirs}"

@@ -102,7 +102,7 @@ def _alike(rank: int) -> dict[str, int]:
         before = dict(layerzero.traffic(model).calls)
         assert not _step(model, optimizer, rank, step)
         calls = layerzero.traffic(model).calls
-        axes = len(get_state(model).everyone.control_lanes)
+        axes = len(get_state(model).ranks.control_comms)
         assert calls["agree"] - before.get("agree", 0) == axes or step == 0, "no exchange of its own"
         scheduler.step()
     return dict(layerzero.traffic(model).calls)
@@ -136,7 +136,7 @@ def test_a_rank_whose_optimizer_is_gone_says_nothing(digests: list[bytes]) -> No
     check = _check_of_two_axes()
     for _ in range(3):
         check.digests()
-        check.hear([torch.tensor([list(each) for each in digests], dtype=torch.uint8)] * 2)
+        check.receive([torch.tensor([list(each) for each in digests], dtype=torch.uint8)] * 2)
         check.require_equal()
 
 
@@ -146,7 +146,7 @@ def test_what_comes_along_the_first_axis_is_sent_along_the_second_one_in_the_nex
         own, further = check.digests()
         largest = bytes(map(max, _ONE, _OTHER)) if step else _NONE
         assert bytes(own.tolist()) == _NONE and bytes(further.tolist()) == largest
-        check.hear([torch.tensor([list(_ONE), list(_OTHER)], dtype=torch.uint8), further.expand(4, -1)])
+        check.receive([torch.tensor([list(_ONE), list(_OTHER)], dtype=torch.uint8), further.expand(4, -1)])
         assert check._differ is (step > 0), step
 
 

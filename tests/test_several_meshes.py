@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from layerzero.engine.passes import Call
+from layerzero.engine.passes import UnitCall
 from layerzero.engine.runtime import LayerZeroState
 from tests.support.ranks import run_ranks
 from tests.test_expert_parallel import integer_batch, integer_loss, shard
@@ -26,8 +26,8 @@ def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
     ahead: dict[str, list[str]] = {}
     prefetch = LayerZeroState._prefetch_before
 
-    def prefetching(self: LayerZeroState, call: Call) -> None:
-        ahead[call.unit.name] = [earlier.unit.name for earlier in call.before(self.config.prefetch)]
+    def prefetching(self: LayerZeroState, call: UnitCall) -> None:
+        ahead[call.unit.name] = [earlier.unit.name for earlier in call.preceding(self.config.prefetch)]
         prefetch(self, call)
 
     x = torch.ones(1, 4, requires_grad=True) * 1

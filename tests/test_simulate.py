@@ -15,114 +15,116 @@ from benchmarks.simulation.measure import Case
 from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.planning.sim_program import (
-    Compute,
-    Exchange,
-    Launch,
     Operation,
-    Reduce,
-    Settle,
+    SimCollective,
+    SimCompute,
+    SimLaunch,
+    SimWait,
+    StartReduction,
     StepEnd,
-    Wait,
+    WaitReductions,
     from_events,
     read_recording,
     resized,
     retimed,
     seconds_of,
 )
-from layerzero.planning.simulator import Machine, simulate
+from layerzero.planning.simulator import SimMachine, simulate
 from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
-MACHINE = Machine(node_size=4, inside=100.0, between=10.0)  # bytes a second
+MACHINE = SimMachine(node_size=4, inside=100.0, between=10.0)  # bytes a second
 
 
-def gather(number: int, sent: float, lane: str = "gather") -> Launch:
-    return Launch(Exchange("gather", f"unit {number}", "zero3", lane, 4, sent), number)
+def gather(number: int, sent: float, lane: str = "gather") -> SimLaunch:
+    return SimLaunch(SimCollective("gather", f"unit {number}", "zero3", lane, 4, sent), number)
 
 
-def across(number: int, sent: float, lane: str = "replica") -> Launch:
-    return Launch(Exchange("refresh", f"unit {number}", "replica", lane, 2, sent), number)
+def across(number: int, sent: float, lane: str = "replica") -> SimLaunch:
+    return SimLaunch(SimCollective("refresh", f"unit {number}", "replica", lane, 2, sent), number)
 
 
-def seconds(*program: Operation, machine: Machine = MACHINE) -> float:
+def seconds(*program: Operation, machine: SimMachine = MACHINE) -> float:
     return simulate(program, machine).seconds
 
 
 def test_one_unit_waits_for_its_gather_and_then_computes() -> None:
-    outcome = simulate([gather(0, 300.0), Wait(0), Compute(2.0)], MACHINE)
+    outcome = simulate([gather(0, 300.0), SimWait(0), SimCompute(2.0)], MACHINE)
     assert (outcome.seconds, outcome.computed, outcome.waited) == (5.0, 2.0, 3.0)
     assert outcome.busy == {"inside": 3.0, "processor": 2.0}
 
 
 def test_a_prefetched_gather_hides_behind_the_unit_before() -> None:
-    program = [gather(0, 200.0), Wait(0), gather(1, 200.0), Compute(3.0), Wait(1), Compute(3.0)]
+    program = [gather(0, 200.0), SimWait(0), gather(1, 200.0), SimCompute(3.0), SimWait(1), SimCompute(3.0)]
     assert seconds(*program) == 2.0 + 3.0 + 3.0
-    assert seconds(*program[:2], Compute(3.0), program[2], *program[4:]) == 10.0, "not without prefetch"
+    assert seconds(*program[:2], SimCompute(3.0), program[2], *program[4:]) == 10.0, "not without prefetch"
 
 
 def test_exchanges_of_a_lane_run_one_after_the_other_and_those_of_two_lanes_share_the_link() -> None:
-    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(0)) == 1.0
-    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(1)) == 2.0
-    assert seconds(gather(0, 100.0), gather(1, 100.0, lane="reduce"), Wait(0)) == 2.0, "each has half of it"
-    assert seconds(gather(0, 100.0), gather(1, 300.0, lane="reduce"), Wait(1)) == 4.0, "the rest is faster"
-    assert seconds(gather(0, 100.0), across(1, 10.0), Wait(0)) == 1.0, "another link"
+    assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(0)) == 1.0
+    assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(1)) == 2.0
+    assert seconds(gather(0, 100.0), gather(1, 100.0, lane="reduce"), SimWait(0)) == 2.0, "each has half of it"
+    assert seconds(gather(0, 100.0), gather(1, 300.0, lane="reduce"), SimWait(1)) == 4.0, "the rest is faster"
+    assert seconds(gather(0, 100.0), across(1, 10.0), SimWait(0)) == 1.0, "another link"
 
 
 def test_latency_comes_before_the_bytes_and_counts_the_steps_of_an_exchange() -> None:
-    slow = Machine(node_size=4, inside=100.0, between=10.0, inside_latency=0.25, between_latency=2.0)
+    slow = SimMachine(node_size=4, inside=100.0, between=10.0, inside_latency=0.25, between_latency=2.0)
     for steps, expected in (("direct", 1), ("log", 2), ("ring", 3)):
-        machine = Machine(**{**vars(slow), "steps": steps})
-        assert seconds(gather(0, 100.0), Wait(0), machine=machine) == 1.0 + 0.25 * expected
-    assert seconds(across(0, 0.0), Wait(0), machine=slow) == 2.0
-    everywhere = Launch(Exchange("all-reduce", "", "replica", "replica", 2, 0.0), 0)
-    assert seconds(everywhere, Wait(0), machine=slow) == 4.0, "a reduce-scatter and an all-gather"
-    assert seconds(gather(0, 100.0), gather(1, 100.0), Wait(1), machine=slow) == 2.5, "one latency after the other"
+        machine = SimMachine(**{**vars(slow), "steps": steps})
+        assert seconds(gather(0, 100.0), SimWait(0), machine=machine) == 1.0 + 0.25 * expected
+    assert seconds(across(0, 0.0), SimWait(0), machine=slow) == 2.0
+    everywhere = SimLaunch(SimCollective("all-reduce", "", "replica", "replica", 2, 0.0), 0)
+    assert seconds(everywhere, SimWait(0), machine=slow) == 4.0, "a reduce-scatter and an all-gather"
+    assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(1), machine=slow) == 2.5, "one latency after the other"
 
 
 def test_the_ranks_of_a_node_share_its_link_and_a_ring_over_all_ranks_enters_it_once() -> None:
-    assert seconds(across(0, 10.0), Wait(0)) == 4.0, "four ranks of a node send at once"
-    ring = Launch(Exchange("gather", "unit", "zero3", "gather", 8, 10.0), 0)
-    assert seconds(ring, Wait(0)) == 1.0
-    within = Launch(Exchange("gather", "unit", "zero3", "gather", 4, 10.0), 0)
-    assert seconds(within, Wait(0)) == 0.1
+    assert seconds(across(0, 10.0), SimWait(0)) == 4.0, "four ranks of a node send at once"
+    ring = SimLaunch(SimCollective("gather", "unit", "zero3", "gather", 8, 10.0), 0)
+    assert seconds(ring, SimWait(0)) == 1.0
+    within = SimLaunch(SimCollective("gather", "unit", "zero3", "gather", 4, 10.0), 0)
+    assert seconds(within, SimWait(0)) == 0.1
 
 
 def test_bytes_may_cost_the_processor_that_computes() -> None:
-    machine = Machine(node_size=4, inside=float("inf"), between=10.0, processor_per_byte=0.01)
-    assert seconds(gather(0, 100.0), Compute(5.0), machine=machine) == 6.0, "half of it for a second of work each"
-    assert seconds(gather(0, 100.0), Wait(0), Compute(5.0), machine=machine) == 6.0
+    machine = SimMachine(node_size=4, inside=float("inf"), between=10.0, processor_per_byte=0.01)
+    assert seconds(gather(0, 100.0), SimCompute(5.0), machine=machine) == 6.0, "half of it for a second of work each"
+    assert seconds(gather(0, 100.0), SimWait(0), SimCompute(5.0), machine=machine) == 6.0
 
 
 def test_a_launch_takes_the_hosts_time() -> None:
-    machine = Machine(node_size=4, inside=100.0, between=10.0, launch=0.5)
-    assert seconds(gather(0, 100.0), Wait(0), machine=machine) == 1.5
+    machine = SimMachine(node_size=4, inside=100.0, between=10.0, launch=0.5)
+    assert seconds(gather(0, 100.0), SimWait(0), machine=machine) == 1.5
 
 
-def reduction(unit: int, inside: float, between: float = 0.0, addition: float = 0.0) -> Reduce:
-    chain = [Exchange("hop1", f"unit {unit}", "zero3", "reduce", 4, inside)]
+def reduction(unit: int, inside: float, between: float = 0.0, addition: float = 0.0) -> StartReduction:
+    chain = [SimCollective("hop1", f"unit {unit}", "zero3", "reduce", 4, inside)]
     if between:
-        chain.append(Exchange("hop2", f"unit {unit}", "replica", "replica", 2, between))
-    return Reduce(tuple(chain), tuple(Compute(addition, ("add", "")) for _ in chain))
+        chain.append(SimCollective("hop2", f"unit {unit}", "replica", "replica", 2, between))
+    return StartReduction(tuple(chain), tuple(SimCompute(addition, ("add", "")) for _ in chain))
 
 
 def test_a_reduction_hides_behind_the_next_unit_and_only_one_hop_1_is_left_in_flight() -> None:
-    assert seconds(Compute(2.0), reduction(0, 100.0), Compute(2.0), Settle()) == 4.0
-    assert seconds(Compute(2.0), reduction(0, 100.0), Settle()) == 3.0
+    assert seconds(SimCompute(2.0), reduction(0, 100.0), SimCompute(2.0), WaitReductions()) == 4.0
+    assert seconds(SimCompute(2.0), reduction(0, 100.0), WaitReductions()) == 3.0
     # The second launch waits for the first, 3 s, then for itself, 3 s.
-    assert seconds(reduction(0, 300.0), Compute(1.0), reduction(1, 300.0), Settle()) == 6.0
-    assert seconds(reduction(0, 300.0), Compute(1.0), reduction(1, 300.0)) == 3.0
-    assert seconds(reduction(0, 100.0, addition=0.5), Settle()) == 1.5
+    assert seconds(reduction(0, 300.0), SimCompute(1.0), reduction(1, 300.0), WaitReductions()) == 6.0
+    assert seconds(reduction(0, 300.0), SimCompute(1.0), reduction(1, 300.0)) == 3.0
+    assert seconds(reduction(0, 100.0, addition=0.5), WaitReductions()) == 1.5
 
 
 def test_hop_2_follows_hop_1_by_itself_and_additions_share_the_processor() -> None:
     chain = reduction(0, 100.0, 5.0)  # 1 s, then 4 x 5 bytes at 10 a second: 2 s
-    assert seconds(chain, Settle()) == 3.0
-    assert seconds(chain, Compute(3.0), Settle()) == 3.0, "behind what is computed"
-    assert seconds(chain, Compute(1.5), Settle()) == 3.0
+    assert seconds(chain, WaitReductions()) == 3.0
+    assert seconds(chain, SimCompute(3.0), WaitReductions()) == 3.0, "behind what is computed"
+    assert seconds(chain, SimCompute(1.5), WaitReductions()) == 3.0
     adding = reduction(0, 100.0, addition=1.0)
-    assert seconds(adding, Compute(1.0), Settle()) == 2.0
-    assert seconds(adding, Compute(2.0), Settle()) == 3.0, "half of it while the sum is made"
-    assert seconds(adding, adding, Compute(1.0), Settle()) == 4.0, "the second launch waits for the first sum"
+    assert seconds(adding, SimCompute(1.0), WaitReductions()) == 2.0
+    assert seconds(adding, SimCompute(2.0), WaitReductions()) == 3.0, "half of it while the sum is made"
+    assert seconds(adding, adding, SimCompute(1.0), WaitReductions()) == 4.0, (
+        "the second launch waits for the first sum"
+    )
 
 
 def step(micro_batches: int) -> list[Operation]:
@@ -130,7 +132,13 @@ def step(micro_batches: int) -> list[Operation]:
     program: list[Operation] = []
     for index in range(micro_batches):
         last = index + 1 == micro_batches
-        program += [gather(index, 100.0), Wait(index), Compute(2.0), reduction(0, 200.0, 10.0 * last), Settle()]
+        program += [
+            gather(index, 100.0),
+            SimWait(index),
+            SimCompute(2.0),
+            reduction(0, 200.0, 10.0 * last),
+            WaitReductions(),
+        ]
     return [*program, StepEnd()]
 
 
@@ -173,11 +181,11 @@ def test_a_recorded_schedule_keeps_every_exchange_and_every_second(settings: Set
     for kind in outcome.calls:
         sent = sum(event.bytes for event in events if event.kind == "launch" and event.exchange == kind)
         assert outcome.bytes[kind] == sent, kind
-    chains = [operation for operation in program if isinstance(operation, Reduce)]
+    chains = [operation for operation in program if isinstance(operation, StartReduction)]
     assert sum(len(chain.exchanges) == 2 for chain in chains) == units * steps, "hop 2 belongs to a hop 1"
     assert all(chain.exchanges[0].unit == chain.exchanges[-1].unit for chain in chains)
     assert len(outcome.step_ends) == steps
-    computed = sum(each.seconds for each in program if isinstance(each, Compute))
+    computed = sum(each.seconds for each in program if isinstance(each, SimCompute))
     assert 0 < computed <= (events[-1].end - events[0].start) / 1e6
 
 
@@ -186,13 +194,13 @@ def test_no_simulation_beats_the_processor_or_a_link_and_all_repeat_exactly(sett
     program = from_events(record_blocks(3, settings))
     program = retimed(program, lambda what: 1.0 if what[0] in ("forward", "backward") else 0.0, lambda what: "first")
     for inside, between in itertools.product((1e3, 1e5), (1e2, 1e6)):
-        outcome = simulate(program, Machine(node_size=8, inside=inside, between=between, between_latency=0.01))
+        outcome = simulate(program, SimMachine(node_size=8, inside=inside, between=between, between_latency=0.01))
         busiest = max(outcome.computed, *outcome.busy.values())
         assert outcome.seconds >= busiest - outcome.busy["between"], "the last refresh may be in flight at the end"
         assert outcome.step >= (1 - 1e-9) * outcome.computed / 3
         serial = outcome.computed + sum(outcome.busy[link] for link in ("inside", "between")) + 0.01 * 60
         assert outcome.seconds <= serial
-        again = simulate(program, Machine(node_size=8, inside=inside, between=between, between_latency=0.01))
+        again = simulate(program, SimMachine(node_size=8, inside=inside, between=between, between_latency=0.01))
         assert again == outcome
 
 
@@ -203,7 +211,7 @@ def test_times_and_bytes_can_be_replaced() -> None:
     assert found["forward", "blocks.1"] == pytest.approx(1.0)
     assert found["backward", "the root"] == pytest.approx(2.0)
     assert found["add", "hop2 blocks.0"] == 0.25 and found["update", "optimizer"] == 0.0
-    doubled = resized(told, lambda exchange: Exchange(**{**vars(exchange), "bytes": 2 * exchange.bytes}))
+    doubled = resized(told, lambda exchange: SimCollective(**{**vars(exchange), "bytes": 2 * exchange.bytes}))
     before, after = simulate(told, MACHINE), simulate(doubled, MACHINE)
     assert after.bytes == {kind: 2 * sent for kind, sent in before.bytes.items()}
     assert after.computed == before.computed
@@ -228,7 +236,7 @@ def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, nod
     traffic = run_ranks(_trace, str(tmp_path), node_memory=node_memory)
     for rank, counted in enumerate(traffic):
         outcome = simulate(
-            read_recording(tmp_path / f"rank{rank}.json").program(), Machine(node_size=2, inside=1e9, between=1e8)
+            read_recording(tmp_path / f"rank{rank}.json").program(), SimMachine(node_size=2, inside=1e9, between=1e8)
         )
         counted.pop("hand_over", None)  # which sends nothing, and a trace does not show
         assert outcome.bytes == counted, "the real engine on gloo"

@@ -121,7 +121,7 @@ def _repeat_for_long(rank: int) -> int:
     order = GatherOrderCheck(["a", "b", "c"], [lane], range(lane.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
-    return lane.ledger.calls["order"]
+    return lane.counters.calls["order"]
 
 
 def test_a_loop_stays_foreseen_however_long_it_runs() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
-from layerzero.device.streams import DeviceStreams, _DeviceMark
+from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
@@ -104,13 +104,13 @@ def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, 
 
 
 def _landed_of_nobody(streams: DeviceStreams) -> Any:
-    return _DeviceMark(streams._module, ())
+    return _DeviceEvents(streams._module, ())
 
 
 def _does_not_wait(rank: int, path: str) -> None:
     register()
     mesh = mesh_on(NAME, 2)
-    with mock.patch.object(DeviceStreams, "landed", _landed_of_nobody), Device().installed() as device:
+    with mock.patch.object(DeviceStreams, "gradients_ready", _landed_of_nobody), Device().installed() as device:
         _steps(_shard(mesh), rank, path, device)
 
 
@@ -155,7 +155,7 @@ class _Waits(NamedTuple):
 
 def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
-    reads, control = _Reads(), get_state(model).topology.control_lanes
+    reads, control = _Reads(), get_state(model).mesh_info.control_comms
     made: list[PendingSmallGather] = []  # in the step that runs
     fresh: list[PendingCollective] = []
     old: list[PendingCollective] = []
@@ -169,7 +169,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
         return heard
 
     def seen(works: PendingCollective, **how: bool) -> None:
-        if works.issued.lane in control and not how.get("beside"):
+        if works.issued.communicator in control and not how.get("beside"):
             (fresh if works in [heard.work for heard in made] else old).append(works)
         wait(works, **how)
 

@@ -37,7 +37,7 @@ def _late(rank: int) -> Iterator[None]:
     write what is sent before it was waited for.
     """
     draw = random.Random(rank)
-    wait, add, take = PendingReduction.wait, PendingReduction.add_to, BufferPool.take
+    wait, add, take = PendingReduction.wait, PendingReduction.add_to, BufferPool.acquire
     sent: dict[int, Tensor] = {}  # by exchange in flight
 
     def launch(*args: Any, **settings: Any) -> PendingReduction:
@@ -63,7 +63,7 @@ def _late(rank: int) -> Iterator[None]:
         mock.patch("layerzero.engine.handle_gradients.reduce_scatter", launch),
         mock.patch.object(PendingReduction, "wait", late_wait),
         mock.patch.object(PendingReduction, "add_to", late_add),
-        mock.patch.object(BufferPool, "take", poisoned),
+        mock.patch.object(BufferPool, "acquire", poisoned),
     ):
         yield
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.sharding.meta_init import bears_mark, mark
+from layerzero.sharding.meta_init import fill_sentinel, has_sentinel
 from tests.support.ranks import mesh_of, run_ranks
 
 INV_FREQ = r"nothing has written 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="
@@ -171,15 +171,15 @@ def test_ranks_that_initialise_for_themselves_hear_of_one_that_did_not() -> None
 )
 def test_the_mark_is_seen_until_everything_is_written(dtype: torch.dtype) -> None:
     tensor = torch.empty(3, 2, dtype=dtype)
-    mark(tensor)
-    assert bears_mark(tensor)
+    fill_sentinel(tensor)
+    assert has_sentinel(tensor)
     tensor[:2] = 1
     few_bits = dtype in (torch.int64, torch.uint8, torch.bool)  # where a written value might be the mark
-    assert bears_mark(tensor) is not few_bits
+    assert has_sentinel(tensor) is not few_bits
     tensor[2:] = 0
-    assert not bears_mark(tensor)
+    assert not has_sentinel(tensor)
     for value in () if few_bits else (float("nan"), -float("nan"), float("inf")):
-        assert not bears_mark(torch.full((2,), value, dtype=dtype)), "a NaN that was written is no mark"
+        assert not has_sentinel(torch.full((2,), value, dtype=dtype)), "a NaN that was written is no mark"
     empty = torch.empty(0, dtype=dtype)
-    mark(empty)
-    assert not bears_mark(empty)
+    fill_sentinel(empty)
+    assert not has_sentinel(empty)

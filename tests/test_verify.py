@@ -19,7 +19,7 @@ import layerzero
 from examples import verify_gpt
 from layerzero.engine.reduction_spec import ReductionStage
 from layerzero.engine.runtime import LayerZeroState
-from layerzero.engine.weight_refresh import Round
+from layerzero.engine.weight_refresh import RefreshRound
 from tests.support.models import Block, TiedTransformer
 from tests.support.ranks import run_ranks
 
@@ -212,7 +212,7 @@ def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, 
     defects: dict[str, tuple[type, str, Any]] = {
         "sum instead of mean": (ReductionStage, "__init__", _scaled(4.0)),
         "off by a thousandth": (ReductionStage, "__init__", _scaled(1.001)),
-        "no refresh": (Round, "launch", lambda self, ready: None),
+        "no refresh": (RefreshRound, "launch", lambda self, ready: None),
     }
     reports = {}
     for name, (owner, attribute, replacement) in defects.items():

@@ -44,7 +44,7 @@ def _sleeps(rank: int, victim: int) -> str:
     said = _reported(dog)  # a rank may go on before its own watchdog has said so
     dist.barrier()
     dog.close()
-    assert get_state(model).topology.ledger.watching is None
+    assert get_state(model).mesh_info.counters.on_launch is None
     return said
 
 
@@ -62,7 +62,7 @@ def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> N
 def _skips(rank: int) -> str:
     """A rank that leaves one exchange out, and goes on to wait in another."""
     model, optimizer, dog = _watched(2)
-    everyone = get_state(model).everyone
+    everyone = get_state(model).ranks
 
     def go_on() -> None:
         if rank != 2:
@@ -139,7 +139,7 @@ def _in_time(rank: int) -> None:
     assert not any(thread.name == "layerzero watchdog" for thread in threading.enumerate())
     with pytest.raises(ValueError, match="limit must be positive"):
         layerzero.watchdog(model, 0)
-    assert not torch.is_grad_enabled() or get_state(model).topology.ledger.watching is None
+    assert not torch.is_grad_enabled() or get_state(model).mesh_info.counters.on_launch is None
 
 
 @pytest.mark.parametrize("memory", ["off", None])

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
-from layerzero.planning.meta_sharding import Paper, where_of
-from layerzero.planning.sim_program import Operation, Reduce, What, read_recording, seconds_of
-from layerzero.planning.sim_schedules import Sharding, Work, layerzero_program
-from layerzero.planning.simulator import Machine, simulate
+from layerzero.planning.meta_sharding import MetaSharding, where_of
+from layerzero.planning.sim_program import Operation, StartReduction, What, read_recording, seconds_of
+from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
+from layerzero.planning.simulator import SimMachine, simulate
 
 __all__ = ["Prediction", "calibrate"]
 
@@ -45,11 +45,11 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[Machine, list[Prediction]]:
+def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[SimMachine, list[Prediction]]:
     """The machine on which the first case takes as long as measured, and what it predicts for all."""
     computations = _computations(measured.folder)
     programs = [_program(plan, case, computations) for case in plan.cases]
-    machine = Machine(
+    machine = SimMachine(
         node_size=plan.node_size if two_nodes else plan.ranks,
         inside=math.inf,  # bytes inside a node cost the processor and nothing else
         between=_carried_between(measured.folder, plan.node_size) if two_nodes else math.inf,
@@ -72,13 +72,13 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
     config = LayerZeroConfig(units=Block, mp_policy=policy, accumulation=case.accumulation)
     with torch.device("meta"):
         model = gpt(plan)
-    units = Paper(model, config).units(config, where_of(plan.ranks, case.zero3_size, on_device=False))
+    units = MetaSharding(model, config).units(config, where_of(plan.ranks, case.zero3_size, on_device=False))
 
     def seconds(phase: str, name: str) -> float:
         return computations((phase, name)) + computations((f"after {phase}", name))
 
     works = [
-        Work(
+        UnitCost(
             name,
             sum(handle.layout.numel for handle in unit.handles),
             seconds("forward", name),
@@ -87,7 +87,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
         for unit in units
         for name in (unit.name or "the root",)
     ]
-    sharding = Sharding(
+    sharding = ScheduleSettings(
         plan.ranks,
         case.zero3_size,
         case.micro_batches,
@@ -111,7 +111,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
 
     program = []
     for operation in layerzero_program(works, sharding, steps=plan.steps):
-        if isinstance(operation, Reduce):
+        if isinstance(operation, StartReduction):
             additions = tuple(replace(each, seconds=told(each.what)) for each in operation.additions)
             program.append(replace(operation, additions=additions))
         else:
@@ -119,7 +119,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
     return program
 
 
-def _fitted(machine: Machine, program: Sequence[Operation], seconds: float) -> Machine:
+def _fitted(machine: SimMachine, program: Sequence[Operation], seconds: float) -> SimMachine:
     """`machine` with the processor seconds for each byte with which the program takes so long."""
     low, high = 0.0, 1e-6
     for _ in range(50):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.sim_program import Exchange, Operation, What, from_events, resized, retimed
-from layerzero.planning.sim_schedules import Peer, Work, peer_program
-from layerzero.planning.simulator import Machine, Outcome, simulate
+from layerzero.planning.sim_program import Operation, SimCollective, What, from_events, resized, retimed
+from layerzero.planning.sim_schedules import Peer, UnitCost, peer_program
+from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from scheme_costs import scheme_costs
@@ -69,9 +69,9 @@ class Assumptions:
     steps: str = "log"
     tokens: int = 4096  # of a GPU's micro-batch: one sequence
 
-    def machine(self, gbit: float) -> Machine:
+    def machine(self, gbit: float) -> SimMachine:
         """With links of so many Gbit/s a node between the nodes."""
-        return Machine(
+        return SimMachine(
             node_size=self.gpus,
             inside=self.inside,
             between=gbit * 1e9 / 8,
@@ -114,7 +114,7 @@ def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batc
     """The engine's own schedule, with the model's bytes and times."""
     inside, replicas = assumed.gpus, nodes
 
-    def bytes_of(exchange: Exchange) -> Exchange:
+    def bytes_of(exchange: SimCollective) -> SimCollective:
         ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
         if exchange.kind == "agree":  # each tells each
             return replace(exchange, ranks=ranks, bytes=exchange.bytes * (ranks - 1) / (exchange.ranks - 1))
@@ -154,7 +154,9 @@ SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sh
 
 def _peer(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
     names = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
-    units = [Work(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names]
+    units = [
+        UnitCost(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names
+    ]
     update = times(("update", "optimizer"))
     peer = Peer(
         over=over, replicas=replicas, micro_batches=micro_batches, compute=_COMPUTE, reduce=_REDUCE, update=update
@@ -209,7 +211,7 @@ def project(model: Model, assumed: Assumptions, gbit: float, nodes: int, micro_b
 _IN_COSTS = {"full": "FSDP"}
 
 
-def _sent_between(outcome: Outcome, scheme: str, gpus: int) -> float:
+def _sent_between(outcome: SimResult, scheme: str, gpus: int) -> float:
     if scheme == "full":
         return (outcome.bytes["gather"] + outcome.bytes["reduce"]) / _STEPS / gpus
     return (outcome.bytes["hop2"] + outcome.bytes["refresh"] + outcome.bytes["all-reduce"]) / _STEPS

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from layerzero.checkpoint.checksums import Piece, Scheme, Sums, read_pieces
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, ChunkHasher, read_pieces
 from layerzero.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError
 
@@ -45,7 +45,7 @@ __all__ = [
     "CheckpointError",
     "FileRecord",
     "Manifest",
-    "NameTaken",
+    "PathTakenError",
     "discard",
     "flush_folder",
     "has_lost_its_name",
@@ -76,17 +76,17 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux has it
 
 
-class NameTaken(FileExistsError):
+class PathTakenError(FileExistsError):
     """Somebody else has published something at the path of a checkpoint."""
 
     @classmethod
-    def at(cls, path: Path) -> NameTaken:
+    def at(cls, path: Path) -> PathTakenError:
         return cls(f"{path} exists already; a checkpoint is never overwritten, unless overwrite=True says so")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
     """Write a new file, of objects with a buffer, through to the disk."""
-    sums = Sums(Scheme.best())
+    sums = ChunkHasher(ChecksumScheme.best())
     with open(path, "xb", buffering=0) as file:
         begun = 0
         for piece in content:
@@ -110,7 +110,7 @@ def read_back(folder: Path, record: FileRecord) -> None:
         if hasattr(os, "posix_fadvise"):  # the memory that the file was written from tells nothing
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        read_pieces(path, record.size, record.sums, Scheme.best(), [Piece(0, record.size, None)])
+        read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
     except CheckpointError as error:
         raise CheckpointError(f"what has just been written reads back as something else: {error}") from None
 
@@ -167,10 +167,10 @@ def publish(
 
     Raises:
         CheckpointError: a file is not there as it was written: ranks do not share the file system.
-        NameTaken: there is something at `path`.
+        PathTakenError: there is something at `path`.
     """
     files = {record.name: record for record in records}
-    manifest = Manifest(partial, files, Scheme.best(), sequence, token, finite)
+    manifest = Manifest(partial, files, ChecksumScheme.best(), sequence, token, finite)
     try:
         for record in files.values():
             manifest.check_presence(record)
@@ -191,7 +191,7 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
         overwrite: a checkpoint that is at `path` is removed.
 
     Raises:
-        NameTaken: there is something at `path`.
+        PathTakenError: there is something at `path`.
         CheckpointError: another job has removed the checkpoint at once.
     """
     flush_folder(partial)
@@ -199,7 +199,7 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
     with _held(partial) as ours:
         if os.path.lexists(path):
             if not overwrite:
-                raise NameTaken.at(path)
+                raise PathTakenError.at(path)
             refuse_to_replace(path)
             replaced = partial if _exchange(partial, path) else hide(path, "replaced")
         try:
@@ -210,7 +210,7 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
                 taken = os.path.lexists(path)
                 _put_back(replaced, partial, path, ours)
                 if taken:
-                    raise NameTaken.at(path) from None
+                    raise PathTakenError.at(path) from None
                 raise
         else:
             if not is_there():
@@ -229,9 +229,9 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise NameTaken unless `path` is a checkpoint, whole or damaged, and nothing more: no folder of somebody else."""
+    """Raise PathTakenError unless `path` is a checkpoint, complete or damaged, and nothing more."""
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
-        raise NameTaken(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
+        raise PathTakenError(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
 
 
 def _exchange(partial: Path, path: Path) -> bool:
@@ -279,14 +279,14 @@ def _is_at(manifest: Manifest, path: Path) -> bool:
 
 
 def publish_file(partial: Path, path: Path) -> None:
-    """Give a whole file its name. Raises NameTaken if there is something at `path`."""
+    """Give a whole file its name. Raises PathTakenError if there is something at `path`."""
     try:
         os.link(partial, path)
     except FileExistsError:
-        raise NameTaken(f"{path} exists already") from None
+        raise PathTakenError(f"{path} exists already") from None
     except OSError:  # a file system without hard links
         if os.path.lexists(path):
-            raise NameTaken(f"{path} exists already") from None
+            raise PathTakenError(f"{path} exists already") from None
         os.rename(partial, path)
     partial.unlink(missing_ok=True)
     flush_folder(path.parent)

@@ -34,23 +34,24 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
-from layerzero.checkpoint.checksums import Piece as Bytes
-from layerzero.checkpoint.checksums import Scheme, read_pieces
-from layerzero.checkpoint.collect_state import Collected, agree_on_state, collect, who_saves
+from layerzero.checkpoint.checksums import ByteRange as Bytes
+from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, with_all_ranks
 from layerzero.checkpoint.loading import prepare_from
-from layerzero.checkpoint.manifest import MANIFEST, Unknown
-from layerzero.checkpoint.rank_agreement import LostEachOther, agree_or_raise, check_usable
+from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormat
+from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_usable
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
 from layerzero.checkpoint.safetensors_writer import write_items
 from layerzero.checkpoint.saving import PendingSave
 from layerzero.checkpoint.snapshot_files import (
     CHUNK,
-    Piece,
-    Snapshot,
+    SnapshotPart,
+    SnapshotSource,
+    allocate_file,
     gather_view,
     highest,
     mapped,
@@ -58,10 +59,9 @@ from layerzero.checkpoint.snapshot_files import (
     opened_to_write,
     pieces_in,
     remove_views,
-    room_for,
     whole_snapshots,
 )
-from layerzero.comm.collectives import Communicator, swap
+from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.process_groups import ModelGroups, groups_so_far
 from layerzero.comm.texts import all_gather_text
 from layerzero.comm.traffic_counters import TrafficCounters
@@ -124,11 +124,11 @@ class Buddies:
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error
-        (made,) = groups_so_far(runtime.everyone.ranks).values()
+        (made,) = groups_so_far(runtime.ranks.ranks).values()
         agree_or_raise(_WHAT, runtime, {"name": name, **made}, failure)
         self._groups = ModelGroups()
         # Of its own ledger: a thread counts there.
-        group = runtime.everyone.new_control_group(self._groups)
+        group = runtime.ranks.new_control_group(self._groups)
         self._lane = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
         told = [json.loads(text) for text in all_gather_text(self._lane, node)]
         self._number = max(number for _, number in told)  # of the last snapshot that was begun
@@ -157,7 +157,7 @@ class Buddies:
         """
         self._finish()
         runtime, failure = self._runtime, None
-        state = Collected({}, {}, [], {}, [])
+        state = CollectedState({}, {}, [], {}, [])
         try:
             check_usable(runtime, self._optimizer)
             state = collect(runtime, self._optimizer, extra)
@@ -170,8 +170,8 @@ class Buddies:
         token = told[0][0]
         self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in told)})
-        here = Piece(self.folder / f"{token}.{self._lane.rank}")
-        job: _Job | None = None
+        here = SnapshotPart(self.folder / f"{token}.{self._lane.rank}")
+        job: _SnapshotJob | None = None
         try:
             job = self._write(here, state)
         except OSError as error:
@@ -180,7 +180,7 @@ class Buddies:
         try:
             if failure is None and self._from is not None and sizes[self._from]:
                 name, size = json.loads(sizes[self._from])
-                room_for(here.folder / name, size)
+                allocate_file(here.folder / name, size)
         except OSError as error:
             failure = error
         if failure is not None:
@@ -222,7 +222,7 @@ class Buddies:
             if piece.token not in tokens:
                 shutil.rmtree(piece.folder, ignore_errors=True)
 
-    def _write(self, here: Piece, state: Collected) -> _Job:
+    def _write(self, here: SnapshotPart, state: CollectedState) -> _SnapshotJob:
         here.folder.mkdir(mode=0o700)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
@@ -235,9 +235,9 @@ class Buddies:
             at = [0] * len(data.size) if offsets is None else list(offsets)
             dtype = str(data.properties.dtype).removeprefix("torch.")
             chunks.append([item.index.fqn, dtype, list(data.size), at, list(data.chunk.sizes)])
-        return _Job(here, record, chunks, state)
+        return _SnapshotJob(here, record, chunks, state)
 
-    def _exchange(self, job: _Job) -> None:
+    def _exchange(self, job: _SnapshotJob) -> None:
         """In a thread: give and take what the partners have, and make a snapshot of it."""
         lane, folder = self._lane, job.here.folder
         try:
@@ -248,7 +248,7 @@ class Buddies:
             failure = ""
             try:
                 self._swap(folder, job.record, None if self._from is None else records[self._from])
-                contents = Contents(who_saves(self._runtime), _document(told), _table(records, told))
+                contents = CheckpointContents(who_saves(self._runtime), _document(told), _table(records, told))
                 written = contents.write(folder)
                 text = _manifest(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])
@@ -262,7 +262,7 @@ class Buddies:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise LostEachOther(f"ranks have lost each other: {error}") from error
+            raise RankLostError(f"ranks have lost each other: {error}") from error
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
@@ -274,9 +274,11 @@ class Buddies:
         for index in range(count):
             began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
             pair = {"to": self._to, "source": self._from}
-            swap(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
+            send_recv(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
             self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
-        read_pieces(folder / theirs.name, theirs.size, theirs.sums, Scheme.best(), [Bytes(0, theirs.size, None)])
+        read_pieces(
+            folder / theirs.name, theirs.size, theirs.sums, ChecksumScheme.best(), [Bytes(0, theirs.size, None)]
+        )
 
     # Loading
 
@@ -299,8 +301,8 @@ class Buddies:
         remove_views(self.folder, self._lane.size)
         saved = self._saved(newer_than)
 
-        def opened(runtime: LayerZeroState) -> Snapshot:
-            return Snapshot(self._lane, view)
+        def opened(runtime: LayerZeroState) -> SnapshotSource:
+            return SnapshotSource(self._lane, view)
 
         for token in whole_snapshots(self._lane, self.folder):
             if int(token[:10]) <= saved:
@@ -309,7 +311,7 @@ class Buddies:
                 gather_view(self._lane, self.folder, token, view)
                 said = f"the snapshot {token} in {self.folder}"
                 extra = prepare_from(opened, said, self._model, self._optimizer, strict=strict).commit()
-            except (LostEachOther, Unknown):
+            except (RankLostError, UnsupportedFormat):
                 raise
             except CheckpointError as error:
                 if self._lane.rank == 0:
@@ -332,17 +334,17 @@ class Buddies:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SnapshotJob:
     """One snapshot that is being taken.
 
     Attributes:
         chunks: of the tensors in this rank's file: key, dtype, whole shape, offsets, sizes.
     """
 
-    here: Piece
+    here: SnapshotPart
     record: FileRecord
     chunks: list[list[Any]]
-    state: Collected
+    state: CollectedState
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
@@ -359,7 +361,7 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
 
 def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
     files = {record.name: record for record in records}
-    return Manifest(folder, files, Scheme.best(), int(token[:10]), token, finite=True).text
+    return Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True).text
 
 
 def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:

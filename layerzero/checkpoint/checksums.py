@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.safe_json import CheckpointError
 
-__all__ = ["Piece", "Scheme", "Sums", "read_pieces", "sums_of"]
+__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "read_pieces", "sums_of"]
 
 CHUNK = 8 << 20  # bytes: a reader of one row reads so much, and a terabyte of files has 4 MB of sums
 _SMALLEST = 1 << 20  # that is read: each chunk costs memory
@@ -41,7 +41,7 @@ def _xxh3() -> Any:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ChecksumScheme:
     """How files are summed.
 
     Attributes:
@@ -53,12 +53,12 @@ class Scheme:
 
     @staticmethod
     @cache
-    def best() -> Scheme:
+    def best() -> ChecksumScheme:
         """The fastest that is installed here."""
         with suppress(ModuleNotFoundError):
             _xxh3()
-            return Scheme(_XXH3, CHUNK)
-        return Scheme(_SHA256, CHUNK)
+            return ChecksumScheme(_XXH3, CHUNK)
+        return ChecksumScheme(_SHA256, CHUNK)
 
     def check(self) -> None:
         """Raise ValueError unless layerzero knows it."""
@@ -92,10 +92,10 @@ class Scheme:
         return sums[index * width : (index + 1) * width]
 
 
-class Sums:
+class ChunkHasher:
     """The sums of a file that comes piece by piece."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: ChecksumScheme) -> None:
         self.size = 0
         self._scheme = scheme
         self._done: list[str] = []
@@ -120,15 +120,15 @@ class Sums:
         return "".join([*self._done, *last])
 
 
-def sums_of(text: bytes, scheme: Scheme) -> str:
+def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
     """Of a file that has been read."""
-    sums = Sums(scheme)
+    sums = ChunkHasher(scheme)
     sums.update(text)
     return sums.hexdigest()
 
 
 @dataclass(frozen=True)
-class Piece:
+class ByteRange:
     """Bytes of a file that are wanted.
 
     Attributes:
@@ -140,7 +140,7 @@ class Piece:
     into: Tensor | None
 
 
-def read_pieces(path: Path, size: int, sums: str, scheme: Scheme, pieces: Sequence[Piece]) -> None:
+def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> None:
     """Read pieces of a file, and compare the sums of all chunks in which they lie, as they come.
 
     Args:
@@ -187,24 +187,24 @@ class _Stretch:
 
     start: int
     stop: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[ByteRange]
     sum: str
 
 
-def _stretches(size: int, sums: str, scheme: Scheme, pieces: Sequence[Piece]) -> Iterator[_Stretch]:
+def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_Stretch]:
     chunk = scheme.chunk
-    cut: dict[int, list[Piece]] = {}  # by chunk
+    cut: dict[int, list[ByteRange]] = {}  # by chunk
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
             start, stop = max(piece.start, index * chunk), min(piece.stop, (index + 1) * chunk)
             into = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
-            cut.setdefault(index, []).append(Piece(start, stop, into))
+            cut.setdefault(index, []).append(ByteRange(start, stop, into))
     for index, inside in cut.items():
         stop = min(size, (index + 1) * chunk)
         yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
 
 
-def _read_stretch(descriptor: int, scheme: Scheme, stretch: _Stretch) -> None:
+def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) -> None:
     hasher = scheme.hasher()
     scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
     at = stretch.start

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.rank_agreement import agree_or_raise
-from layerzero.checkpoint.state_names import Apart, encode_all, trained_rows
+from layerzero.checkpoint.state_names import RankLocalNames, encode_all, trained_rows
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["Collected", "agree_on_state", "collect", "who_saves"]
+__all__ = ["CollectedState", "agree_on_state", "collect", "who_saves"]
 
 
-class Collected(NamedTuple):
+class CollectedState(NamedTuple):
     """Of one rank.
 
     Attributes:
@@ -43,12 +43,12 @@ def collect(
     extra: object,
     *,
     require_finite: bool = True,
-    apart: Apart | None = None,
-) -> Collected:
+    apart: RankLocalNames | None = None,
+) -> CollectedState:
     """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
-    if torn := runtime.torn or (optimizer.torn if optimizer is not None else None):
+    if torn := runtime.load_error or (optimizer.torn if optimizer is not None else None):
         raise RuntimeError(torn)
-    rank = runtime.everyone.rank
+    rank = runtime.ranks.rank
     document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
     tensors = {
         key: tensor
@@ -63,7 +63,7 @@ def collect(
             f"{few_names(bad)} on rank {dist.get_rank()} hold numbers that are not finite: nothing is saved, and "
             "what was saved before stays. Load the last checkpoint; require_finite=False saves all the same"
         )
-    return Collected(document, tensors, encoder.own, encoder.digests, bad)
+    return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
 
 
 def agree_on_state(
@@ -80,6 +80,6 @@ def agree_on_state(
 
 def who_saves(runtime: LayerZeroState) -> dict[str, int]:
     """As checkpoints have it."""
-    topology, everyone = runtime.topology, runtime.everyone
+    topology, everyone = runtime.mesh_info, runtime.ranks
     further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}
     return {"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size, **further}

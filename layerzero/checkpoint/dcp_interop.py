@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from layerzero.checkpoint.atomic_files import Manifest
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents, Reader
+from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
-from layerzero.checkpoint.rank_agreement import LostEachOther, told
+from layerzero.checkpoint.rank_agreement import RankLostError, told
 from layerzero.comm.process_groups import known_to_torch
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -75,7 +75,7 @@ def load_dcp(
             if isinstance(entry, TensorStorageMetadata)
         }
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
-        return _DcpFiles(Contents({}, document, tensors), names, source, os.fspath(path), runtime)
+        return _DcpFiles(CheckpointContents({}, document, tensors), names, source, os.fspath(path), runtime)
 
     prepare_from(opened, os.fspath(path), model, optimizer, strict=strict).commit()
 
@@ -84,14 +84,19 @@ class _DcpFiles:
     """A source of tensors that torch reads; see :class:`layerzero.checkpoint.loading.Source`."""
 
     def __init__(
-        self, contents: Contents, fingerprint: object, source: FileSystemReader, path: str, runtime: LayerZeroState
+        self,
+        contents: CheckpointContents,
+        fingerprint: object,
+        source: FileSystemReader,
+        path: str,
+        runtime: LayerZeroState,
     ) -> None:
         self.contents = contents
         self.fingerprint = fingerprint
         self.twice = False
         self._source = source
         self._path = path
-        self._everyone = runtime.everyone
+        self._everyone = runtime.ranks
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -102,7 +107,7 @@ class _DcpFiles:
         except CheckpointException as error:
             raise told("read", self._path, error) from None
         except RuntimeError as error:
-            raise LostEachOther(f"{self._path} could not be read: ranks have lost each other: {error}") from error
+            raise RankLostError(f"{self._path} could not be read: ranks have lost each other: {error}") from error
 
     def read_again(self) -> None:
         """Nothing is read in place."""
@@ -117,7 +122,7 @@ def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         read_tensors(values, storage_reader=source, planner=planner, no_dist=True)
-    encoder = Encoder(0, name_of=lambda rows: rows.span.name)
+    encoder = Encoder(0, name_of=lambda rows: rows.spec.name)
     leaves: dict[str, Any] = {
         key: encoder.encode(values[key], key) if key in values else {"$tensor": key} for key in entries
     }
@@ -164,12 +169,12 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
     manifest = Manifest.read(path)
     if verify:
         manifest.verify()
-    contents = Contents.read(manifest)
+    contents = CheckpointContents.read(manifest)
     tree: dict[str, Any] = Decoder(_Placeholder.of, rank=None).decode(dict(contents.document))
     flat, _ = flatten_state_dict({key: value for key, value in tree.items() if value is not None})
     names = {name: leaf.key for name, leaf in flat.items() if isinstance(leaf, _Placeholder)}
     values = {name: leaf for name, leaf in flat.items() if not isinstance(leaf, _Placeholder)}
-    return Reader(manifest, contents, names=names, values=values)
+    return SafetensorsReader(manifest, contents, names=names, values=values)
 
 
 def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:

@@ -52,14 +52,22 @@ from layerzero.checkpoint.json_codec import DTYPES, dtype_named, with_all_ranks
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
 from layerzero.checkpoint.safetensors_writer import write_items
 
-__all__ = ["CONTENTS", "Contents", "Reader", "Writer", "check_entry", "opened", "pieces"]
+__all__ = [
+    "CONTENTS",
+    "CheckpointContents",
+    "SafetensorsReader",
+    "SafetensorsWriter",
+    "check_entry",
+    "opened",
+    "pieces",
+]
 
 CONTENTS = "contents.json"
 _PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What ``contents.json`` says.
 
     Attributes:
@@ -73,7 +81,7 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def read(cls, manifest: Manifest) -> Contents:
+    def read(cls, manifest: Manifest) -> CheckpointContents:
         """Verified first. Raises CheckpointError."""
         path = manifest.path_of(CONTENTS)
         try:
@@ -116,7 +124,7 @@ class Contents:
         return json.dumps({"topology": self.topology, "document": self.document, "tensors": tensors}).encode()
 
 
-class Writer(StorageWriter):
+class SafetensorsWriter(StorageWriter):
     """Writes one checkpoint.
 
     Args:
@@ -209,7 +217,7 @@ class Writer(StorageWriter):
         for key, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
             tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, tuple(chunks[key]))
-        contents = Contents(self._topology, self._document, tensors)
+        contents = CheckpointContents(self._topology, self._document, tensors)
         written = contents.write(self._partial)
         if self._reads_back:
             read_back(self._partial, written)
@@ -229,7 +237,7 @@ class Writer(StorageWriter):
         return True
 
 
-class Reader(StorageReader):
+class SafetensorsReader(StorageReader):
     """Reads tensors of one verified checkpoint.
 
     Args:
@@ -240,7 +248,7 @@ class Reader(StorageReader):
     def __init__(
         self,
         manifest: Manifest,
-        contents: Contents,
+        contents: CheckpointContents,
         *,
         names: Mapping[str, str] | None = None,
         values: Mapping[str, Any] | None = None,

@@ -32,7 +32,7 @@ __all__ = [
     "DTYPES",
     "Decoder",
     "Encoder",
-    "Joint",
+    "MergedValue",
     "PerRank",
     "dtype_named",
     "has_own_memory",
@@ -68,7 +68,7 @@ class PerRank:
 
 
 @dataclass(frozen=True)
-class Joint:
+class MergedValue:
     """A table or a list of which all ranks have a common part, and some entries of their own: one in the checkpoint."""
 
     common: dict[str, Any] | list[Any]
@@ -81,10 +81,10 @@ class Encoder:
 
     Attributes:
         is_apart: whether a parameter is another one on other ranks, so that only own entries can have its rows.
-        tells: of the ranks that have the same own entries of a :class:`Joint`, this one tells them.
+        tells: of the ranks that have the same own entries of a :class:`MergedValue`, this one tells them.
         tensors: by key, what the JSON refers to.
-        own: this rank's :class:`PerRank` values, and what is its own of a :class:`Joint`, as JSON, in the order in
-            which they were met.
+        own: this rank's :class:`PerRank` values, and what is its own of a :class:`MergedValue`, as JSON, in the order
+            in which they were met.
         apart: the keys of tensors in such entries.
         digests: by path, of every value that must be the same on all ranks.
     """
@@ -110,7 +110,7 @@ class Encoder:
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
-        if isinstance(value, Joint):
+        if isinstance(value, MergedValue):
             return self._joint(value, path)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
@@ -184,7 +184,7 @@ class Encoder:
                 like = self.name_of(rows)
             except LookupError:
                 raise TypeError(
-                    f"{path} is cut like {rows.span.name!r} of another sharded model; store its full_tensor()"
+                    f"{path} is cut like {rows.spec.name!r} of another sharded model; store its full_tensor()"
                 ) from None
             if self.is_apart(like) and not self._in_own:
                 raise TypeError(
@@ -208,7 +208,7 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _joint(self, joint: Joint, path: str) -> Any:
+    def _joint(self, joint: MergedValue, path: str) -> Any:
         common = self.encode(joint.common, path)
         self._in_own = True
         try:

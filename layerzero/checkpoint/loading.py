@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
 from layerzero.checkpoint.contents_checks import ranks_that_saved
-from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import has_own_values
-from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, agree_or_raise, check_usable
-from layerzero.checkpoint.restore import Restore
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_usable
+from layerzero.checkpoint.restore import RestorePlan
 from layerzero.checkpoint.safe_json import printable
-from layerzero.checkpoint.safetensors_reader import Files
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.checkpoint.staging import finish_pending
-from layerzero.checkpoint.state_names import Apart
+from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
-from layerzero.engine.param_view import View
+from layerzero.engine.param_view import ParamView
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
@@ -69,7 +69,7 @@ def prepare_load(
     optimizer: ShardedOptimizer | None = None,
     *,
     strict: bool = True,
-    apart: Apart | None = None,
+    apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
     """All of :func:`load` that changes nothing: where it returns, all ranks have found everything right.
 
@@ -79,7 +79,7 @@ def prepare_load(
     path = Path(path)
 
     def opened(runtime: LayerZeroState) -> Source:
-        return Files(Manifest.read(path))
+        return CheckpointFiles(Manifest.read(path))
 
     return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
 
@@ -92,7 +92,7 @@ class Source(Protocol):
         twice: :meth:`read_again` works.
     """
 
-    contents: Contents
+    contents: CheckpointContents
     fingerprint: object
     twice: bool
 
@@ -110,19 +110,19 @@ def prepare_from(
     optimizer: ShardedOptimizer | None,
     *,
     strict: bool,
-    apart: Apart | None = None,
+    apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
     """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in restore.py."""
     runtime = get_state(model)
-    everyone = runtime.everyone
+    everyone = runtime.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
-    restore: Restore | None = None
+    restore: RestorePlan | None = None
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
-        if View.AVERAGES in runtime.views:
+        if ParamView.EMA in runtime.active_views:
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
@@ -133,7 +133,7 @@ def prepare_from(
                 "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
                 *(path, ranks, everyone.size),
             )
-        restore = Restore(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
+        restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:
             raise ValueError(printable(f"{path} does not fit: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
@@ -144,7 +144,7 @@ def prepare_from(
         source.read(restore.tensors, restore.in_place)
         if twins := restore.twin_problems():
             raise ValueError(printable("; ".join(twins)))
-    except LostEachOther:
+    except RankLostError:
         raise
     except Exception as error:
         failure = error
@@ -159,20 +159,20 @@ class PreparedLoad:
     runtime: LayerZeroState
     optimizer: ShardedOptimizer | None
     source: Source
-    restore: Restore
+    restore: RestorePlan
     path: str
 
     def commit(self) -> Any:
         """Change the model and the optimizer; returns ``extra``. All data-parallel ranks must call this."""
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
-        if self.restore.problems and self.runtime.everyone.is_first:
+        if self.restore.problems and self.runtime.ranks.is_first:
             said = printable(self.restore.summary())
             warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
         return extra
 
 
 def _commit(
-    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: Restore, path: str
+    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
     """The point of no return."""
     extra: Any = None
@@ -182,7 +182,7 @@ def _commit(
     except Exception as error:  # of a module's set_extra_state, perhaps on this rank alone
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    torn = runtime.torn, optimizer.torn if optimizer is not None else None
+    torn = runtime.load_error, optimizer.torn if optimizer is not None else None
     said = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
         "checkpoint before you go on"
@@ -202,6 +202,6 @@ def _commit(
 def _mark(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
 ) -> None:
-    runtime.torn = of_model
+    runtime.load_error = of_model
     if optimizer is not None:
         optimizer.torn = of_optimizer

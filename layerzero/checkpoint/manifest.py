@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.checksums import Piece, Scheme, read_pieces, sums_of
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, read_pieces, sums_of
 from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "Unknown", "manifest_text"]
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormat", "manifest_text"]
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 2
 
 
-class Unknown(CheckpointError):
+class UnsupportedFormat(CheckpointError):
     """A checkpoint that this layerzero cannot read, which need not be damaged."""
 
 
@@ -47,7 +47,7 @@ class Manifest:
 
     folder: Path
     files: Mapping[str, FileRecord]
-    scheme: Scheme
+    scheme: ChecksumScheme
     sequence: int
     token: str | None = None
     finite: bool | None = None
@@ -74,13 +74,15 @@ class Manifest:
             content = parse(path, text)
             version = content["version"]
             if content["format"] == FORMAT and version != VERSION:
-                raise Unknown(f"{path} has format version {version}; this layerzero reads version {VERSION} only")
+                raise UnsupportedFormat(
+                    f"{path} has format version {version}; this layerzero reads version {VERSION} only"
+                )
             needed = ("format", "version", "sequence", "files", "checksums")
             known = {key: content[key] for key in (*needed, *_optional(content))}
             intact = text == manifest_text(known)
             sequence = known["sequence"]
             records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
-            scheme = Scheme(**known["checksums"])
+            scheme = ChecksumScheme(**known["checksums"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not intact or known["format"] != FORMAT:
@@ -92,7 +94,7 @@ class Manifest:
         try:
             scheme.check()
         except ValueError as error:
-            raise Unknown(f"{path} cannot be read: {error}") from None
+            raise UnsupportedFormat(f"{path} cannot be read: {error}") from None
         if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
             raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are none")
         if type(finite := known.get("finite")) not in (bool, type(None)):
@@ -124,7 +126,7 @@ class Manifest:
         return self.folder / name
 
     @property
-    def fingerprint(self) -> str:
+    def identity(self) -> str:
         """Differs from that of every other checkpoint."""
         files = sorted((record.name, record.size, record.sums) for record in self.files.values())
         return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
@@ -137,7 +139,7 @@ class Manifest:
         known |= {} if self.finite is None else {"finite": self.finite}
         return manifest_text({**known, "checksums": asdict(self.scheme)})
 
-    def read_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
+    def read_pieces(self, name: str, pieces: Sequence[ByteRange]) -> None:
         """Read bytes of the file `name`, and compare them with the sums of the chunks in which they lie.
 
         Raises:
@@ -149,7 +151,7 @@ class Manifest:
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
         for name in self.files if names is None else names:
-            self.read_pieces(name, [Piece(0, self.files[name].size, None)])
+            self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
     def verify_text(self, name: str, text: bytes) -> None:
         """:meth:`verify` of a file that has been read. Raises CheckpointError."""

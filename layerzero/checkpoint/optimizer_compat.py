@@ -21,7 +21,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.optimizers.compatibility import state_after_a_step
 
-__all__ = ["GroupCheck", "as_kept", "key_of"]
+__all__ = ["GroupCompatibility", "as_kept", "key_of"]
 
 _NUMBER, _TENSOR, _SEQUENCE, _TABLE = "a number", "a tensor", "a list of values", "a table"
 _ROWS = "a tensor of the parameter's shape"
@@ -34,7 +34,7 @@ def key_of(reference: Any) -> str | None:
     return None if found is not reference or found is None else str(found[next(iter(found))])
 
 
-class GroupCheck:
+class GroupCompatibility:
     """What a checkpoint has for one parameter group.
 
     Args:

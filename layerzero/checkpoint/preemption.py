@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.staging import finish_pending
-from layerzero.comm.collectives import Exchange, PendingSmallGather, all_gather_small
+from layerzero.comm.collectives import Collective, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import LateMaximum
 from layerzero.engine.hooks import get_state
 
@@ -81,7 +81,7 @@ class LeaveRequest:
         self._exit_code = exit_code
         self._signalled = False  # on this rank
         self._agreed = False  # all ranks know of a signal
-        lanes = self._runtime.everyone.control_lanes
+        lanes = self._runtime.ranks.control_comms
         self._late = LateMaximum(len(lanes), 1)
         self._heard: list[PendingSmallGather] = []  # messages of the last question, by axis
         self._in_time = threading.Event()
@@ -104,7 +104,7 @@ class LeaveRequest:
         See [Note: One step late]: a signal is heeded at the third question after it at the latest; at the second one if
         all ranks are in one ZeRO-3 group, or none shares weights.
         """
-        lanes = self._runtime.everyone.control_lanes
+        lanes = self._runtime.ranks.control_comms
         if not lanes:
             self._agreed = self._agreed or self._signalled
         elif not self._agreed:
@@ -113,7 +113,7 @@ class LeaveRequest:
             if not self._agreed:
                 messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
                 pairs = zip(lanes, messages, strict=True)
-                self._heard = [all_gather_small(lane, Exchange.AGREE, message) for lane, message in pairs]
+                self._heard = [all_gather_small(lane, Collective.METADATA, message) for lane, message in pairs]
         if self._agreed:
             self._start_deadline()
         return self._agreed

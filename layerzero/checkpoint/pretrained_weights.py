@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, opened, pieces
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.rank_agreement import PathLike
@@ -62,7 +62,7 @@ def load_safetensors(
         layerzero.checkpoint.load_safetensors("Llama-3.1-8B", model)
     """
     said = ", ".join(os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source))
-    prepare_from(lambda _: _Whole(find_safetensors(source), rename), said, model, None, strict=strict).commit()
+    prepare_from(lambda _: _FullFiles(find_safetensors(source), rename), said, model, None, strict=strict).commit()
 
 
 def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -105,7 +105,7 @@ def _of_index(path: Path) -> list[Path]:
     return [path.parent / file for file in sorted(by_file)]
 
 
-class _Whole:
+class _FullFiles:
     """Files that have each tensor whole, as a source; see :class:`layerzero.checkpoint.loading.Source`."""
 
     twice = True
@@ -126,7 +126,7 @@ class _Whole:
                     stored[key] = StoredTensor(shape, dtype, ((path.name, (0,) * len(shape), shape),))
                     self._place[key] = (path, name)
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
-        self.contents = Contents({}, document, stored)
+        self.contents = CheckpointContents({}, document, stored)
         held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
         samples = [_sample(path) for path in files]
         self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
@@ -170,7 +170,7 @@ def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterato
     if not stored.shape:
         yield memory, file.get_tensor(name)
         return
-    box = local.span.box if isinstance(local, LocalShard) else ()
+    box = local.spec.global_slices if isinstance(local, LocalShard) else ()
     start = 0
     for values in pieces(file, name, stored.shape, stored.dtype, box=box):
         yield memory[start : start + len(values)], values

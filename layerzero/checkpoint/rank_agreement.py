@@ -7,29 +7,29 @@ from collections.abc import Mapping
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from layerzero.checkpoint.atomic_files import CheckpointError, NameTaken
-from layerzero.checkpoint.manifest import Unknown
-from layerzero.comm.agreement import agree
+from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError
+from layerzero.checkpoint.manifest import UnsupportedFormat
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.texts import need_numpy
-from layerzero.engine.param_view import View
+from layerzero.engine.param_view import ParamView
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["LostEachOther", "PathLike", "agree_or_raise", "check_usable", "told"]
+__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "told"]
 
 PathLike = str | os.PathLike[str]
 
 
 _KINDS = {
     "CheckpointError": CheckpointError,
-    "Unknown": Unknown,
+    "UnsupportedFormat": UnsupportedFormat,
     "FileExistsError": FileExistsError,
-    "NameTaken": FileExistsError,
+    "PathTakenError": FileExistsError,
     "FileNotFoundError": FileNotFoundError,
 }
 
 
-class LostEachOther(CheckpointError):
+class RankLostError(CheckpointError):
     """The ranks' talk has failed: one of them is gone or late."""
 
 
@@ -37,7 +37,7 @@ def agree_or_raise(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
     try:
-        agree(subject, fields, ranks=runtime.everyone.ranks, failure=failure)
+        require_equal(subject, fields, ranks=runtime.ranks.ranks, failure=failure)
     except RuntimeError as error:
         for name, kind in _KINDS.items():  # all ranks can then turn to another checkpoint, or another name
             if failure is None and f"failed with {name}:" in str(error):
@@ -53,12 +53,12 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
         raise ValueError(
             "the optimizer belongs to another model. Pass the one that shard_optimizer returned for this model"
         )
-    if View.FULL in runtime.views:
+    if ParamView.UNSHARDED in runtime.active_views:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
 
 
 def told(done: str, path: PathLike, error: CheckpointException) -> Exception:
-    if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, NameTaken)]:
+    if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
         return FileExistsError(*taken[0].args)
     said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
     return CheckpointError(f"{os.fspath(path)} could not be {done}: {said}")

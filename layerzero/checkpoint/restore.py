@@ -24,12 +24,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents
+from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import Decoder, references
-from layerzero.checkpoint.optimizer_compat import GroupCheck, as_kept, key_of
+from layerzero.checkpoint.optimizer_compat import GroupCompatibility, as_kept, key_of
 from layerzero.checkpoint.safetensors_reader import same_columns
-from layerzero.checkpoint.state_names import Apart, Names
-from layerzero.checkpoint.subclass_tensors import is_made_of_others, is_table, parts_of
+from layerzero.checkpoint.state_names import RankLocalNames, StateNames
+from layerzero.checkpoint.subclass_tensors import flatten_subclass, is_made_of_others, is_table
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import plain, sharded
@@ -37,21 +37,21 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["Restore"]
+__all__ = ["RestorePlan"]
 
 _LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more, 3 of each kind
 _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for all others
 
 
 @dataclass(frozen=True)
-class _Landing:
+class _ReadTarget:
     """What a stored tensor is for."""
 
     key: str
     target: Tensor | ManagedParam
 
 
-class Restore:
+class RestorePlan:
     """What loading a checkpoint changes, decided before anything is read.
 
     Args:
@@ -69,11 +69,11 @@ class Restore:
         self,
         runtime: LayerZeroState,
         optimizer: ShardedOptimizer | None,
-        contents: Contents,
+        contents: CheckpointContents,
         *,
         rank: int | None,
         twice: bool = False,
-        apart: Apart | None = None,
+        apart: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
         self._differ, self._count = 0, 0  # tensors of the model: those that differ, and all
@@ -82,10 +82,10 @@ class Restore:
         self._optimizer = optimizer
         self._document = contents.document
         self._stored = contents.tensors
-        self._names = Names(runtime, apart)
+        self._names = StateNames(runtime, apart)
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
-        self._landings: list[_Landing] = []
+        self._landings: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: how it is cut; None: not
         self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
@@ -148,7 +148,7 @@ class Restore:
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         """A tensor of a class of its own, which is whole on every rank: all of it, or nothing."""
         name, entry = names[0], stored[names[0]]
-        if (told := parts_of(name, target)) is None:
+        if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
                 f"{name}: a {type(target).__name__} does not say which plain tensors are to be filled: make it anew as "
                 "it was made, and load the rest with strict=False"
@@ -174,13 +174,13 @@ class Restore:
             return
         for part, key in keys.items():
             self._use(str(key), None)
-            self._landings.append(_Landing(str(key), parts[part]))
+            self._landings.append(_ReadTarget(str(key), parts[part]))
             first, its_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
             if its_key != key:
                 self._twins.append((first, its_key, f"{part} of {name}", str(key)))
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        member = self._names.members.get(names[0]) or self._runtime.parameters.member_of(target)
+        member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
         dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
         keys: dict[str, str] = {}  # to the first name that has it
         for name in names:
@@ -193,9 +193,9 @@ class Restore:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
             home = member.master if member is not None and len(keys) == 1 else None
-            self._use(key, None if member is None else member.span, home)
+            self._use(key, None if member is None else member.spec, home)
             if index == 0:
-                self._landings.append(_Landing(key, target if member is None else member))
+                self._landings.append(_ReadTarget(key, target if member is None else member))
                 first = (name, key)
             else:
                 self._twins.append((*first, name, key))
@@ -233,7 +233,7 @@ class Restore:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
             member = self._names.members.get(name)
-            shape = self._names.entries[name].shape if member is None else torch.Size(member.span.true_shape)
+            shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.true_shape)
             keys = {entry: key for entry, value in values.items() if (key := key_of(value)) is not None}
             wrong = [
                 f"{entry} of {name} in the optimizer: {problem}"
@@ -263,18 +263,20 @@ class Restore:
         self._group_settings = [check.settings for check in checks]
         self._optimizer_state = state
 
-    def _check_group(self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]) -> GroupCheck:
+    def _check_group(
+        self, optimizer: ShardedOptimizer, number: int, saved_groups: list[dict[str, Any]]
+    ) -> GroupCompatibility:
         group, saved = optimizer.param_groups[number], {}
         try:
             saved = optimizer.saved_group(group, saved_groups)
         except ValueError as error:
             self.problems.append(str(error))
-        check = GroupCheck(
+        check = GroupCompatibility(
             optimizer.inner,
             group,
             saved,
             self._stored,
-            device=self._runtime.topology.device,
+            device=self._runtime.mesh_info.device,
             what=f"parameter group {number} in the optimizer",
         )
         self.problems += check.problems
@@ -286,10 +288,10 @@ class Restore:
             return
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
-        if like is not None and (member is None or member.span.true_shape != stored.shape):
+        if like is not None and (member is None or member.spec.true_shape != stored.shape):
             self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
         else:
-            self._use(key, None if member is None else member.span)
+            self._use(key, None if member is None else member.spec)
 
     def _use(self, key: str, span: RowShardSpec | None, home: Tensor | None = None) -> None:
         """The stored tensor `key` is wanted: the rows of `span` that are on this rank, or all of them."""
@@ -311,7 +313,7 @@ class Restore:
     def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
         """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
         stored, first = self._stored[key], spans[0]
-        if first is None or not all(span is not None and span.cut_like(first) for span in spans):
+        if first is None or not all(span is not None and span.same_sharding(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
             return sharded(self._homes[key].detach(), first, MutationTracker())
@@ -326,7 +328,7 @@ class Restore:
         """What has been read for `target`."""
         tensor = self.tensors[key]
         if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
-            return rows_of(tensor, target.span)
+            return rows_of(tensor, target.spec)
         return plain(tensor)
 
     # After reading
@@ -344,7 +346,7 @@ class Restore:
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
-        self._runtime.refreshes.before_write()
+        self._runtime.refreshes.before_master_write()
         return extra
 
     @torch.no_grad()
@@ -378,7 +380,7 @@ def _takes_bytes(home: Tensor, span: RowShardSpec, stored: StoredTensor) -> bool
         and home.layout is torch.strided
         and home.dtype == stored.dtype
         and home.shape == (len(span.rows), *span.shape[1:])
-        and all(same_columns(span.box, at, sizes) for _, at, sizes in stored.chunks)
+        and all(same_columns(span.global_slices, at, sizes) for _, at, sizes in stored.chunks)
         and home.is_contiguous()
         and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
     )

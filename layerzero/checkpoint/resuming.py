@@ -19,9 +19,9 @@ from torch import nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
-from layerzero.checkpoint.manifest import Manifest, Unknown
-from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, agree_or_raise
-from layerzero.checkpoint.run_folder import Survey, put_aside, survey
+from layerzero.checkpoint.manifest import Manifest, UnsupportedFormat
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
+from layerzero.checkpoint.run_folder import RunFolderScan, put_aside, scan
 from layerzero.engine.hooks import get_state
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -74,11 +74,11 @@ def load_latest(
     """
     runtime = get_state(model)
     folder = Path(folder).absolute()
-    seen: Survey | None = None
+    seen: RunFolderScan | None = None
     failure: Exception | None = None
-    if runtime.everyone.rank == 0:
+    if runtime.ranks.rank == 0:
         try:
-            seen = survey(folder)
+            seen = scan(folder)
         except (CheckpointError, OSError) as error:
             failure = error
     agree_or_raise("checkpoint.load_latest", runtime, {"folder": os.fspath(folder)}, failure)
@@ -106,7 +106,7 @@ def load_latest(
 
 def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
     """What the first rank says."""
-    heard: list[str] = json.loads(runtime.everyone.all_gather_text(json.dumps(texts))[0])
+    heard: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
     return heard
 
 
@@ -116,22 +116,27 @@ def _tried(
     """Load it; or say why it is damaged, the same on all ranks; empty if it is gone. Others' errors are raised."""
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
-    except LostEachOther:
+    except RankLostError:
         raise
     except Exception as error:
         caught = error
-    kinds = (Unknown, "unknown"), (CheckpointError, "damaged"), (FileNotFoundError, "gone"), (Exception, "failed")
+    kinds = (
+        (UnsupportedFormat, "unknown"),
+        (CheckpointError, "damaged"),
+        (FileNotFoundError, "gone"),
+        (Exception, "failed"),
+    )
     mine = next(kind for each, kind in kinds if isinstance(caught, each))
     # Ranks may have met different errors in the same attempt, but each has met one.
-    said = [json.loads(text) for text in runtime.everyone.all_gather_text(json.dumps([mine, str(caught)]))]
+    said = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([mine, str(caught)]))]
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
     if unknown := next((why for kind, why in said if kind == "unknown"), ""):
-        raise Unknown(unknown)
+        raise UnsupportedFormat(unknown)
     return None, next((why for kind, why in said if kind == "damaged"), "")
 
 
-def _put_aside(seen: Survey, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
+def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
     """Rename what is damaged, and what is newer than what was loaded and not finite; what became of each."""
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
     since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.rng_state import random_states
-from layerzero.checkpoint.state_names import Names
+from layerzero.checkpoint.state_names import StateNames
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.hooks import get_state
 from layerzero.engine.runtime import LayerZeroState
@@ -115,15 +115,15 @@ class Chain:
     def _weights(self) -> dict[str, int]:
         """A sum for each parameter, and for all of its optimizer state."""
         runtime = self._runtime
-        topology, members = runtime.topology, runtime.members
+        topology, members = runtime.mesh_info, runtime.members
         whole = _not_sharded(runtime)
         names = [*members, *whole]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=topology.device)
         index_of = {name: index for index, name in enumerate(names)}
-        places = {name: _Places.of(member.span) for name, member in members.items()}
+        places = {name: _Places.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
             sums[0, index_of[name]] = places[name].sum_of(member.master).to(topology.device)
-        for name, tensor in whole.items() if runtime.everyone.is_first else ():
+        for name, tensor in whole.items() if runtime.ranks.is_first else ():
             sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(topology.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
@@ -132,21 +132,21 @@ class Chain:
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
                         sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
-        runtime.everyone.reduce(sums, dist.ReduceOp.SUM)
+        runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         found = dict(zip(names, weights, strict=True))
         return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
 
     def _of_ranks(self, text: str) -> list[str]:
-        return self._runtime.everyone.all_gather_text(text)
+        return self._runtime.ranks.all_gather_text(text)
 
 
 def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
     """What checkpoints have from the first rank: persistent buffers, ignored parameters."""
-    sharded = {id(member.parameter) for member in runtime.members.values()}
+    sharded = {id(member.sharded) for member in runtime.members.values()}
     return {
         name: target
-        for name, target in Names(runtime).targets.items()
+        for name, target in StateNames(runtime).targets.items()
         if isinstance(target, Tensor) and not isinstance(target, DTensor) and id(target) not in sharded
     }
 
@@ -169,11 +169,11 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, span: RowShardSpec) -> _Places:
-        shape, box = span.true_shape or (1,), span.box
+        shape, box = span.true_shape or (1,), span.global_slices
         cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # beside dim 0
         below = math.prod(shape[cut + 1 :])
         first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
-        counts = span.face is None or span.face.counts
+        counts = span.model_parallel is None or span.model_parallel.is_primary_copy
         leads = counts and bool(span.rows) and not any(each.start for each in box)
         if not cut:
             return cls(first, 1, 1, counts, leads)

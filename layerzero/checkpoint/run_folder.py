@@ -19,9 +19,9 @@ from layerzero.checkpoint.atomic_files import (
     remove,
     set_aside,
 )
-from layerzero.checkpoint.manifest import Unknown
+from layerzero.checkpoint.manifest import UnsupportedFormat
 
-__all__ = ["Survey", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "survey", "tidy"]
+__all__ = ["RunFolderScan", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "scan", "tidy"]
 
 
 _DEAD_AFTER = 24 * 3600.0  # seconds without a write
@@ -90,7 +90,7 @@ def _remove_checkpoint(manifest: Manifest) -> None:
 
 
 @dataclass(frozen=True)
-class Survey:
+class RunFolderScan:
     """What a folder has for a run that goes on.
 
     Attributes:
@@ -103,7 +103,7 @@ class Survey:
     broken: dict[Path, str]
 
 
-def survey(folder: Path) -> Survey:
+def scan(folder: Path) -> RunFolderScan:
     """Look at all checkpoints of a run.
 
     Raises:
@@ -112,7 +112,7 @@ def survey(folder: Path) -> Survey:
     broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
     fine = [manifest for manifest in newest if manifest.finite is not False]
-    return Survey((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
+    return RunFolderScan((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
 
 
 def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
@@ -134,8 +134,8 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
 def _why_broken(path: Path) -> str | None:
     try:
         Manifest.read(path)
-    except (Unknown, FileNotFoundError) as error:  # or another job has removed it
-        if isinstance(error, Unknown):
+    except (UnsupportedFormat, FileNotFoundError) as error:  # or another job has removed it
+        if isinstance(error, UnsupportedFormat):
             raise
     except (CheckpointError, OSError) as error:
         return str(error)
@@ -149,7 +149,7 @@ def _was_checkpoint(path: Path) -> bool:
             return True
         refuse_to_replace(path)
         return any(path.iterdir())
-    except OSError:  # NameTaken is one
+    except OSError:  # PathTakenError is one
         return False
 
 

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
-from layerzero.checkpoint.checksums import Piece
+from layerzero.checkpoint.checksums import ByteRange
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CONTENTS, Contents
+from layerzero.checkpoint.dcp_storage import CONTENTS, CheckpointContents
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.safe_json import parse
 from layerzero.dtensor.sharded_tensor import LocalShard, plain
 
-__all__ = ["Files", "same_columns"]
+__all__ = ["CheckpointFiles", "same_columns"]
 
 _HEADER_BYTES = 100 << 20  # of a safetensors file
 
 
-class Files:
+class CheckpointFiles:
     """The files of one checkpoint, as a source of tensors; see [Note: Nothing changes before all is known].
 
     Attributes:
@@ -34,11 +34,11 @@ class Files:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.contents = Contents.read(manifest)
-        self.fingerprint: object = manifest.fingerprint
+        self.contents = CheckpointContents.read(manifest)
+        self.fingerprint: object = manifest.identity
         self.twice = True
         self._manifest = manifest
-        self._again: dict[str, list[Piece]] = {}  # by file: what is to be read in place
+        self._again: dict[str, list[ByteRange]] = {}  # by file: what is to be read in place
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """That hold something of them."""
@@ -60,10 +60,10 @@ class Files:
             now, again = [], []
             for part in sorted(parts, key=lambda part: begins[part.key]):
                 start = begins[part.key] + part.offset
-                piece = Piece(start, start + part.into.numel(), part.into)
+                piece = ByteRange(start, start + part.into.numel(), part.into)
                 if part.key in in_place:
                     again.append(piece)
-                    piece = Piece(piece.start, piece.stop, None)
+                    piece = ByteRange(piece.start, piece.stop, None)
                 now.append(piece)
             if again:
                 self._again[file] = again
@@ -76,7 +76,7 @@ class Files:
         for file, pieces in self._again.items():
             self._read(file, pieces)
 
-    def _read(self, file: str, pieces: list[Piece]) -> None:
+    def _read(self, file: str, pieces: list[ByteRange]) -> None:
         self._manifest.read_pieces(file, pieces)
 
     def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
@@ -106,7 +106,7 @@ class Files:
         if start == stop:
             return b""
         into = torch.empty(stop - start, dtype=torch.uint8)
-        self._read(file, [Piece(start, stop, into)])
+        self._read(file, [ByteRange(start, stop, into)])
         return into.numpy().tobytes()
 
 
@@ -149,7 +149,7 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
             yield _Part(file, key, sizes, 0, memory)
         return
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    box = local.span.box if isinstance(local, LocalShard) else tuple(slice(0, size) for size in stored.shape)
+    box = local.spec.global_slices if isinstance(local, LocalShard) else tuple(slice(0, size) for size in stored.shape)
     first, last = box[0].start, box[0].stop
     for file, at, sizes in stored.chunks:
         row = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from layerzero.checkpoint.atomic_files import NameTaken, refuse_to_replace
-from layerzero.checkpoint.checksums import Scheme
-from layerzero.checkpoint.collect_state import Collected, agree_on_state, collect, who_saves
-from layerzero.checkpoint.dcp_storage import Writer
+from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
+from layerzero.checkpoint.checksums import ChecksumScheme
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
+from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import LostEachOther, PathLike, check_usable, told
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, told
 from layerzero.checkpoint.run_folder import next_sequence, tidy
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
-from layerzero.checkpoint.state_names import Apart
-from layerzero.comm.agreement import agree
+from layerzero.checkpoint.state_names import RankLocalNames
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import groups_so_far, known_to_torch
 from layerzero.engine.hooks import get_state
 from layerzero.engine.runtime import LayerZeroState
@@ -92,16 +92,16 @@ def save(
     """
     runtime = get_state(model)
     how = _How(keep_last, overwrite, require_finite)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.everyone.control_group())
+    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.ranks.control_group())
 
 
 def save_with(
-    apart: Apart | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
+    apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
     """:func:`save` of a model of which other ranks have something else under the same names."""
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.everyone.control_group())
+    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.ranks.control_group())
 
 
 def save_async(
@@ -139,7 +139,7 @@ def save_async(
         tensors = staging.copy(job.tensors)
     except Exception as error:  # such as no memory to pin
         failure = error
-    agree("checkpoint.save_async", {}, ranks=runtime.everyone.ranks, failure=failure)
+    require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
     _renew_group(runtime, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     staging.listeners += [each.register_step_pre_hook(pending.tell_if_done) for each in runtime.optimizers]
@@ -198,7 +198,7 @@ class _How:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SaveJob:
     """One checkpoint that is going to be written.
 
     Attributes:
@@ -206,7 +206,7 @@ class _Job:
     """
 
     path: Path
-    writer: Writer
+    writer: SafetensorsWriter
     tensors: dict[str, Tensor]
     keep_last: int | None
 
@@ -217,13 +217,13 @@ def _prepare(
     optimizer: ShardedOptimizer | None,
     extra: object,
     how: _How,
-    apart: Apart | None = None,
-) -> _Job:
-    rank = runtime.everyone.rank
+    apart: RankLocalNames | None = None,
+) -> _SaveJob:
+    rank = runtime.ranks.rank
     path = path.absolute()
-    fields: dict[str, Any] = {"path": str(path), "checksums by": Scheme.best().algorithm, **asdict(how)}
+    fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(how)}
     failure: Exception | None = None
-    state = Collected({}, {}, [], {}, [])
+    state = CollectedState({}, {}, [], {}, [])
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
@@ -233,13 +233,13 @@ def _prepare(
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {path.name!r}")
         if os.path.lexists(path):
             if not how.overwrite:
-                raise NameTaken.at(path)
+                raise PathTakenError.at(path)
             refuse_to_replace(path)
         state = collect(runtime, optimizer, extra, require_finite=how.require_finite, apart=apart)
     except Exception as error:
         failure = error
     agree_on_state("checkpoint.save", runtime, fields | state.digests, failure)
-    writer = Writer(
+    writer = SafetensorsWriter(
         path,
         rank=rank,
         topology=who_saves(runtime),
@@ -250,28 +250,28 @@ def _prepare(
         overwrite=how.overwrite,
         reads_back=how.keep_last is not None or how.overwrite,
     )
-    return _Job(path, writer, state.tensors, how.keep_last)
+    return _SaveJob(path, writer, state.tensors, how.keep_last)
 
 
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Make a group for the ranks' talk, if any of them has none: whether a talk has failed, each knows for itself."""
-    everyone = runtime.everyone
+    everyone = runtime.ranks
     said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
-        agree("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
+        require_equal("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
         staging.group = everyone.new_control_group()
 
 
-def _write_staged(job: _Job, staging: Staging) -> None:
+def _write_staged(job: _SaveJob, staging: Staging) -> None:
     assert staging.group is not None
     try:
         _write(job, staging.group.group)
-    except LostEachOther:
+    except RankLostError:
         staging.group = None  # the next save makes another one
         raise
 
 
-def _write(job: _Job, group: dist.ProcessGroup) -> None:
+def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = dist.get_rank(group) == 0
     try:
@@ -282,7 +282,7 @@ def _write(job: _Job, group: dist.ProcessGroup) -> None:
             job.writer.discard()
         raise told("written", job.path, error) from None
     except RuntimeError as error:  # the ranks' talk; what is in the partial folder may still be written to
-        raise LostEachOther(f"{job.path} could not be written: ranks have lost each other: {error}") from error
+        raise RankLostError(f"{job.path} could not be written: ranks have lost each other: {error}") from error
     if first:
         try:
             tidy(job.path, job.keep_last)

@@ -19,15 +19,16 @@ from torch import Tensor
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest
 from layerzero.checkpoint.dcp_storage import CONTENTS
 from layerzero.checkpoint.manifest import MANIFEST
-from layerzero.checkpoint.safetensors_reader import Files
-from layerzero.comm.collectives import Communicator, swap
+from layerzero.checkpoint.safetensors_reader import CheckpointFiles
+from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.texts import all_gather_text
 from layerzero.comm.transport.shm_rendezvous import boot_id
 
 __all__ = [
     "CHUNK",
-    "Piece",
-    "Snapshot",
+    "SnapshotPart",
+    "SnapshotSource",
+    "allocate_file",
     "gather_view",
     "highest",
     "mapped",
@@ -35,7 +36,6 @@ __all__ = [
     "opened_to_write",
     "pieces_in",
     "remove_views",
-    "room_for",
     "whole_snapshots",
 ]
 
@@ -44,7 +44,7 @@ CHUNK = 4 << 20  # bytes that travel at once
 
 
 @dataclass(frozen=True)
-class Piece:
+class SnapshotPart:
     """A folder with what one rank holds of one snapshot."""
 
     folder: Path
@@ -55,10 +55,10 @@ class Piece:
         return self.folder.name.partition(".")[0]
 
 
-def pieces_in(folder: Path) -> list[Piece]:
+def pieces_in(folder: Path) -> list[SnapshotPart]:
     """Of all ranks whose memory this is; none once another of them has removed it."""
     names = os.listdir(folder) if folder.exists() else []
-    return [Piece(folder / name) for name in names if _NAME.fullmatch(name)]
+    return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
 
 
 def opened_folder(folder: Path) -> str:
@@ -93,7 +93,7 @@ def mapped(path: Path, size: int) -> Tensor:
     return torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
 
 
-def room_for(path: Path, size: int) -> Tensor:
+def allocate_file(path: Path, size: int) -> Tensor:
     """1-D [size] of bytes: a new file. Raises OSError where there is no room, now and not when it is written to."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -105,7 +105,7 @@ def room_for(path: Path, size: int) -> Tensor:
 
 
 def opened_to_write(path: Path, size: int) -> Tensor:
-    """1-D [size] of bytes: a whole file, from :func:`room_for`."""
+    """1-D [size] of bytes: a whole file, from :func:`allocate_file`."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
@@ -210,7 +210,7 @@ def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: i
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
         sent, received = (nothing, chunk) if to is None else (chunk, nothing)
-        swap(lane, sent=sent, to=to, received=received, source=source, name="a snapshot").wait()
+        send_recv(lane, sent=sent, to=to, received=received, source=source, name="a snapshot").wait()
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def receiving(path: Path, size: int) -> Iterator[Tensor]:
     """Memory of a new file. Where there is no room, other memory, as somebody sends; and OSError at the end."""
     problem: OSError | None = None
     try:
-        room = room_for(path, size)
+        room = allocate_file(path, size)
     except OSError as error:
         path.unlink(missing_ok=True)
         problem, room = error, torch.empty(size, dtype=torch.uint8)
@@ -234,7 +234,7 @@ def _size(path: Path) -> int:
         return -1
 
 
-class Snapshot(Files):
+class SnapshotSource(CheckpointFiles):
     """A snapshot as a source of tensors, whose files come from other ranks where they are wanted.
 
     Args:

@@ -68,7 +68,7 @@ class Staging:
             copy.copy_(source, non_blocking=True)
             original = tensors[key]
             rows = original._local_tensor if isinstance(original, DTensor) else None
-            copies[key] = sharded(copy, rows.span, MutationTracker()) if isinstance(rows, LocalShard) else copy
+            copies[key] = sharded(copy, rows.spec, MutationTracker()) if isinstance(rows, LocalShard) else copy
         finish_copies(self._device)
         return copies
 
@@ -80,7 +80,7 @@ def _padded(tensor: Tensor) -> int:
 
 def staging_of(runtime: LayerZeroState) -> Staging:
     if runtime.staging is None:
-        runtime.staging = Staging(runtime.topology)
+        runtime.staging = Staging(runtime.mesh_info)
     return cast("Staging", runtime.staging)
 
 

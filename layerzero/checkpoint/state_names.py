@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.json_codec import Encoder, Joint
+from layerzero.checkpoint.json_codec import Encoder, MergedValue
 from layerzero.checkpoint.subclass_tensors import as_table
 from layerzero.dtensor.row_shard_spec import refuse_apart
 from layerzero.dtensor.sharded_tensor import LocalShard, plain
@@ -21,11 +21,11 @@ from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["Apart", "Names", "encode_all", "plain_name", "trained_rows"]
+__all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_rows"]
 
 
 @dataclass(frozen=True)
-class Apart:
+class RankLocalNames:
     """What of a model other ranks have under the same names, though it is something else, such as experts.
 
     Attributes:
@@ -41,20 +41,20 @@ class Apart:
     tells: bool
 
     @classmethod
-    def nothing(cls) -> Apart:
+    def nothing(cls) -> RankLocalNames:
         return cls(plain_name, lambda name: False, lambda name: False, tells=True)
 
-    def joint(self, values: Mapping[str, Any]) -> Joint:
+    def joint(self, values: Mapping[str, Any]) -> MergedValue:
         """Values by stored name."""
         common = {name: value for name, value in values.items() if not self.is_apart(name)}
-        return Joint(common, {name: value for name, value in values.items() if self.is_apart(name)})
+        return MergedValue(common, {name: value for name, value in values.items() if self.is_apart(name)})
 
-    def joint_names(self, names: Iterable[str]) -> Joint:
+    def joint_names(self, names: Iterable[str]) -> MergedValue:
         held = list(names)
-        return Joint([n for n in held if not self.is_apart(n)], [n for n in held if self.is_apart(n)])
+        return MergedValue([n for n in held if not self.is_apart(n)], [n for n in held if self.is_apart(n)])
 
 
-class Names:
+class StateNames:
     """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
 
     Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
@@ -67,8 +67,8 @@ class Names:
         odd: names in the state dict that stand for none of these.
     """
 
-    def __init__(self, runtime: LayerZeroState, apart: Apart | None = None) -> None:
-        self.apart = apart = apart or Apart.nothing()
+    def __init__(self, runtime: LayerZeroState, apart: RankLocalNames | None = None) -> None:
+        self.apart = apart = apart or RankLocalNames.nothing()
         self.entries: dict[str, Any] = {}  # by stored name: what is saved
         self.targets: dict[str, Tensor | nn.Module] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -96,8 +96,8 @@ class Names:
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-        spans = (member.span for name, member in self.members.items() if not apart.is_apart(name))
-        refuse_apart("layerzero.checkpoint", spans, runtime.everyone.size)
+        spans = (member.spec for name, member in self.members.items() if not apart.is_apart(name))
+        refuse_apart("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
         """Of the parameter that a sharded tensor is cut like: its own, or the same of a model cut like this one.
@@ -105,9 +105,9 @@ class Names:
         Raises:
             LookupError: the model has none like it.
         """
-        span, name = rows.span, self._stored[rows.span.name]
-        own = self.members[name].span
-        same_model = span.topology.ledger is own.topology.ledger  # where state may have another shape
+        span, name = rows.spec, self._stored[rows.spec.name]
+        own = self.members[name].spec
+        same_model = span.mesh_info.counters is own.mesh_info.counters  # where state may have another shape
         if not same_model and (span.shape, span.bounds, span.mesh) != (own.shape, own.bounds, own.mesh):
             raise LookupError(name)
         return name
@@ -133,14 +133,19 @@ def plain_name(name: str) -> str:
 
 
 def encode_all(
-    runtime: LayerZeroState, optimizer: ShardedOptimizer | None, extra: object, *, rank: int, apart: Apart | None = None
+    runtime: LayerZeroState,
+    optimizer: ShardedOptimizer | None,
+    extra: object,
+    *,
+    rank: int,
+    apart: RankLocalNames | None = None,
 ) -> tuple[dict[str, Any], Encoder]:
     """The document of a checkpoint, and the encoder that has its tensors.
 
     Raises:
         TypeError: something cannot be put into a checkpoint; names it.
     """
-    names = Names(runtime, apart)
+    names = StateNames(runtime, apart)
     if names.odd:
         raise TypeError(
             f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
@@ -165,7 +170,7 @@ def encode_all(
 
 def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of what is going to be saved, by key: this rank's rows of trained parameters and of their optimizer state."""
-    frozen = {id(member.parameter) for member in runtime.members.values() if not member.parameter.requires_grad}
+    frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())
         for key, tensor in tensors.items()
@@ -173,7 +178,7 @@ def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict
     }
 
 
-def _check_state(names: Names, state: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
     for name, values in state.items():
         for key, value in values.items():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.json_codec import has_own_memory
 from layerzero.dtensor.sharded_tensor import LocalShard
 
-__all__ = ["as_table", "is_made_of_others", "is_table", "parts_of"]
+__all__ = ["as_table", "flatten_subclass", "is_made_of_others", "is_table"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # an object without a text of its own, or with a part of it only
@@ -29,7 +29,7 @@ def is_made_of_others(tensor: Tensor) -> bool:
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
-def parts_of(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
+def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
     """What a tensor is, in words that are equal for equal ones, and the plain tensors that it is made of, by name.
 
     Args:
@@ -56,7 +56,7 @@ def parts_of(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
     found: dict[str, Tensor] = {}
     for part, inner in held.items():
         if isinstance(inner, Tensor) and is_made_of_others(inner):
-            if (deeper := parts_of(f"{name}.{part}", inner)) is None:
+            if (deeper := flatten_subclass(f"{name}.{part}", inner)) is None:
                 return None
             said += f"; {part}: {deeper[0]}"
             found |= {f"{part}.{key}": value for key, value in deeper[1].items()}
@@ -75,7 +75,7 @@ def _can_be_filled(value: Any, again: Any) -> bool:
 
 def as_table(name: str, value: Tensor) -> Any:
     """What a checkpoint has for a tensor of a model's state dict."""
-    parts = parts_of(name, value)
+    parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 
 

@@ -25,7 +25,7 @@ from layerzero.checkpoint.atomic_files import (
     remove,
 )
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents, check_entry, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, opened, pieces
 from layerzero.checkpoint.json_codec import DTYPES, references
 from layerzero.checkpoint.pretrained_weights import find_safetensors
 from layerzero.checkpoint.run_folder import next_sequence
@@ -67,7 +67,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """
     manifest = Manifest.read(path)
     manifest.verify()
-    contents = Contents.read(manifest)
+    contents = CheckpointContents.read(manifest)
     entries = tuple(
         Entry(key, tensor.shape, tensor.dtype, tensor.nbytes, len({file for file, _, _ in tensor.chunks}))
         for key, tensor in contents.tensors.items()
@@ -99,7 +99,7 @@ def export_model(
     """
     manifest = Manifest.read(path)
     manifest.verify()
-    contents = Contents.read(manifest)
+    contents = CheckpointContents.read(manifest)
     keys = model_keys(contents, averages=averages)
     header = {}
     for name, key in keys.items():
@@ -129,7 +129,7 @@ def export_model(
             raise
 
 
-def model_keys(contents: Contents, *, averages: bool) -> dict[str, str]:
+def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
     """The keys of the model's tensors by name; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
@@ -191,19 +191,19 @@ def import_model(
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already; a checkpoint is never overwritten")
     with ExitStack() as stack:
-        sources: dict[str, _Source] = {}
+        sources: dict[str, _FileTensor] = {}
         for file in find_safetensors(files):
             tensors = stack.enter_context(opened(file))
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in sources:
                     raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
-                sources[name] = _Source.of(file, tensors, name, dtype)
+                sources[name] = _FileTensor.of(file, tensors, name, dtype)
         order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
         _write_model(target, {name: sources[name] for name in order})
 
 
 @dataclass(frozen=True)
-class _Source:
+class _FileTensor:
     """A tensor of an opened file, and the dtype that it is going to have."""
 
     tensors: Any
@@ -212,7 +212,7 @@ class _Source:
     cast: torch.dtype
 
     @classmethod
-    def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _Source:
+    def of(cls, path: Path, tensors: Any, name: str, cast: torch.dtype | None) -> _FileTensor:
         entry = tensors.get_slice(name)
         dtype = _DTYPE_NAMED.get(entry.get_dtype())
         if dtype is None:
@@ -225,7 +225,7 @@ class _Source:
             yield piece.to(self.cast)
 
 
-def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
+def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
     token = new_token()
     partial = partial_of(target, token)
     make_folder(target.parent)
@@ -240,7 +240,7 @@ def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
                 stored[f"model.{name}"] = StoredTensor(source.shape, source.cast, (chunk,))
         model = {name: {"$tensor": f"model.{name}"} for name in sources}
         document = {"model": model, "optimizer": None, "extra": None}
-        contents = Contents({"data_parallel": 1, "zero3_size": 1}, document, stored)
+        contents = CheckpointContents({"data_parallel": 1, "zero3_size": 1}, document, stored)
         records.append(contents.write(partial))
         publish(partial, target, records, sequence=next_sequence(target.parent), token=token)
     except BaseException:
@@ -248,9 +248,9 @@ def _write_model(target: Path, sources: Mapping[str, _Source]) -> None:
         raise
 
 
-def _parts(sources: Mapping[str, _Source]) -> Iterator[dict[str, _Source]]:
+def _parts(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
     """Files of about _PART bytes: a load shares the work of verifying them."""
-    part: dict[str, _Source] = {}
+    part: dict[str, _FileTensor] = {}
     nbytes = 0
     for name, source in sources.items():
         part[name] = source
@@ -262,6 +262,6 @@ def _parts(sources: Mapping[str, _Source]) -> Iterator[dict[str, _Source]]:
         yield part
 
 
-def _write_part(path: Path, part: Mapping[str, _Source]) -> FileRecord:
+def _write_part(path: Path, part: Mapping[str, _FileTensor]) -> FileRecord:
     header = {f"model.{name}": (source.shape, source.cast) for name, source in part.items()}
     return write_safetensors(path, header, (source.pieces(name) for name, source in part.items()))

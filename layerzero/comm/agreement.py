@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from layerzero.comm.failure_report import RankStatus, publish_status, read_statuses
 
-__all__ = ["agree", "has_peers"]
+__all__ = ["has_peers", "require_equal"]
 
 _AGREED = "agreed"
 _COMPARE = "compare"
@@ -41,7 +41,7 @@ def has_peers(ranks: Sequence[int]) -> bool:
     return len(ranks) > 1 and dist.get_backend() != "fake"
 
 
-def agree(
+def require_equal(
     subject: str,
     fields: Mapping[str, object],
     *,

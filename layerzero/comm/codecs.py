@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Float8Rows", "GatherCodec"]
+__all__ = ["Float8Rows", "GatherCodec", "RowBlock"]
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """The rows of one parameter in a ZeRO-3 shard."""
 
     start: int  # element of the shard
@@ -35,13 +35,13 @@ class GatherCodec(Protocol):
     parameter in the shard, ``block.of(shard)`` is ``[rows, length]``; what lies between them is padding.
     """
 
-    def nbytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
         """Of an encoded shard, known before it has values."""
 
-    def encode(self, shard: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         """Write a shard, 1-D, to `out`, uint8 ``[nbytes]``, which begins at a multiple of 16 bytes."""
 
-    def decode(self, encoded: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+    def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         """Write the blocks of `out`, 1-D, from uint8 ``[nbytes]``."""
 
 
@@ -62,10 +62,10 @@ class Float8Rows:
     _LEAST_SCALE = 2.0**-120  # so that nothing is divided by zero, nor by a denormal number
     _AT_ONCE = 2**22  # elements, or one row: scratch is for so many
 
-    def nbytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
         return sum(b.numel * dtype.itemsize if b.length < self._SHORT else b.numel + 4 * b.rows for b in blocks)
 
-    def encode(self, shard: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         for rows, scales, numbers in self._places(shard, blocks, out):
             if scales is None:
                 numbers.copy_(rows)
@@ -74,14 +74,14 @@ class Float8Rows:
             torch.clamp_min(rows.abs().amax(1, keepdim=True).float() / self._MOST, self._LEAST_SCALE, out=scales)
             numbers.copy_(rows / scales)
 
-    def decode(self, encoded: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+    def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         for rows, scales, numbers in self._places(out, blocks, encoded):
             rows.copy_(numbers)  # exact: bf16 and fp16 have every number of float8_e4m3fn
             if scales is not None:
                 rows.mul_(scales)
 
     def _places(
-        self, weights: Tensor, blocks: Sequence[Block], encoded: Tensor
+        self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """Some rows, their scales, if they have any, ``[rows, 1]``, and their numbers. In the bytes all scales come
         first, then short rows, then numbers in 8 bits.

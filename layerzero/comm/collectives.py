@@ -34,27 +34,27 @@ from torch.autograd import profiler
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
-from layerzero.comm.traffic_counters import GATHERS, Exchange, TrafficCounters, Watched, spelled
-from layerzero.comm.transport.shm_buffers import Arrival, SharedBufferPool
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, spelled
+from layerzero.comm.transport.shm_buffers import PeersReady, SharedBufferPool
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import DeferredCollectiveError
 
 __all__ = [
+    "Collective",
     "Communicator",
-    "Exchange",
     "PendingCollective",
     "PendingReduction",
     "PendingSmallGather",
     "all_gather",
     "all_gather_small",
     "all_reduce",
+    "all_to_all",
     "broadcast",
+    "collective_error",
     "connect",
-    "lost",
     "reduce_scatter",
-    "send_pieces",
-    "swap",
+    "send_recv",
     "timeout_of",
 ]
 
@@ -68,8 +68,8 @@ class Communicator:
 
     name: str  # for people
     axis: str  # "zero3", "replica" or "control"
-    held: HeldGroup
-    ledger: TrafficCounters
+    held_group: HeldGroup
+    counters: TrafficCounters
     size: int
     rank: int
     is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
@@ -82,8 +82,8 @@ class Communicator:
         return cls(
             name=name,
             axis=axis,
-            held=held,
-            ledger=ledger,
+            held_group=held,
+            counters=ledger,
             size=dist.get_world_size(held.group),
             rank=dist.get_rank(held.group),
             is_gloo=backend_of(held.group, device_type) == "gloo",
@@ -92,7 +92,7 @@ class Communicator:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group; raises RuntimeError after the model was closed."""
-        return self.held.group
+        return self.held_group.group
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
@@ -101,45 +101,45 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
-Transfer = dist.Work | Arrival
+Transfer = dist.Work | PeersReady
 
 
 @dataclass(frozen=True)
 class LaunchedCollective:
     """An exchange that has been counted and launched."""
 
-    lane: Communicator
-    exchange: Exchange
+    communicator: Communicator
+    collective: Collective
     name: str  # whose it is: a unit's, for instance
-    flight: CollectiveTrace | None  # for who watches
+    trace: CollectiveTrace | None  # for who watches
 
     def carried_by(self, *each: Transfer) -> PendingCollective:
-        if self.flight is not None:
-            self.flight.follow(each)
+        if self.trace is not None:
+            self.trace.follow(each)
         works = PendingCollective(each, self)
-        if self.lane.held.is_local:
-            self.lane.held.track(works)
-        if (watching := self.lane.ledger.watching) is not None:  # read once: it may end meanwhile
+        if self.communicator.held_group.is_local:
+            self.communicator.held_group.track(works)
+        if (watching := self.communicator.counters.on_launch) is not None:  # read once: it may end meanwhile
             works.watched.append(watching.launched(works))
         return works
 
     @property
-    def word(self) -> RankStatus:
+    def status(self) -> RankStatus:
         """What this rank leaves word of where it waits for it in vain."""
-        doing = spelled(self.exchange, self.name)
-        if self.exchange not in (*GATHERS, Exchange.ORDER):
+        doing = spelled(self.collective, self.name)
+        if self.collective not in (*GATHERS, Collective.GATHER_ORDER):
             return RankStatus(doing)
-        return RankStatus(doing, gathers=self.lane.ledger.gathers_up_to(self.exchange, self.name))
+        return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
         """What to raise where waiting for it has raised `error`: which ranks did not come to it, as far as is known."""
-        ledger, word = self.lane.ledger, self.word
+        ledger, word = self.communicator.counters, self.status
         if ledger.failure:  # the others may be anywhere by now
             return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
-        ranks = dist.get_process_group_ranks(self.lane.group)
-        lost = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.lane.group))
-        ledger.failure = str(lost)
-        return lost
+        ranks = dist.get_process_group_ranks(self.communicator.group)
+        collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
+        ledger.failure = str(collective_error)
+        return collective_error
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -160,7 +160,7 @@ class PendingCollective:
 
     @property
     def flight(self) -> CollectiveTrace | None:
-        return self.issued.flight
+        return self.issued.trace
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
@@ -184,10 +184,10 @@ class PendingCollective:
         if self.flight is not None:
             self.flight.arrived()
         if not beside:
-            self.issued.lane.ledger.waited[self.issued.exchange.value] += time.perf_counter() - began
+            self.issued.communicator.counters.waited[self.issued.collective.value] += time.perf_counter() - began
 
     def _waited(self) -> None:
-        self.issued.lane.held.in_flight.pop(id(self), None)
+        self.issued.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
             watched.waited()
 
@@ -220,13 +220,13 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _issued(lane: Communicator, exchange: Exchange, name: str, sent: int) -> Iterator[LaunchedCollective]:
+def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
     """Count an exchange that is launched, show it to who watches, and name it where it fails."""
-    lane.held.require_open()
-    if lane.held.reserved is not None:
-        lane.held.reserved.wait()
-    lane.ledger.record(exchange, lane.axis, sent, name)
-    observer, flight = lane.ledger.observer, None
+    lane.held_group.require_open()
+    if lane.held_group.reserved is not None:
+        lane.held_group.reserved.wait()
+    lane.counters.record(exchange, lane.axis, sent, name)
+    observer, flight = lane.counters.observer, None
     if observer.recorder is not None or profiler._is_profiler_enabled:
         flight = observer.flight(
             exchange=exchange.value, lane=lane.name, axis=lane.axis, ranks=lane.size, name=name, sent=sent
@@ -245,7 +245,7 @@ def _issued(lane: Communicator, exchange: Exchange, name: str, sent: int) -> Ite
 
 def all_gather(
     lane: Communicator,
-    exchange: Exchange,
+    exchange: Collective,
     out: Tensor,
     shard: Tensor,
     *,
@@ -278,7 +278,7 @@ def all_gather(
 
 def reduce_scatter(
     lane: Communicator,
-    exchange: Exchange,
+    exchange: Collective,
     flat: Tensor,
     pool: BufferPool,
     *,
@@ -298,7 +298,7 @@ def reduce_scatter(
     numel = flat.numel() // lane.size if parts is None else parts[lane.rank]
     sent = (flat.numel() - numel) * flat.element_size()
     with _issued(lane, exchange, name, sent) as issued:
-        received = pool.take(numel * lane.size if lane.is_gloo else numel, flat.dtype)
+        received = pool.acquire(numel * lane.size if lane.is_gloo else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if lane.is_gloo:
             work = dist.all_to_all_single(
@@ -314,7 +314,7 @@ def reduce_scatter(
             work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
-        return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.give, received))
+        return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
 
 
 def _sum_in_node(
@@ -322,23 +322,23 @@ def _sum_in_node(
 ) -> PendingReduction:
     """See [Note: When a buffer is written again] in shm_buffers.py."""
     numel = flat.numel() // lane.size
-    with _issued(lane, Exchange.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
-        shown = flat if pool.holds(flat) else pool.take(flat.numel(), flat.dtype).copy_(flat)
-        number = pool.send(shown)
+    with _issued(lane, Collective.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
+        shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
+        number = pool.publish(shown)
 
         def give_back() -> None:
-            pool.add(number)
+            pool.mark_consumed(number)
             if shown is not flat:
-                pool.give(shown)
+                pool.release(shown)
 
         # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
         parts = partial(pool.parts, number, numel, flat.dtype)
-        return PendingReduction(issued.carried_by(pool.arrival(number)), flat, parts, wire, give_back)
+        return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire, give_back)
 
 
-def send_pieces(
+def all_to_all(
     lane: Communicator,
-    exchange: Exchange,
+    exchange: Collective,
     received: Tensor,
     sent: Tensor,
     *,
@@ -359,11 +359,11 @@ def send_pieces(
         return issued.carried_by(work)
 
 
-def swap(
+def send_recv(
     lane: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
 ) -> PendingCollective:
     """Start sending host memory to one rank of the lane, and receiving from another; None: nothing goes that way."""
-    with _issued(lane, Exchange.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+    with _issued(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
         if source is not None and received.numel():
             works.append(dist.irecv(received, group=lane.group, group_src=source))
@@ -372,13 +372,13 @@ def swap(
         return issued.carried_by(*(work for work in works if work is not None))
 
 
-def lost(lane: Communicator, exchange: Exchange, name: str, error: Exception) -> RuntimeError:
+def collective_error(lane: Communicator, exchange: Collective, name: str, error: Exception) -> RuntimeError:
     """What to raise where waiting for others, in an exchange that is not carried by a backend, has raised `error`."""
     return LaunchedCollective(lane, exchange, name, None).failed(error)
 
 
 def all_reduce(
-    lane: Communicator, exchange: Exchange, tensor: Tensor, op: dist.ReduceOp.RedOpType
+    lane: Communicator, exchange: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
     """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
@@ -399,7 +399,7 @@ class PendingSmallGather:
         return self.said
 
 
-def all_gather_small(lane: Communicator, exchange: Exchange, tensor: Tensor) -> PendingSmallGather:
+def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -> PendingSmallGather:
     """Start telling all ranks of the lane a few numbers, 1-D [n].
 
     Each sends to each at once. A ring, which gloo makes of a reduction, would send less, and take 2 (size - 1) times as
@@ -418,7 +418,7 @@ def connect(lane: Communicator, device: torch.device) -> None:
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
     first backward, near the peak of memory. All ranks of the lane must call this.
     """
-    if lane.size == 1 or lane.held.is_local:  # gloo connects when the group is made
+    if lane.size == 1 or lane.held_group.is_local:  # gloo connects when the group is made
         return
     each = torch.zeros(1, device=device)
     all_of_them = torch.zeros(lane.size, device=device)
@@ -426,7 +426,7 @@ def connect(lane: Communicator, device: torch.device) -> None:
     _reduce_scatter_flat(each, all_of_them, group=lane.group)
 
 
-def broadcast(lane: Communicator, exchange: Exchange, tensor: Tensor, *, from_rank: int = 0) -> None:
+def broadcast(lane: Communicator, exchange: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
     with _issued(lane, exchange, "", sent) as issued:

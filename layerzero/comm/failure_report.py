@@ -58,7 +58,7 @@ class CollectiveError(RuntimeError):
 
     def __init__(self, message: str, word: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
         super().__init__(message)
-        self.word = word
+        self.status = word
         self.elsewhere = elsewhere
 
 

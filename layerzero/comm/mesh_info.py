@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Communicator, backend_of, connect
 from layerzero.comm.process_groups import ModelGroups, groups_so_far, mesh_group
 from layerzero.comm.traffic_counters import TrafficCounters
@@ -50,16 +50,16 @@ class MeshInfo:
     ranks: tuple[int, ...]  # global ranks, by r * S + s
     grid: ShardGrid  # where this rank stands among them
     device: torch.device
-    ledger: TrafficCounters
+    counters: TrafficCounters
     groups: ModelGroups  # owner of the process groups of the lanes, and of others of the model
     # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
     # function of the program; see "One step" in docs/architecture.md.
-    zero3_gather: Communicator
-    zero3_reduce: Communicator
-    replica: Communicator
+    zero3_gather_comm: Communicator
+    zero3_reduce_comm: Communicator
+    replica_comm: Communicator
     # gloo, for a few bytes that the CPU must read. See [Note: Control messages] in model_ranks.py.
-    node_control: Communicator
-    replica_control: Communicator
+    zero3_control_comm: Communicator
+    replica_control_comm: Communicator
     # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
     over_model: tuple[Communicator, ...] = ()
     _among: dict[int, Communicator] = field(default_factory=dict)  # by ranks: see subgroup_comm
@@ -77,14 +77,14 @@ class MeshInfo:
         return self.grid.data_parallel
 
     @property
-    def control_lanes(self) -> tuple[Communicator, ...]:
+    def control_comms(self) -> tuple[Communicator, ...]:
         """Lanes of several ranks that reach all data-parallel ranks one after the other, in the order of `ranks`."""
-        return tuple(lane for lane in (self.node_control, self.replica_control) if lane.size > 1)
+        return tuple(lane for lane in (self.zero3_control_comm, self.replica_control_comm) if lane.size > 1)
 
     @property
     def on_gloo(self) -> bool:
         """Gradients are exchanged by gloo, whose `wait` blocks whoever calls it."""
-        return self.zero3_reduce.is_gloo and self.replica.is_gloo
+        return self.zero3_reduce_comm.is_gloo and self.replica_comm.is_gloo
 
     @property
     def shard_index(self) -> int:
@@ -94,10 +94,10 @@ class MeshInfo:
     def subgroup_comm(self, ranks: int) -> Communicator:
         """A lane for gathers among `ranks` neighbours of a node, made when it is first asked for: by all ranks."""
         if ranks not in self._among:
-            node, like = dist.get_process_group_ranks(self.zero3_gather.group), self.zero3_gather.group
-            first, kind = self.grid.s // ranks * ranks, self.mesh.device_type
+            node, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
+            first, kind = self.grid.zero3_rank // ranks * ranks, self.mesh.device_type
             group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
-            self._among[ranks] = Communicator.over(f"zero3 gather of {ranks}", "zero3", group, self.ledger, kind)
+            self._among[ranks] = Communicator.over(f"zero3 gather of {ranks}", "zero3", group, self.counters, kind)
             connect(self._among[ranks], self.device)
         return self._among[ranks]
 
@@ -130,15 +130,15 @@ class MeshInfo:
             ranks=tuple(ranks),
             grid=ShardGrid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
-            ledger=ledger,
+            counters=ledger,
             groups=groups,
-            zero3_gather=Communicator.over("zero3 gather", "zero3", gather, ledger, kind),
-            zero3_reduce=Communicator.over("zero3 reduce", "zero3", reduce, ledger, kind),
-            replica=Communicator.over("replica", "replica", replicas, ledger, kind),
-            node_control=Communicator.over("node control", "control", node_control, ledger, "cpu"),
-            replica_control=Communicator.over("replica control", "control", replica_control, ledger, "cpu"),
+            zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, ledger, kind),
+            zero3_reduce_comm=Communicator.over("zero3 reduce", "zero3", reduce, ledger, kind),
+            replica_comm=Communicator.over("replica", "replica", replicas, ledger, kind),
+            zero3_control_comm=Communicator.over("node control", "control", node_control, ledger, "cpu"),
+            replica_control_comm=Communicator.over("replica control", "control", replica_control, ledger, "cpu"),
         )
-        for lane in (topology.zero3_gather, topology.zero3_reduce, topology.replica):
+        for lane in (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm):
             connect(lane, topology.device)
         return topology
 
@@ -179,7 +179,7 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     table = torch.tensor(ranks).view(world // size, size)
     row, column = _lines_of(table)
     fields = {"zero3_size": repr(asked), "device_type": device_type}
-    agree("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
+    require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
     everyone = dist.group.WORLD
     assert everyone is not None
     return _mesh_over(table, mesh_group(row, like=everyone, device_type=device_type), device_type)
@@ -231,7 +231,7 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
         failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
     fields = {"zero1_group": ranks, "size of zero3_group": size}
     table = torch.tensor(ranks).view(-1, size if failure is None else 1)
-    agree("mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_lines_of(table)[1]), failure=failure)
+    require_equal("mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_lines_of(table)[1]), failure=failure)
 
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero3_group):

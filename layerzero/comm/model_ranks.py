@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Communicator, Exchange, all_reduce, broadcast, connect
+from layerzero.comm.agreement import require_equal
+from layerzero.comm.collectives import Collective, Communicator, all_reduce, broadcast, connect
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, groups_so_far
 from layerzero.comm.texts import all_gather_text
@@ -35,10 +35,10 @@ __all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "
 class ModelRanks:
     """The ranks of a model: the root's data-parallel ones, and those that are beside each of them on further axes."""
 
-    topology: MeshInfo  # of the root's parameters
+    mesh_info: MeshInfo  # of the root's parameters
     ranks: tuple[int, ...]  # global, ascending
-    control_lanes: tuple[Communicator, ...]  # that reach all of them, one after the other; see [Note: Control messages]
-    across: tuple[Communicator, ...]  # of this rank: one for each further axis
+    control_comms: tuple[Communicator, ...]  # that reach all of them, one after the other; see [Note: Control messages]
+    model_parallel: tuple[Communicator, ...]  # of this rank: one for each further axis
     _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks: none until it is needed
 
     @classmethod
@@ -49,8 +49,8 @@ class ModelRanks:
             ValueError: the ranks at different places of the further axes are not apart.
         """
         if further is None or further.size() == 1:
-            return cls(topology, topology.ranks, topology.control_lanes, ())._known()
-        like, ledger = topology.node_control.group, topology.ledger
+            return cls(topology, topology.ranks, topology.control_comms, ())._known()
+        like, ledger = topology.zero3_control_comm.group, topology.counters
         places = sorted(further.mesh.flatten().tolist())
         beside = Communicator.over("further control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
         told = all_gather_text(beside, json.dumps(topology.ranks))
@@ -60,15 +60,15 @@ class ModelRanks:
                 f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}: these must be "
                 f"{further.size()} groups that have no rank in common"
             )
-        lanes = (*topology.control_lanes, beside)
+        lanes = (*topology.control_comms, beside)
         return cls(topology, tuple(ranks), lanes, _lanes_along(further, topology))._known()
 
     def _known(self) -> ModelRanks:
-        return replace(self, topology=self.seen_from(self.topology))
+        return replace(self, mesh_info=self.seen_from(self.mesh_info))
 
     def seen_from(self, topology: MeshInfo) -> MeshInfo:
         """One of the model's topologies, which knows from now on how to reach all ranks of it."""
-        return replace(topology, over_model=self.lanes[::-1])
+        return replace(topology, over_model=self.communicators[::-1])
 
     @property
     def size(self) -> int:
@@ -84,22 +84,22 @@ class ModelRanks:
         return self.rank == 0
 
     @property
-    def lanes(self) -> tuple[Communicator, ...]:
+    def communicators(self) -> tuple[Communicator, ...]:
         """On which a tensor comes from the first rank to all; in reverse, a number from all to all."""
-        return *self.across, self.topology.replica, self.topology.zero3_gather
+        return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks what the first one has. All of them must call this."""
-        broadcast_over(self.lanes, tensor)
+        broadcast_over(self.communicators, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a small tensor in place, each rank's once. All of them must call this."""
-        reduce_over(self.topology.over_model, number, op)
+        reduce_over(self.mesh_info.over_model, number, op)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the text of each rank, in the order of `ranks`. All of them must call this."""
         known = {dist.get_rank(): text}
-        for lane in self.control_lanes:
+        for lane in self.control_comms:
             known = {
                 int(rank): said for told in all_gather_text(lane, json.dumps(known)) for rank, said in _items(told)
             }
@@ -107,14 +107,14 @@ class ModelRanks:
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
         """Copy a small tensor of the CPU from the first rank to all. All of them must call this."""
-        for lane in reversed(self.control_lanes):
+        for lane in reversed(self.control_comms):
             if tensor.numel():
-                broadcast(lane, Exchange.AGREE, tensor)
+                broadcast(lane, Collective.METADATA, tensor)
 
     def control_group(self) -> dist.ProcessGroup:
         """Return the gloo group of all ranks; the first call makes it. All ranks must call this."""
         if not self._control_group:
-            agree(
+            require_equal(
                 "process group for torch.distributed.checkpoint", {}, ranks=self.ranks, groups=groups_so_far(self.ranks)
             )
             self._control_group.append(self.new_control_group())
@@ -126,7 +126,7 @@ class ModelRanks:
         Args:
             groups: owner of the new group; None: the model.
         """
-        return _gloo(groups or self.topology.groups, list(self.ranks), self.topology.node_control.group)
+        return _gloo(groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +134,10 @@ class ModelParallelAxes:
     """The further axes around one data-parallel mesh, on which parameters are DTensors."""
 
     mesh: DeviceMesh
-    lanes: tuple[Communicator, ...]  # one for each of its axes
-    shown: DeviceMesh  # of what users see: the further axes, then (zero3, replica); mesh order is the order of rows
+    communicators: tuple[Communicator, ...]  # one for each of its axes
+    global_mesh: (
+        DeviceMesh  # of what users see: the further axes, then (zero3, replica); mesh order is the order of rows
+    )
 
     @classmethod
     def of(cls, topology: MeshInfo, further: DeviceMesh, everyone: ModelRanks) -> ModelParallelAxes:
@@ -177,7 +179,10 @@ class LateMaximum:
 
 
 def reduce_over(
-    lanes: Sequence[Communicator], number: Tensor, op: dist.ReduceOp.RedOpType, exchange: Exchange = Exchange.NORM
+    lanes: Sequence[Communicator],
+    number: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    exchange: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
     """Reduce a small tensor in place along one axis after the other."""
     for lane in lanes:
@@ -189,11 +194,11 @@ def broadcast_over(lanes: Sequence[Communicator], tensor: Tensor) -> None:
     """Give what the first rank of some axes has to all of them."""
     for lane in lanes if tensor.numel() else ():
         if lane.size > 1:
-            broadcast(lane, Exchange.BROADCAST, tensor)
+            broadcast(lane, Collective.BROADCAST, tensor)
 
 
 def _lanes_along(further: DeviceMesh, topology: MeshInfo) -> tuple[Communicator, ...]:
-    ledger, kind = topology.ledger, topology.mesh.device_type
+    ledger, kind = topology.counters, topology.mesh.device_type
     groups = enumerate(further.get_all_groups())
     lanes = tuple(Communicator.over(f"across {axis}", "across", group, ledger, kind) for axis, group in groups)
     for lane in lanes:

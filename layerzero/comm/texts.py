@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from layerzero.comm.collectives import Communicator, Exchange, all_gather
+from layerzero.comm.collectives import Collective, Communicator, all_gather
 
 __all__ = ["all_gather_text", "need_numpy"]
 
@@ -18,14 +18,14 @@ def all_gather_text(lane: Communicator, text: str) -> list[str]:
     data = bytearray(text.encode())
     own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     sizes = torch.zeros(lane.size, dtype=torch.int64)
-    all_gather(lane, Exchange.AGREE, sizes, torch.tensor([len(own)])).wait()
+    all_gather(lane, Collective.METADATA, sizes, torch.tensor([len(own)])).wait()
     longest = int(sizes.max())
     if not longest:
         return [""] * lane.size
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(own)] = own
     everyone = torch.zeros(lane.size * longest, dtype=torch.uint8)
-    all_gather(lane, Exchange.AGREE, everyone, padded).wait()
+    all_gather(lane, Collective.METADATA, everyone, padded).wait()
     pieces = zip(everyone.view(lane.size, longest), sizes.tolist(), strict=True)
     return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]
 

@@ -27,14 +27,14 @@ from torch.autograd import profiler
 from layerzero.device.accelerator import Clock
 from layerzero.device.streams import StreamThread
 
-__all__ = ["CollectiveTrace", "Mark", "Recorder", "TraceDispatcher"]
+__all__ = ["CollectiveTrace", "TraceDispatcher", "TraceMark", "TraceRecorder"]
 
 _QUIET: AbstractContextManager[None] = nullcontext()
 _NAP = 2e-4  # seconds
 
 
 @dataclass(frozen=True)
-class Mark:
+class TraceMark:
     """Something that a thread of the host did from `began` to `ended`, which are stamps of the recorder's clock."""
 
     kind: str  # "launch", "wait", "add", "begin" or "end"
@@ -42,22 +42,22 @@ class Mark:
     began: Any
     ended: Any
     phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
-    flight: CollectiveTrace | None = None  # of "launch", "wait" and "add"
-    beside: bool = False  # a thread of the engine's did it
+    trace: CollectiveTrace | None = None  # of "launch", "wait" and "add"
+    in_background: bool = False  # a thread of the engine's did it
 
 
-class Recorder:
+class TraceRecorder:
     """The marks of one trace, in the order in which they ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.marks: list[Mark] = []
+        self.marks: list[TraceMark] = []
         self.flying: list[CollectiveTrace] = []  # those that threads of the backend report on
 
     def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
         """Something of an exchange ends now."""
         beside = isinstance(threading.current_thread(), StreamThread)
-        self.marks.append(Mark(kind, name, began, self.clock.now(), flight=flight, beside=beside))
+        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=beside))
 
     def drain(self, seconds: float = math.inf) -> None:
         """Wait, so long at most, until no thread of a backend has anything to report.
@@ -76,8 +76,8 @@ class CollectiveTrace:
     def __init__(
         self, observer: TraceDispatcher, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
     ) -> None:
-        self.exchange = exchange
-        self.lane = lane
+        self.collective = exchange
+        self.communicator = lane
         self.axis = axis
         self.ranks = ranks
         self.name = name
@@ -139,7 +139,7 @@ class CollectiveTrace:
         recorder = self._recorder
         began = None if recorder is None else recorder.clock.now()
         try:
-            with _profiled(f"{prefix}{self.exchange} {self.name}".rstrip()):
+            with _profiled(f"{prefix}{self.collective} {self.name}".rstrip()):
                 yield
         finally:
             if recorder is not None:
@@ -147,7 +147,7 @@ class CollectiveTrace:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _OpenSpan:
     phase: str
     name: str
     key: object  # a Use, or whatever else tells calls apart
@@ -159,8 +159,8 @@ class TraceDispatcher:
     """Passes on what the engine does; costs the look at two attributes while nobody listens."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
-        self._open: list[_Span] = []  # see [Note: Spans are a stack]
+        self.recorder: TraceRecorder | None = None
+        self._open: list[_OpenSpan] = []  # see [Note: Spans are a stack]
 
     @property
     def listens(self) -> bool:
@@ -179,7 +179,7 @@ class TraceDispatcher:
             return
         profiled = _profiled(f"layerzero.{phase} {name}")
         profiled.__enter__()
-        self._open.append(_Span(phase, name, key, torch._C._current_graph_task_id(), profiled))
+        self._open.append(_OpenSpan(phase, name, key, torch._C._current_graph_task_id(), profiled))
         self._mark("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
@@ -234,7 +234,7 @@ class TraceDispatcher:
     def _mark(self, kind: str, phase: str, name: str) -> None:
         if self.recorder is not None:
             now = self.recorder.clock.now()
-            self.recorder.marks.append(Mark(kind, name, now, now, phase=phase))
+            self.recorder.marks.append(TraceMark(kind, name, now, now, phase=phase))
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from layerzero.comm.collectives import LaunchedCollective
-from layerzero.comm.traffic_counters import Exchange, TrafficCounters
+from layerzero.comm.traffic_counters import Collective, TrafficCounters
 
 __all__ = ["record_wait"]
 
@@ -15,7 +15,7 @@ __all__ = ["record_wait"]
 @contextmanager
 def record_wait(
     ledger: TrafficCounters,
-    exchange: Exchange,
+    exchange: Collective,
     name: str = "",
     issued: Sequence[LaunchedCollective] = (),
     number: int = 0,
@@ -24,7 +24,7 @@ def record_wait(
     without one, for all of a kind.
     """
     began = time.perf_counter()
-    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].flight if issued[number:] else None):
+    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].trace if issued[number:] else None):
         yield
-    found = issued[number].exchange if issued[number:] else exchange
+    found = issued[number].collective if issued[number:] else exchange
     ledger.waited[found.value] += time.perf_counter() - began

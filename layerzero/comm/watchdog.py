@@ -97,14 +97,14 @@ class Launch:
     __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
 
     def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
-        issued, held = works.issued, works.issued.lane.held
-        self.exchange, self.name = issued.exchange, issued.name
+        issued, held = works.issued, works.issued.communicator.held_group
+        self.exchange, self.name = issued.collective, issued.name
         self.group, self.ranks = held.name, held.ranks
         self.number = number  # of the launch on its group
         self.step = step
         self.since = time.monotonic()
         self._works = weakref.ref(works)
-        self._order = None if issued.lane.is_gloo else order  # gloo's wait returns at the end
+        self._order = None if issued.communicator.is_gloo else order  # gloo's wait returns at the end
         self._mark: Any = None
         self._over = False
 
@@ -129,7 +129,7 @@ class Launch:
         if self._order is None:
             self._over = True
         elif self._mark is None:
-            self._mark = self._order.mark()
+            self._mark = self._order.record_event()
 
     def ask(self) -> bool:
         """Return whether it is over; the device may be asked."""
@@ -170,7 +170,7 @@ class Watchdog:
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
         self._period = _period(limit)
-        self._ledger, self._order = topology.ledger, CurrentStream.of(topology.device)
+        self._ledger, self._order = topology.counters, CurrentStream.of(topology.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
         # A connection of its own: a request that waits in the default one keeps it from other threads.
@@ -193,7 +193,7 @@ class Watchdog:
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._mind)
         ]
-        self._ledger.watching = self
+        self._ledger.on_launch = self
         for thread in self._threads:
             thread.start()
         # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
@@ -207,7 +207,7 @@ class Watchdog:
             thread.join(_SILENT)  # one may wait for a store that does not answer
 
     def _stop(self) -> None:
-        self._ledger.watching = None
+        self._ledger.on_launch = None
         while self._hooks:
             self._hooks.pop().remove()
         self._ended.set()
@@ -222,7 +222,7 @@ class Watchdog:
 
     def launched(self, works: PendingCollective) -> Launch:
         """Note that works have been launched. Called for each collective: it takes no lock, and asks no device."""
-        group = works.issued.lane.held.name
+        group = works.issued.communicator.held_group.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
         self._last = launch = Launch(works, number, self._steps, self._order)
         self._flying.append(launch)

@@ -191,7 +191,7 @@ class LayerZeroConfig:
         reduce = policy.reduce_dtype or compute
         return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
 
-    def fingerprint(self) -> dict[str, object]:
+    def comparable_settings(self) -> dict[str, object]:
         """What must be the same on every rank, as text; what is chosen for each unit is in :meth:`of_unit`."""
         policy = self.mp_policy
         whole = (

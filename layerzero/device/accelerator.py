@@ -89,11 +89,11 @@ class CurrentStream:
         """The current stream."""
         return self._module.current_stream()
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """What the current stream was given so far."""
         return self._module.current_stream().record_event()
 
-    def wait(self, mark: StreamEvent) -> None:
+    def wait_event(self, mark: StreamEvent) -> None:
         """What the current stream does from here on comes after `mark`. The host does not wait."""
         if mark is not None:
             self._module.current_stream().wait_event(mark)
@@ -185,7 +185,7 @@ class HostDeviceCopies:
     def wait(self, mark: StreamEvent) -> None:
         """Let what the current stream computes from here on come after the copy. The host does not wait."""
         if self.order is not None:
-            self.order.wait(mark)
+            self.order.wait_event(mark)
 
 
 class Clock:

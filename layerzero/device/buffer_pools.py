@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from layerzero.device.accelerator import CurrentStream, StreamEvent
 
-__all__ = ["BufferPool", "FullBufferPool", "Gathered", "Size", "bytes_of_buffers", "max_gathered_bytes"]
+__all__ = ["BufferPool", "FullBufferPool", "Size", "UnitFootprint", "bytes_of_buffers", "max_gathered_bytes"]
 
 Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
 
@@ -32,23 +32,23 @@ def _slots(foreseen: int) -> int:
     return 1 if foreseen == 1 else _SLOTS
 
 
-class Gathered(NamedTuple):
+class UnitFootprint(NamedTuple):
     """What is there while a unit computes."""
 
     nbytes: int
     reshards: bool | int  # it is freed after a forward
-    over: Hashable  # what it is gathered from
+    post_forward_ranks: Hashable  # what it is gathered from
     kept: int = 0  # bytes that stay of it from a forward to its backward
 
 
-def max_gathered_bytes(units: Sequence[Gathered], prefetch: int) -> int:
+def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
     """Bytes of the full buffers that are filled at once: the root's, those that stay, of each mesh a unit's and those
     ahead of it; and of what is kept of them.
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
-    for over in {unit.over for unit in others}:
-        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.over == over)
+    for over in {unit.post_forward_ranks for unit in others}:
+        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.post_forward_ranks == over)
         total += sum(sizes[-1 - prefetch :])
     return total
 
@@ -61,17 +61,17 @@ class BufferPool:
     given back first, once there are as many as are used at a time; whoever takes it waits for whoever gave it.
 
     Args:
-        foreseen: how many of a size may be in use at once. In the host's memory these are made together, and those that
+        expected: how many of a size may be in use at once. In the host's memory these are made together, and those that
             were given back last are taken first: what is never needed is an address, and no memory. More are made where
             they are needed.
 
     Attributes:
-        foreseen: the same; it may be changed before there are any.
+        expected: the same; it may be changed before there are any.
     """
 
     def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
-        self.foreseen: Mapping[Size, int] = dict(foreseen)
+        self.expected: Mapping[Size, int] = dict(foreseen)
         self._order = CurrentStream.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
@@ -81,22 +81,22 @@ class BufferPool:
     @property
     def predicted_bytes(self) -> int:
         """What it comes to have allocated, if no more are needed than was foreseen."""
-        return bytes_of_buffers(self.foreseen, on_device=self._order is not None)
+        return bytes_of_buffers(self.expected, on_device=self._order is not None)
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
         if self._order is None:
             with self._lock:
                 idle = self._idle[key]
                 if not idle:
-                    more = max(1, self.foreseen.get(key, 0) - self._made[key])
+                    more = max(1, self.expected.get(key, 0) - self._made[key])
                     idle.extend((self._make(numel, dtype), None) for _ in range(more))
                 return idle.pop()[0]
         idle = self._idle[key]
-        if idle and self._made[key] >= _slots(self.foreseen.get(key, _SLOTS)):
+        if idle and self._made[key] >= _slots(self.expected.get(key, _SLOTS)):
             buffer, given = idle.popleft()
-            self._order.wait(given)
+            self._order.wait_event(given)
             return buffer
         return self._make(numel, dtype)
 
@@ -106,8 +106,8 @@ class BufferPool:
         self.allocated_bytes += buffer.untyped_storage().nbytes()
         return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        mark = None if self._order is None else self._order.mark()
+    def release(self, buffer: Tensor) -> None:
+        mark = None if self._order is None else self._order.record_event()
         with self._lock:
             self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
 
@@ -125,11 +125,11 @@ class FullBufferPool:
     allocator reuses it on that stream without further synchronization.
     """
 
-    can_park = hasattr(UntypedStorage, "_swap_data_ptr_")
+    can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, device: torch.device) -> None:
         self.limit = 0  # bytes that may be lent and parked; to be set
-        self.parked_bytes = 0
+        self.cached_bytes = 0
         self.allocations = 0  # so far
         self.most_bytes = 0  # lent and parked at once, so far
         self._lent_bytes = 0
@@ -140,18 +140,18 @@ class FullBufferPool:
         self._homes: dict[int, int] = {}  # by storage: the address that it had last
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
-    def lend(self, storage: UntypedStorage, nbytes: int) -> None:
+    def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
         """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""
         if storage.nbytes():
-            self.reclaim(storage)
+            self.free(storage)
         parked = self._parked[nbytes]
         if parked:
             source, given = parked.pop(self._choose(storage, parked))
             if self._order is not None:
-                self._order.wait(given)
+                self._order.wait_event(given)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
             self._empty.append(source)
-            self.parked_bytes -= nbytes
+            self.cached_bytes -= nbytes
         else:
             self._keep_parked(self.limit - self._lent_bytes - nbytes)
             storage.resize_(nbytes)
@@ -160,19 +160,19 @@ class FullBufferPool:
                 self._streams[storage.data_ptr()] = self._order.current()
         self._lent_bytes += nbytes
         self._homes[storage._cdata] = storage.data_ptr()
-        self.most_bytes = max(self.most_bytes, self._lent_bytes + self.parked_bytes)
+        self.most_bytes = max(self.most_bytes, self._lent_bytes + self.cached_bytes)
 
-    def reclaim(self, storage: UntypedStorage) -> None:
+    def free(self, storage: UntypedStorage) -> None:
         """Take a storage's memory; it has 0 bytes then."""
         nbytes = storage.nbytes()
         self._lent_bytes = max(0, self._lent_bytes - nbytes)  # what a storage was born with was not lent
-        if self.can_park and 0 < nbytes <= self.limit - self.parked_bytes - self._lent_bytes:
+        if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-            self._parked[nbytes].append((target, None if self._order is None else self._order.mark()))
-            self.parked_bytes += nbytes
+            self._parked[nbytes].append((target, None if self._order is None else self._order.record_event()))
+            self.cached_bytes += nbytes
         else:
-            self._free(storage, None if self._order is None else self._order.mark())
+            self._free(storage, None if self._order is None else self._order.record_event())
 
     def _free(self, storage: UntypedStorage, used: StreamEvent) -> None:
         """Return the memory of a storage to the allocator, to be reused after `used`."""
@@ -189,8 +189,8 @@ class FullBufferPool:
     def _keep_parked(self, most: int) -> None:
         """Free parked memory, of whatever size, until no more than `most` bytes are parked."""
         for nbytes, parked in self._parked.items():
-            while parked and self.parked_bytes > max(most, 0):
+            while parked and self.cached_bytes > max(most, 0):
                 storage, given = parked.pop()
                 self._free(storage, given)
                 self._empty.append(storage)
-                self.parked_bytes -= nbytes
+                self.cached_bytes -= nbytes

@@ -24,12 +24,12 @@ from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedB
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.device.gradient_storage import GradientStorage, PersistentStorage
 
-__all__ = ["Accumulators", "Buffers", "accumulator_bytes"]
+__all__ = ["AccumulatorAllocator", "ModelPools", "accumulator_bytes"]
 
 _SLABS = 2
 
 
-class Accumulators:
+class AccumulatorAllocator:
     """Makes the places in which the sums of a model wait.
 
     Args:
@@ -83,13 +83,13 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
 
 
 @dataclass(frozen=True)
-class Buffers:
+class ModelPools:
     """What the handles of a model share."""
 
     scratch: BufferPool  # of exchanges
     outgoing: BufferPool  # of what hop 1 sends: the same, or memory that the other ranks of the node read
     full: FullBufferPool
-    accumulators: Accumulators
+    accumulators: AccumulatorAllocator
     to_host: HostDeviceCopies | None = None  # what carries masters and final gradients, where the host updates
     weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
 

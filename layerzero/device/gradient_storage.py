@@ -74,13 +74,13 @@ class GradientStorage(ABC):
         self._leases += 1
         return Lease(self._end_lease)
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """Let an exchange read all of it, as `wire`: in place, or with `copies` from scratch; nothing is to be kept."""
         tensor = self.open(keep=True)
         if tensor.dtype != wire or copies:
-            tensor = pool.take(self.numel, wire).copy_(tensor)
+            tensor = pool.acquire(self.numel, wire).copy_(tensor)
             self.close(keep=False)
-            return SendLease(partial(pool.give, tensor), tensor)
+            return SendLease(partial(pool.release, tensor), tensor)
         self._leases += 1
         return SendLease(self._end_loan, tensor)
 
@@ -104,7 +104,7 @@ class GradientStorage(ABC):
         """Bytes in the host's memory now, where the device is another."""
         return 0
 
-    def arrive(self) -> None:  # noqa: B027 - most are where they are computed
+    def wait_for_host(self) -> None:  # noqa: B027 - most are where they are computed
         """The host is about to read what was closed: return when it is there."""
 
     def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most places are where they are
@@ -113,10 +113,10 @@ class GradientStorage(ABC):
     def close(self, *, keep: bool) -> None:  # noqa: B027
         """It is not needed for now, and its contents only with `keep`."""
 
-    def vacate(self, *, keep: bool) -> None:  # noqa: B027
+    def set_aside(self, *, keep: bool) -> None:  # noqa: B027
         """Something else is about to be summed up where it rests; its contents are needed with `keep`."""
 
-    def settle(self, *, keep: bool) -> None:  # noqa: B027
+    def restore(self, *, keep: bool) -> None:  # noqa: B027
         """Where it rests is free again."""
 
 
@@ -174,28 +174,28 @@ class PooledStorage(GradientStorage):
 
     def open(self, *, keep: bool) -> Tensor:
         if self._tensor is None:
-            self._tensor = self._pool.take(self.numel, self.dtype)
+            self._tensor = self._pool.acquire(self.numel, self.dtype)
         return self._tensor
 
     def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         if self.dtype != wire:
-            return super().lend(wire, pool)
+            return super().lend_send_buffer(wire, pool)
         tensor = self.open(keep=True)
         self._tensor = None  # what comes meanwhile lies elsewhere
-        return SendLease(partial(self._pool.give, tensor), tensor)
+        return SendLease(partial(self._pool.release, tensor), tensor)
 
     def close(self, *, keep: bool) -> None:
         if not keep and self._tensor is not None:
             tensor, self._tensor = self._tensor, None
-            self._pool.give(tensor)
+            self._pool.release(tensor)
 
 
 class AliasState(enum.Enum):
     """States of an :class:`AliasedStorage`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
 
-    HOME = "home"
-    AWAY = "away"
-    ASIDE = "aside"
+    IN_PLACE = "home"
+    VACATED = "away"
+    SET_ASIDE = "aside"
 
 
 class AliasedStorage(GradientStorage):
@@ -207,7 +207,7 @@ class AliasedStorage(GradientStorage):
     def __init__(self, around: GradientStorage, part: slice) -> None:
         super().__init__(part.stop - part.start, around.dtype)
         assert around.lasting
-        self.stay = AliasState.HOME
+        self.state = AliasState.IN_PLACE
         self._around = around
         self._part = part
         self._aside: Tensor | None = None  # [numel], allocated at the first copy
@@ -224,22 +224,22 @@ class AliasedStorage(GradientStorage):
         return self._around.open(keep=True)[self._part]
 
     def open(self, *, keep: bool) -> Tensor:
-        if self.stay is AliasState.HOME:
+        if self.state is AliasState.IN_PLACE:
             return self.home()
         if self._aside is None:
             self._aside = torch.empty_like(self.home())
-        self.stay = AliasState.ASIDE
+        self.state = AliasState.SET_ASIDE
         return self._aside
 
-    def vacate(self, *, keep: bool) -> None:
-        if self.stay is not AliasState.HOME:
+    def set_aside(self, *, keep: bool) -> None:
+        if self.state is not AliasState.IN_PLACE:
             return
-        self.stay = AliasState.AWAY
+        self.state = AliasState.VACATED
         if keep:
             self.open(keep=False).copy_(self.home())
 
-    def settle(self, *, keep: bool) -> None:
-        if keep and self.stay is AliasState.ASIDE:
+    def restore(self, *, keep: bool) -> None:
+        if keep and self.state is AliasState.SET_ASIDE:
             assert self._aside is not None
             self.home().copy_(self._aside)
-        self.stay = AliasState.HOME
+        self.state = AliasState.IN_PLACE

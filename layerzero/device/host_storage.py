@@ -59,7 +59,7 @@ class HostStorage(GradientStorage):
 
     def open(self, *, keep: bool) -> Tensor:
         if self._device is None:
-            self._device = self._pool.take(self.numel, self.dtype)
+            self._device = self._pool.acquire(self.numel, self.dtype)
             if keep:
                 fetched = self._transfers.copy(self._device, self.home(), to_host=False, after=(self._stored,))
                 self._transfers.wait(fetched)
@@ -77,9 +77,9 @@ class HostStorage(GradientStorage):
         else:
             for mark in uses:
                 self._transfers.wait(mark)
-        self._pool.give(device)
+        self._pool.release(device)
 
-    def arrive(self) -> None:
+    def wait_for_host(self) -> None:
         stored, self._stored = self._stored, None
         self._transfers.finish(stored)
 
@@ -129,13 +129,13 @@ class HostShard:
 
     def borrow(self) -> Tensor:
         """Return scratch on the device, 1-D [numel], for :meth:`store`."""
-        return self._pool.take(self.tensor.numel(), self.tensor.dtype)
+        return self._pool.acquire(self.tensor.numel(), self.tensor.dtype)
 
     def store(self, fresh: Tensor) -> None:
         """Copy borrowed scratch to the host, and return it to the pool."""
         self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
         self._transfers.wait(self._stored)
-        self._pool.give(fresh)
+        self._pool.release(fresh)
 
     def arrive(self) -> Tensor:
         """Wait until the host may read the shard, and return it."""

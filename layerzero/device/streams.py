@@ -71,11 +71,11 @@ class Stream(ABC):
         """Do this after all that was given before."""
 
     @abstractmethod
-    def wait(self, awaited: Waitable) -> None:
+    def wait_event(self, awaited: Waitable) -> None:
         """What is given from here on is done after `awaited`."""
 
     @abstractmethod
-    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
         """Ends when all is done that was given so far; `waiting` is around the time that the host waits for it."""
 
 
@@ -88,7 +88,7 @@ class ReductionStreams(ABC):
     launches: Stream
     node: Stream
     replica: Stream
-    beside = False  # what waits on them is not the program
+    off_main_thread = False  # what waits on them is not the program
 
     @property
     def failed(self) -> bool:
@@ -96,10 +96,10 @@ class ReductionStreams(ABC):
         return False
 
     @abstractmethod
-    def landed(self) -> Waitable:
+    def gradients_ready(self) -> Waitable:
         """All that the program has computed so far: the gradients that have arrived."""
 
-    def bound(self, marks: deque[Waitable], most: int) -> None:
+    def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Forget the oldest of `marks` until `most` are left, where the host runs ahead of them: waiting for each."""
         while len(marks) > most:
             marks.popleft()
@@ -111,7 +111,7 @@ class ReductionStreams(ABC):
         """End the threads that act as streams, after their pending work."""
 
     @abstractmethod
-    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
+    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         """What the program does from here on comes after all that was given to any stream; forget all `marks`."""
 
 
@@ -128,7 +128,7 @@ _NOTHING = _Nothing()
 # Threads of the host
 
 
-class _ThreadMark:
+class _ThreadEvent:
     """A place in what a thread does. Waited for by the host, or by another thread."""
 
     def __init__(self, failures: _Failures, waiting: Waiting) -> None:
@@ -239,14 +239,14 @@ class ThreadStream(Stream):
         else:  # ended with the process, or left behind by a fork
             operation()
 
-    def wait(self, awaited: Waitable) -> None:
+    def wait_event(self, awaited: Waitable) -> None:
         if awaited is not _NOTHING:
-            self.run(awaited.passed.wait if isinstance(awaited, _ThreadMark) else awaited.wait)
+            self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
-    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
         if self.thread.ident is None:  # nothing was given
             return _NOTHING
-        mark = _ThreadMark(self._failures, waiting)
+        mark = _ThreadEvent(self._failures, waiting)
         self.run(mark.passed.set)
         return mark
 
@@ -254,7 +254,7 @@ class ThreadStream(Stream):
 class ThreadStreams(ReductionStreams):
     """Streams that threads play; see [Note: Threads and what they share]."""
 
-    beside = True
+    off_main_thread = True
 
     def __init__(self) -> None:
         self._failures = _Failures()
@@ -273,22 +273,22 @@ class ThreadStreams(ReductionStreams):
     def failed(self) -> bool:
         return self._launcher.failed
 
-    def landed(self) -> Waitable:
+    def gradients_ready(self) -> Waitable:
         for stream in self._threads:  # before anything is in flight
             stream.start()
         return _NOTHING
 
-    def bound(self, marks: deque[Waitable], most: int) -> None:
+    def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         while len(marks) > most:
             marks.popleft().wait()
 
     def check(self) -> None:
         self._failures.check()
 
-    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
+    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         try:
             for each in marks:
-                self.bound(each, 0)
+                self.limit_in_flight(each, 0)
             self._finish()
         except BaseException:
             with suppress(Exception):  # what follows from it; a second interruption leaves marks that have not passed
@@ -298,8 +298,8 @@ class ThreadStreams(ReductionStreams):
             raise
 
     def _finish(self) -> None:
-        for mark in [stream.mark() for stream in self._threads]:
-            if isinstance(mark, _ThreadMark):
+        for mark in [stream.record_event() for stream in self._threads]:
+            if isinstance(mark, _ThreadEvent):
                 mark.passed.wait()
         self._launcher.failed = False
         self._failures.check(settled=True)
@@ -312,10 +312,10 @@ class _ImmediateStream(Stream):
     def run(self, operation: Operation) -> None:
         operation()
 
-    def wait(self, awaited: Waitable) -> None:
+    def wait_event(self, awaited: Waitable) -> None:
         awaited.wait()
 
-    def mark(self, waiting: Waiting = nullcontext) -> Waitable:
+    def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
         return _NOTHING
 
 
@@ -325,10 +325,10 @@ class ImmediateStreams(ReductionStreams):
     def __init__(self) -> None:
         self.launches = self.node = self.replica = _ImmediateStream()
 
-    def landed(self) -> Waitable:
+    def gradients_ready(self) -> Waitable:
         return _NOTHING
 
-    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
+    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         for each in marks:
             each.clear()
 
@@ -336,7 +336,7 @@ class ImmediateStreams(ReductionStreams):
 # The device's own
 
 
-class _DeviceMark:
+class _DeviceEvents:
     def __init__(self, module: Any, events: tuple[Any, ...]) -> None:
         self._module = module
         self._events = events
@@ -356,12 +356,12 @@ class _DeviceStream(Stream):
         with self._module.stream(self._stream):
             operation()
 
-    def wait(self, awaited: Waitable) -> None:
+    def wait_event(self, awaited: Waitable) -> None:
         with self._module.stream(self._stream):
             awaited.wait()
 
-    def mark(self, waiting: Waiting = nullcontext) -> _DeviceMark:
-        return _DeviceMark(self._module, (self._stream.record_event(),))
+    def record_event(self, waiting: Waiting = nullcontext) -> _DeviceEvents:
+        return _DeviceEvents(self._module, (self._stream.record_event(),))
 
 
 class DeviceStreams(ReductionStreams):
@@ -377,14 +377,14 @@ class DeviceStreams(ReductionStreams):
         self.node = _DeviceStream(self._module, device)
         self.replica = _DeviceStream(self._module, device)
 
-    def landed(self) -> Waitable:
+    def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
         streams = (current,) if current == self._birth else (current, self._birth)
-        return _DeviceMark(self._module, tuple(stream.record_event() for stream in streams))
+        return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
 
-    def settle(self, marks: Sequence[deque[Waitable]]) -> None:
+    def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         for stream in (self.launches, self.node, self.replica):
-            stream.mark().wait()
+            stream.record_event().wait()
         for each in marks:
             each.clear()
 

@@ -34,8 +34,8 @@ from torch.autograd.graph import Node, increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.agreement import agree
-from layerzero.comm.collectives import Exchange, PendingCollective, all_gather
+from layerzero.comm.agreement import require_equal
+from layerzero.comm.collectives import Collective, PendingCollective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.device.buffer_pools import FullBufferPool
 
@@ -178,7 +178,7 @@ class ExtendedGather:
         self._name = name
         self._shape = torch.Size(shape)
         self._strides = tuple(torch.empty(shape, device="meta").stride())
-        self._lane = topology.zero3_gather
+        self._lane = topology.zero3_gather_comm
         self._mesh: DeviceMesh = topology.mesh["zero3"]
         self._storages = storages
         self._local = extension.around(shard.view(-1, *shape[1:]))
@@ -195,7 +195,7 @@ class ExtendedGather:
                 failure = error
             self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
-            agree(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
+            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
             size = self._lane.size
             self._buffers = [  # 1-D uint8, by input: the parts of all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
@@ -204,7 +204,7 @@ class ExtendedGather:
                 self._rows_of(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
                 for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
             )
-            self._launch(inputs, label, Exchange.UNSHARD).wait()
+            self._launch(inputs, label, Collective.UNSHARD).wait()
             self.parameter, self._made = self._first()
         self._received_bytes = tuple(buffer.nbytes for buffer in self._buffers)
         self._made_bytes = tuple(storage.nbytes() for storage in self._made)
@@ -228,7 +228,7 @@ class ExtendedGather:
         """Version counter of the gathered parameter, which grows with writes by the user."""
         return self.parameter._version
 
-    def outdate(self) -> None:
+    def bump_version(self) -> None:
         """Make autograd reject graphs that have saved the gathered parameter."""
         increment_version(self.parameter)
 
@@ -243,13 +243,13 @@ class ExtendedGather:
                     "whose buffers are reused. Return inputs of the same shapes and dtypes in every gather"
                 )
             for buffer, nbytes in zip(self._buffers, self._received_bytes, strict=True):
-                self._storages.lend(buffer.untyped_storage(), nbytes)
-            return self._launch(inputs, name, Exchange.GATHER)
+                self._storages.allocate(buffer.untyped_storage(), nbytes)
+            return self._launch(inputs, name, Collective.GATHER)
 
     def fill(self, storages: FullBufferPool) -> None:
         """Let the class write the gathered parameter from the received tensors."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
-            storages.lend(storage, nbytes)
+            storages.allocate(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
@@ -257,7 +257,7 @@ class ExtendedGather:
         """Free the received tensors and the gathered parameter; the next gather fills the same storages."""
         for storage in self._all():
             if storage.nbytes():
-                storages.reclaim(storage)
+                storages.free(storage)
 
     def arrived(self) -> None:
         """Drop the inputs of a finished gather."""
@@ -289,7 +289,7 @@ class ExtendedGather:
             )
         return inputs, metadata
 
-    def _launch(self, inputs: Sequence[Tensor], name: str, exchange: Exchange) -> PendingExtension:
+    def _launch(self, inputs: Sequence[Tensor], name: str, exchange: Collective) -> PendingExtension:
         self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
         works = []
         for buffer, sent in zip(self._buffers, self._sent, strict=True):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from layerzero.comm.collectives import Exchange, all_gather
+from layerzero.comm.collectives import Collective, all_gather
 from layerzero.dtensor.op_errors import moves_rows
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.utils.bit_sums import digest
@@ -63,8 +63,8 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     shape = span.true_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
         raise ValueError(f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}")
-    if span.face is not None:
-        part = span.face.part_of(value)
+    if span.model_parallel is not None:
+        part = span.model_parallel.part_of(value)
     elif isinstance(value, DTensor) and _is_cut_by_others(value, span):
         return _rows_as_cut(value, span)
     else:
@@ -74,8 +74,8 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
 
 def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
     """By rows on our mesh, but not one of our tensors."""
-    by_rows = value.device_mesh == span.topology.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
-    return by_rows and not hasattr(value._local_tensor, "span")
+    by_rows = value.device_mesh == span.mesh_info.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
+    return by_rows and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
@@ -84,11 +84,11 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
     Raises:
         ValueError: ranks have other rows than either way of cutting gives them; on all ranks.
     """
-    local, topology = value.to_local().detach(), span.topology
+    local, topology = value.to_local().detach(), span.mesh_info
     counts = torch.tensor([local.shape[0]])
-    for lane in topology.control_lanes:
+    for lane in topology.control_comms:
         along = torch.empty(lane.size * counts.numel(), dtype=torch.int64)
-        all_gather(lane, Exchange.AGREE, along, counts).wait()
+        all_gather(lane, Collective.METADATA, along, counts).wait()
         counts = along
     held = counts.view(topology.replicas, topology.zero3_size).T.flatten().tolist()  # by k = s * R + r
     if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
@@ -137,21 +137,21 @@ class Sharded(DTensor):
         """
         local = self._local_tensor
         if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
-            if not other._local_tensor.span.cut_like(local.span):
+            if not other._local_tensor.spec.same_sharding(local.spec):
                 raise ValueError(
-                    f"{local.span.name!r} cannot take the rows of {other._local_tensor.span.name!r}, which is sharded "
+                    f"{local.spec.name!r} cannot take the rows of {other._local_tensor.spec.name!r}, which is sharded "
                     "in another way: load through layerzero.checkpoint or torch.distributed.checkpoint"
                 )
             return super().copy_(other, non_blocking)
-        if not isinstance(other, Tensor) or tuple(other.shape) != local.span.true_shape:
+        if not isinstance(other, Tensor) or tuple(other.shape) != local.spec.true_shape:
             return super().copy_(other, non_blocking)
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"parameter {local.span.name!r} requires grad and is changed in place; do it under torch.no_grad()"
+                f"parameter {local.spec.name!r} requires grad and is changed in place; do it under torch.no_grad()"
             )
-        rows = rows_of(other.detach(), local.span)
-        if local.watch is not None and local.span.holders > 1 and not isinstance(other, DTensor):
-            local.watch.loaded[local.span.name] = digest(other)
+        rows = rows_of(other.detach(), local.spec)
+        if local.tracker is not None and local.spec.holders > 1 and not isinstance(other, DTensor):
+            local.tracker.loaded_digests[local.spec.name] = digest(other)
         with torch.no_grad():
             local.copy_(rows, non_blocking)
         return self
@@ -159,12 +159,12 @@ class Sharded(DTensor):
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
         """``(Shard(0), Shard(0))``, which know that the pieces are uneven, after those on further axes."""
-        span = self._local_tensor.span
-        bounds, topology = span.bounds, span.topology
+        span = self._local_tensor.spec
+        bounds, topology = span.bounds, span.mesh_info
         replicas = topology.replicas
-        first = topology.grid.s * replicas
+        first = topology.grid.zero3_rank * replicas
         inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        further = () if span.face is None else span.face.placements
+        further = () if span.model_parallel is None else span.model_parallel.placements
         return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
 
     def redistribute(
@@ -179,7 +179,7 @@ class Sharded(DTensor):
         wanted = [] if placements is None else list(placements)
         whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
         if not whole or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(moves_rows("redistribute", self._local_tensor.span))
+            raise NotImplementedError(moves_rows("redistribute", self._local_tensor.spec))
         return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
 
     # What would take a part for the whole
@@ -201,7 +201,7 @@ class Sharded(DTensor):
 
 
 def _not_here(tensor: Sharded) -> str:
-    span = tensor._local_tensor.span
+    span = tensor._local_tensor.spec
     return (
         f"this rank has {len(span.rows)} of {span.count} rows of {span.name!r}: use p.to_local() for these rows "
         "(p.to_local().numpy() is a read-only array of them); layerzero.full_state_dict(model) or "

@@ -20,7 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
-__all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "once_it_is_known", "plain_access"]
+__all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "plain_access", "resolve_first"]
 
 _GRADIENT: Any = Tensor.grad
 OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as __torch_function__ sees them
@@ -48,33 +48,33 @@ class LazyGrad:
     """
 
     def __init__(self, show: Callable[[], None]) -> None:
-        self.due = False
+        self.pending = False
         self._show = WeakMethod(show)
         self._lock = threading.RLock()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Have nothing due; whoever else asks meanwhile waits.
 
         Raises:
             RuntimeError: the model is gone.
         """
         with self._lock:
-            if not self.due:
+            if not self.pending:
                 return
             if (show := self._show()) is None:
                 raise RuntimeError("the sharded model was dropped before its gradients were read; keep it until then")
             with torch.inference_mode(False), torch.no_grad(), plain_access():
                 show()
-            self.due = False
+            self.pending = False
 
 
-def once_it_is_known(access: Callable[..., Any]) -> Callable[..., Any]:
+def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
     """One of OF_GRADIENTS that first waits for what other ranks have to tell; see [Note: When .grad is known]."""
 
     def wait_for_it(parameter: RowShardedTensor, *value: Tensor | None) -> Any:
-        watch = parameter._local_tensor.watch
-        if watch is not None and watch.gradients_due is not None and watch.gradients_due.due:
-            watch.gradients_due.settle()
+        watch = parameter._local_tensor.tracker
+        if watch is not None and watch.lazy_grad is not None and watch.lazy_grad.pending:
+            watch.lazy_grad.resolve()
         return access(parameter, *value)
 
     return wait_for_it

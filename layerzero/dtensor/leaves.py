@@ -33,9 +33,9 @@ class GatheredParams:
             self._strided.append(StridedParam(whole, like=original))
             whole = self._strided[-1].tensor
             self._counters.append(whole)
-        if face is None or not face.dressed:
+        if face is None or not face.is_dtensor:
             return (MainGradParameter if offers_main_grad else nn.Parameter)(whole)
-        leaf = face.dress(whole)
+        leaf = face.to_module_param(whole)
         self._counters.append(leaf)
         return leaf
 
@@ -63,6 +63,6 @@ class GatheredParams:
         """Grows with every edit of a leaf."""
         return sum(tensor._version for tensor in self._counters)
 
-    def outdate(self) -> None:
+    def bump_version(self) -> None:
         """Have autograd refuse graphs that have saved a leaf."""
         increment_version(self._counters)

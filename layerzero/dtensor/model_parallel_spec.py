@@ -30,7 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ModelParallelSpec", "misplaced", "part_held"]
+__all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
@@ -43,7 +43,7 @@ def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
     return None
 
 
-def part_held(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be a DTensor; the same memory."""
     return _arrived(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -60,21 +60,21 @@ class ModelParallelSpec:
     placements: tuple[Placement, ...]  # on them
     shape: tuple[int, ...]  # the true one
     stride: tuple[int, ...]
-    shown: DeviceMesh  # of what users see: the further axes, then (zero3, replica)
-    dressed: bool  # the module computes with a DTensor; else with a plain tensor, all copies of one
-    held: tuple[int, int] | None = None  # an axis, and the one place on it that has everything; see `of_state`
+    global_mesh: DeviceMesh  # of what users see: the further axes, then (zero3, replica)
+    is_dtensor: bool  # the module computes with a DTensor; else with a plain tensor, all copies of one
+    owner: tuple[int, int] | None = None  # an axis, and the one place on it that has everything; see `of_state`
 
     @classmethod
     def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> ModelParallelSpec:
         """Of a parameter as the model has it; `mesh` is that of the DTensors beside it, if it is none."""
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         if isinstance(parameter, DTensor):
-            return cls(parameter.device_mesh, tuple(parameter.placements), shape, stride, shown, dressed=True)
-        return cls(mesh, (Replicate(),) * mesh.ndim, shape, stride, shown, dressed=False)
+            return cls(parameter.device_mesh, tuple(parameter.placements), shape, stride, shown, is_dtensor=True)
+        return cls(mesh, (Replicate(),) * mesh.ndim, shape, stride, shown, is_dtensor=False)
 
     @cached_property
     def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, offsets = self._box_without(None if self.held is None else self.held[0])
+        sizes, offsets = self._box_without(None if self.owner is None else self.owner[0])
         return sizes if self._holds else (0, *sizes[1:]), offsets
 
     def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -85,15 +85,15 @@ class ModelParallelSpec:
 
     @property
     def _holds(self) -> bool:
-        return self.held is None or self._coordinate[self.held[0]] == self.held[1]
+        return self.owner is None or self._coordinate[self.owner[0]] == self.owner[1]
 
     @property
-    def box(self) -> tuple[slice, ...]:
+    def global_slices(self) -> tuple[slice, ...]:
         """Where this rank's part lies in the whole."""
         return tuple(slice(start, start + size) for size, start in zip(*self._box, strict=True))
 
     @property
-    def counts(self) -> bool:
+    def is_primary_copy(self) -> bool:
         """Of the copies of this rank's part, this is the one that is saved and counted."""
         places = zip(self._coordinate, self.placements, strict=True)
         return not any(place for place, each in places if isinstance(each, Replicate))
@@ -111,17 +111,17 @@ class ModelParallelSpec:
         return places
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Ranks of the further axes have different parts."""
         return any(isinstance(each, Shard) for each in self.placements)
 
-    def cut_like(self, other: ModelParallelSpec) -> bool:
-        alike = (self.shape, self.placements, self.held) == (other.shape, other.placements, other.held)
+    def same_sharding(self, other: ModelParallelSpec) -> bool:
+        alike = (self.shape, self.placements, self.owner) == (other.shape, other.placements, other.owner)
         return alike and self.mesh == other.mesh
 
     # One axis of several
 
-    def cut_by(self, axis: int) -> int | None:
+    def sharded_dim(self, axis: int) -> int | None:
         """The dim along which an axis cuts the parameter; None where it does not."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard) or self.mesh.size(axis) == 1:
@@ -132,7 +132,7 @@ class ModelParallelSpec:
         """This rank's."""
         return self._coordinate[axis]
 
-    def joined(self, axis: int) -> tuple[int, ...]:
+    def joined_shape(self, axis: int) -> tuple[int, ...]:
         """The shape that the parts of the ranks along one axis have together."""
         return self._box_without(axis)[0]
 
@@ -142,54 +142,54 @@ class ModelParallelSpec:
         Along `axis`, the rank at `place` has all of it. Another axis that cuts the parameter cuts it into matrices of a
         stack, and the tensor likewise.
         """
-        cut = [axis == at or self.cut_by(at) is not None for at in range(self.mesh.ndim)]
+        cut = [axis == at or self.sharded_dim(at) is not None for at in range(self.mesh.ndim)]
         return replace(
             self,
             placements=tuple(Shard(0) if each else Replicate() for each in cut),
             shape=tuple(shape),
             stride=tuple(torch.empty(tuple(shape), device="meta").stride()),
-            dressed=False,
-            held=None if axis is None else (axis, place),
+            is_dtensor=False,
+            owner=None if axis is None else (axis, place),
         )
 
     # Between a part and the whole
 
-    def dress(self, part: Tensor) -> nn.Parameter:
+    def to_module_param(self, part: Tensor) -> nn.Parameter:
         """The parameter with which the module computes, of the same memory."""
-        return nn.Parameter(self._as_dtensor(part) if self.dressed else part)
+        return nn.Parameter(self._as_dtensor(part) if self.is_dtensor else part)
 
-    def undress(self, gradient: Tensor) -> Tensor:
+    def local_grad(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient. All ranks of the further axes must call this."""
         if not isinstance(gradient, DTensor):
             return gradient
         if tuple(gradient.placements) != self.placements:  # a sum that is to be made, or a part of a copy
             gradient = gradient.redistribute(placements=self.placements)
-        return part_held(gradient)
+        return local_part(gradient)
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor; of a DTensor that is cut otherwise, all of its ranks must call this."""
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
-                return part_held(value)
+                return local_part(value)
             value = value.full_tensor()
-        return value[self.box] if self.shape else value
+        return value[self.global_slices] if self.shape else value
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor of all parts. All ranks of the further axes must call this."""
-        if self.held is not None:
+        if self.owner is not None:
             return self._from_holder(part)
-        return self._as_dtensor(part).full_tensor() if self.is_cut else part  # type: ignore[no-any-return]
+        return self._as_dtensor(part).full_tensor() if self.is_sharded else part  # type: ignore[no-any-return]
 
     def _from_holder(self, part: Tensor) -> Tensor:
-        assert self.held is not None
-        axis, place = self.held
+        assert self.owner is not None
+        axis, place = self.owner
         told = part.detach().clone(memory_format=torch.contiguous_format)
         if not self._holds:
-            told = part.new_empty(self.joined(axis))
+            told = part.new_empty(self.joined_shape(axis))
         if told.numel():  # as bytes: backends do not know all dtypes
             dist.broadcast(told.view(-1).view(torch.uint8), group=self.mesh.get_group(axis), group_src=place)
         rest = tuple(Replicate() if at == axis else each for at, each in enumerate(self.placements))
-        return replace(self, placements=rest, held=None).whole(told)
+        return replace(self, placements=rest, owner=None).whole(told)
 
     def _as_dtensor(self, part: Tensor) -> DTensor:
         meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)

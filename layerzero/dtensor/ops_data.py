@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from layerzero.dtensor.lazy_grad import OF_GRADIENTS, once_it_is_known
+from layerzero.dtensor.lazy_grad import OF_GRADIENTS, resolve_first
 from layerzero.dtensor.row_shard_spec import MutationTracker
 
 if TYPE_CHECKING:
     from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
-__all__ = ["CALLS", "Absent", "carry_over", "note_empty"]
+__all__ = ["CALLS", "AbsentAttribute", "carry_over", "note_empty"]
 
 
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -46,7 +46,7 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
 _NOT_THE_USERS = {"main_grad", "grad_added_to_main_grad", "_local_tensor", "_spec"}
 
 
-class Absent:
+class AbsentAttribute:
     """An attribute that a class has inherited and does not have."""
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
@@ -62,13 +62,13 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     """
     if value is target or _is_empty(value):
         return
-    span, mine = target._local_tensor.span, target._local_tensor
+    span, mine = target._local_tensor.spec, target._local_tensor
     theirs = getattr(value, "_local_tensor", None)
-    other = getattr(theirs, "span", None)
+    other = getattr(theirs, "spec", None)
     if (
         theirs is None
         or other is None
-        or not span.cut_like(other)
+        or not span.same_sharding(other)
         or (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device)
     ):
         raise ValueError(
@@ -86,7 +86,7 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
     Raises:
         TypeError: it would change something.
     """
-    name = target._local_tensor.span.name
+    name = target._local_tensor.spec.name
     for setting in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
         if getattr(torch.__future__, f"get_{setting}")():
             raise TypeError(
@@ -110,7 +110,7 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
 def note_empty(func: Any, made: Tensor) -> Tensor:
     """What ``torch.empty_like`` has made of a sharded tensor is watched until somebody writes it."""
     local: Any = getattr(made, "_local_tensor", None)
-    if func is torch.empty_like and hasattr(local, "watch"):
+    if func is torch.empty_like and hasattr(local, "tracker"):
         local.watch = MutationTracker()
         local.watch.empty = True
     return made
@@ -124,7 +124,7 @@ def _is_empty(tensor: Any) -> bool:
 
 def refuse_sharing(target: RowShardedTensor) -> NoReturn:
     raise TypeError(
-        f"share_memory() of parameter {target._local_tensor.span.name!r} is not supported: layerzero has sharded it. "
+        f"share_memory() of parameter {target._local_tensor.spec.name!r} is not supported: layerzero has sharded it. "
         "Share the tensors of layerzero.full_state_dict(model, rank0_only=False)"
     )
 
@@ -141,7 +141,7 @@ CALLS: dict[
 ] = {  # functions of torch, as __torch_function__ sees them, and what takes their place
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
-    **{access: once_it_is_known(access) for access in OF_GRADIENTS},
+    **{access: resolve_first(access) for access in OF_GRADIENTS},
     torch._has_compatible_shallow_copy_type: can_take,
     Tensor.share_memory_: refuse_sharing,
 }

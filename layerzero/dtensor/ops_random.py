@@ -110,14 +110,14 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
 
     def make_whole(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
-        span: RowShardSpec | None = getattr(rows, "span", None)
+        span: RowShardSpec | None = getattr(rows, "spec", None)
         if span is None:
             return argument
         if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # transposed, say
             raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), span))
         whole = torch.zeros(span.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
-            whole[span.box] = rows.as_subclass(torch.Tensor)
+            whole[span.global_slices] = rows.as_subclass(torch.Tensor)
         whole.requires_grad_(argument.requires_grad)  # an edit of a parameter outside no_grad is refused by torch
         wholes[id(whole)] = argument, rows
         kept.append(whole)

@@ -4,8 +4,8 @@
 ``p.sum()`` and its like make a DTensor with a ``Partial`` placement. Where torch needs the number, or is asked for
 ``full_tensor()``, it adds the parts up (or takes their maximum, and so on), which every rank must do. But ``item()``,
 ``float()`` and ``bool()``, which a loop may call on one rank to print something, show this rank's part without a word.
-So the local tensor of such a DTensor is a :class:`PartialScalar`, which refuses that where torch asks. Whoever holds one,
-from ``p.to_local().sum()``, has asked for this rank's part, and reads it. torch's mean of means is right for equal
+So the local tensor of such a DTensor is a :class:`PartialScalar`, which refuses that where torch asks. Whoever holds
+one, from ``p.to_local().sum()``, has asked for this rank's part, and reads it. torch's mean of means is right for equal
 numbers of rows only, and is refused; ``p.mean()`` is a sum, divided.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import reduce_over
-from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.op_errors import moves_rows
 from layerzero.dtensor.ops_random import is_truncating
 from layerzero.dtensor.row_shard_spec import RowShardSpec
@@ -37,7 +37,7 @@ _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 class PartialScalar(torch.Tensor):
     """This rank's part of a number; see [Note: Parts of a number]."""
 
-    span: RowShardSpec
+    spec: RowShardSpec
     made_by: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -45,7 +45,7 @@ class PartialScalar(torch.Tensor):
     @staticmethod
     def __new__(cls, plain: Tensor, span: RowShardSpec, made_by: str) -> PartialScalar:
         part: PartialScalar = torch.Tensor._make_subclass(cls, plain, False)
-        part.span, part.made_by = span, made_by
+        part.spec, part.made_by = span, made_by
         return part
 
     @classmethod
@@ -57,12 +57,12 @@ class PartialScalar(torch.Tensor):
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
             raise RuntimeError(_only_a_part(ours))
         if func.namespace in EXCHANGES:
-            refuse_exchange(func, args, ours.span)
+            refuse_exchange(func, args, ours.spec)
         with torch._C._DisableTorchDispatch():
             out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return tree_map_only(cls, _plain, out)
-        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, ours.span, ours.made_by), out)
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, ours.spec, ours.made_by), out)
 
     def item(self) -> Any:
         return _plain(self).item()
@@ -86,7 +86,7 @@ class PartialScalar(torch.Tensor):
         return format(_plain(self), how)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"PartialScalar({self.made_by} of {self.span.name!r}, {_plain(self)} of this rank)"
+        return f"PartialScalar({self.made_by} of {self.spec.name!r}, {_plain(self)} of this rank)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -105,8 +105,8 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 
     torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
     """
-    rows = [part_held(gradient) for gradient in gradients]
-    spans = [each.span for each in rows if hasattr(each, "span")]
+    rows = [local_part(gradient) for gradient in gradients]
+    spans = [each.span for each in rows if hasattr(each, "spec")]
     lanes, device = spans[0].topology.over_model, spans[0].topology.device
     if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
         raise NotImplementedError(
@@ -171,7 +171,7 @@ def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
 
 
 def _only_a_part(part: PartialScalar) -> str:
-    span = part.span
+    span = part.spec
     return (
         f"the value of {part.made_by} over parameter {span.name!r}, or of what was made of it, was asked for: this "
         f"rank has a part only, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on all ranks, "

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["call_between", "explain_dtype_error", "in_backward", "is_recursive_call", "refuse_transforms"]
+__all__ = ["call_with_hooks", "explain_dtype_error", "in_backward", "is_recursive_call", "refuse_transforms"]
 
 _SHOWN = 4  # buffers in a message
 
 
-def call_between(
+def call_with_hooks(
     self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
 ) -> Any:
     """Call a method between the hooks of its module's forward, as torch does: `after` runs also where that raises."""
@@ -30,7 +30,7 @@ def call_between(
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
     """An outer call of one of a unit's modules, beside the one that asks, is on the stack: it calls itself."""
-    frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_between.__code__)
+    frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
         frame = frame.f_back

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Exchange, all_gather, broadcast
+from layerzero.comm.collectives import Collective, all_gather, broadcast
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.lazy_grad import LazyGrad
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
@@ -30,32 +30,41 @@ def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> Non
 class MutationTracker:
     """What has happened to the storage behind some :class:`LocalShard`."""
 
-    __slots__ = ("before_edit", "edited", "edits", "empty", "forbidden", "gradients_due", "loaded", "zeroed")
+    __slots__ = (
+        "access_error",
+        "before_write",
+        "dirty",
+        "lazy_grad",
+        "loaded_digests",
+        "uninitialized",
+        "write_count",
+        "zero_requested",
+    )
 
     def __init__(self) -> None:
-        self.edited = False
-        self.empty = False  # empty_like made the storage, and nobody has written it since
-        self.edits = 0  # so far, for who compares what is at rest
-        self.before_edit: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
-        self.gradients_due: LazyGrad | None = None  # to be looked at before .grad is read or set
-        self.forbidden: str | None = None  # while set, using the values raises RuntimeError with this text
-        self.loaded: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
-        self.zeroed = False  # zero_() was called while `forbidden` was set, the one use that needs no values
+        self.dirty = False
+        self.uninitialized = False  # empty_like made the storage, and nobody has written it since
+        self.write_count = 0  # so far, for who compares what is at rest
+        self.before_write: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
+        self.lazy_grad: LazyGrad | None = None  # to be looked at before .grad is read or set
+        self.access_error: str | None = None  # while set, using the values raises RuntimeError with this text
+        self.loaded_digests: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
+        self.zero_requested = False  # zero_() was called while `forbidden` was set, the one use that needs no values
 
     def moved(self, reason: str) -> MutationTracker:
         """The rows are elsewhere from here on: the watch over them there. Using the old ones raises with `reason`."""
-        self.forbidden = reason
+        self.access_error = reason
         new = MutationTracker()
-        new.before_edit, new.gradients_due = self.before_edit, self.gradients_due
+        new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new
 
-    def edit(self) -> None:
+    def record_write(self) -> None:
         """The storage is about to be written."""
-        if not self.edited and self.before_edit is not None:
-            self.before_edit()
-        self.empty = False
-        self.edits += 1
-        self.edited = True
+        if not self.dirty and self.before_write is not None:
+            self.before_write()
+        self.uninitialized = False
+        self.write_count += 1
+        self.dirty = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,33 +74,33 @@ class RowShardSpec:
     name: str
     shape: tuple[int, ...]  # of all rows
     bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
-    topology: MeshInfo
-    face: ModelParallelSpec | None = None  # what the parameter is beyond these rows; None: nothing
+    mesh_info: MeshInfo
+    model_parallel: ModelParallelSpec | None = None  # what the parameter is beyond these rows; None: nothing
 
     @property
     def true_shape(self) -> tuple[int, ...]:
         """Of the whole parameter, as one process would have it."""
-        return self.shape if self.face is None else self.face.shape
+        return self.shape if self.model_parallel is None else self.model_parallel.shape
 
     @property
     def is_whole_here(self) -> bool:
         """No other rank holds anything of it."""
-        return self.topology.data_parallel == 1 and (self.face is None or not self.face.is_cut)
+        return self.mesh_info.data_parallel == 1 and (self.model_parallel is None or not self.model_parallel.is_sharded)
 
     @property
     def holders(self) -> int:
         """Ranks that have this parameter, or a part of it."""
-        return self.topology.data_parallel * (1 if self.face is None else self.face.mesh.size())
+        return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
     @property
     def mesh(self) -> DeviceMesh:
         """Of what users see."""
-        return self.topology.flat_mesh if self.face is None else self.face.shown
+        return self.mesh_info.flat_mesh if self.model_parallel is None else self.model_parallel.global_mesh
 
     @property
-    def box(self) -> tuple[slice, ...]:
+    def global_slices(self) -> tuple[slice, ...]:
         """Where this rank's rows lie in the whole parameter, of a 0-dim one in its one row."""
-        rows, inner = self.rows, () if self.face is None else self.face.box
+        rows, inner = self.rows, () if self.model_parallel is None else self.model_parallel.global_slices
         if not inner:
             return slice(rows.start, rows.stop), *(slice(0, size) for size in self.shape[1:])
         return slice(inner[0].start + rows.start, inner[0].start + rows.stop), *inner[1:]
@@ -109,41 +118,48 @@ class RowShardSpec:
     @property
     def rows(self) -> range:
         """This rank's rows."""
-        k = self.topology.shard_index
+        k = self.mesh_info.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 
-    def cut_like(self, other: RowShardSpec) -> bool:
+    def same_sharding(self, other: RowShardSpec) -> bool:
         """Every rank holds the same rows of both. Equal bounds are not enough: S decides whose is flat position k."""
-        if (self.face is None) is not (other.face is None):
+        if (self.model_parallel is None) is not (other.model_parallel is None):
             return False
-        alike = self.face is None or other.face is None or self.face.cut_like(other.face)
-        return alike and self.bounds == other.bounds and self.topology.zero3_size == other.topology.zero3_size
+        alike = (
+            self.model_parallel is None
+            or other.model_parallel is None
+            or self.model_parallel.same_sharding(other.model_parallel)
+        )
+        return alike and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
-    def undress(self, gradient: Tensor) -> Tensor:
+    def local_grad(self, gradient: Tensor) -> Tensor:
         """What of a gradient the data-parallel ranks sum up."""
-        return gradient if self.face is None else self.face.undress(gradient)
+        return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
 
-    def gather_whole(self, local: Tensor) -> Tensor:
+    def gather_full(self, local: Tensor) -> Tensor:
         """The whole parameter, as one process would have it; every rank that holds something of it must call this."""
         part = self.gather(local)
-        return part if self.face is None else self.face.whole(part)
+        return part if self.model_parallel is None else self.model_parallel.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
         """All rows, from every rank's rows `local`, on the device; every data-parallel rank must call this."""
-        local = local.to(self.topology.device)  # where the host updates, they are there
+        local = local.to(self.mesh_info.device)  # where the host updates, they are there
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        evenly = self.topology.data_parallel * longest <= 2 * self.count
+        evenly = self.mesh_info.data_parallel * longest <= 2 * self.count
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
         return whole.view(self.shape)
 
     def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
-        topology, rest = self.topology, self.stored[1:]
+        topology, rest = self.mesh_info, self.stored[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
-        for lane in (topology.replica, topology.zero3_gather):  # k = s * R + r: the replica axis is the inner one
+        for lane in (
+            topology.replica_comm,
+            topology.zero3_gather_comm,
+        ):  # k = s * R + r: the replica axis is the inner one
             if lane.size > 1 and pieces.numel():
                 wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
-                all_gather(lane, Exchange.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
+                all_gather(lane, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
                 pieces = wider
             elif lane.size > 1:
                 pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
@@ -154,14 +170,14 @@ class RowShardSpec:
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
         """For a few ranks that hold most rows, where equal pieces would be mostly padding."""
-        topology = self.topology
+        topology = self.mesh_info
         whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local
         for k in range(topology.data_parallel):
             piece = whole[self.bounds[k] : self.bounds[k + 1]]
             s, r = divmod(k, topology.replicas)
-            if topology.replicas > 1 and topology.grid.s == s and piece.numel():
-                broadcast(topology.replica, Exchange.UNSHARD, piece, from_rank=r)
+            if topology.replicas > 1 and topology.grid.zero3_rank == s and piece.numel():
+                broadcast(topology.replica_comm, Collective.UNSHARD, piece, from_rank=r)
             if topology.zero3_size > 1 and piece.numel():
-                broadcast(topology.zero3_gather, Exchange.UNSHARD, piece, from_rank=s)
+                broadcast(topology.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
         return whole

@@ -42,7 +42,7 @@ def refuse_for_number(func: Any, span: RowShardSpec) -> None:
     """Raise where `func` would read a number that only one rank has, or give it other dims."""
     if func.__name__ in _RESHAPES:
         raise NotImplementedError(moves_rows(func.__name__, span))
-    if func.__name__ in _READS and span.topology.data_parallel > 1:
+    if func.__name__ in _READS and span.mesh_info.data_parallel > 1:
         raise RuntimeError(
             f"the value of parameter {span.name!r}, or of what was made of it, was asked for: it is a 0-dim parameter, "
             "of which one rank has the value. Call full_tensor() first, on all ranks, as in p.full_tensor().item()"

@@ -11,8 +11,8 @@ moves rows between ranks does, and torch would return wrong tensors without a wo
 
 [Note: Who edited the master]
 Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``,
-reaches :class:`LocalShard` in the end, which tells its :class:`MutationTracker` when it is written to. Version counters would
-miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
+reaches :class:`LocalShard` in the end, which tells its :class:`MutationTracker` when it is written to. Version counters
+would miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.dtensor.derived import with_origin
 from layerzero.dtensor.full_tensor import Sharded
 from layerzero.dtensor.op_errors import cut_elsewhere, explained, moves_rows, penalised
-from layerzero.dtensor.ops_data import CALLS, Absent, note_empty
+from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, note_empty
 from layerzero.dtensor.ops_random import call_whole, draw_whole, draws, is_drawing, makes_alike
 from layerzero.dtensor.ops_reduction import EXCHANGES, REDUCTIONS, PartialScalar, of_nothing, refuse_exchange
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
@@ -44,19 +44,19 @@ __all__ = ["LocalShard", "RowShardedTensor", "plain", "sharded"]
 class LocalShard(torch.Tensor):
     """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
 
-    span: RowShardSpec
-    watch: MutationTracker | None
+    spec: RowShardSpec
+    tracker: MutationTracker | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: Tensor, span: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
         rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
-        rows.span, rows.watch = span, watch
+        rows.spec, rows.tracker = span, watch
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"LocalShard({self.span.name!r}, rows {self.span.rows}, {plain(self)})"
+        return f"LocalShard({self.spec.name!r}, rows {self.spec.rows}, {plain(self)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,11 +67,11 @@ class LocalShard(torch.Tensor):
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in EXCHANGES:
             _readable(ours)  # what may not be used yet is told first
-            refuse_exchange(func, args, ours.span)
+            refuse_exchange(func, args, ours.spec)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
-            if draws(func, ours.span):
+            if draws(func, ours.spec):
                 return draw_whole(func, args, kwargs)
             out = of_nothing(func, args)
             if out is None:
@@ -79,23 +79,23 @@ class LocalShard(torch.Tensor):
         if func.namespace == "_c10d_functional":
             return out
         aliases = any(result.alias_info is not None for result in func._schema.returns)
-        watch = ours.watch if aliases else None
+        watch = ours.tracker if aliases else None
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
 
     def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
         """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
         if result.ndim:
-            return LocalShard(result, self.span, watch)
-        if self.span.is_whole_here:
+            return LocalShard(result, self.spec, watch)
+        if self.spec.is_whole_here:
             return result
-        return PartialScalar(result, self.span, func._schema.name.removeprefix("aten::"))
+        return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
     def with_rows(self, rows: Tensor) -> LocalShard:
-        return type(self)(rows, self.span, None)
+        return type(self)(rows, self.spec, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """A copy that nobody watches."""
-        copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.span, None)
+        copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.spec, None)
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -114,7 +114,7 @@ class LocalShard(torch.Tensor):
     # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
-        if self.span.face is not None and not self.span.face.counts:
+        if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
             return []  # another rank writes its copy
         return [
             WriteItem(
@@ -129,23 +129,23 @@ class LocalShard(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # A load is being planned. A rank without rows will not be written to, but must take part in the refresh.
-        if self.watch is not None:
-            self.watch.edit()
+        if self.tracker is not None:
+            self.tracker.record_write()
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        span = self.span
+        span = self.spec
         if (self.shape[0] == 0 and span.count > 0) or (self.numel() == 0 and 0 not in span.true_shape):
             return []
         if not span.shape:
             return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
-        offsets = torch.Size([inside.start for inside in span.box])
+        offsets = torch.Size([inside.start for inside in span.global_slices])
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         # Loading writes into the returned tensor: it must stay a watched one. (A number has no such view; the watch has
         # been told when the load was planned.)
-        return self if self.span.shape else plain(self).view(())
+        return self if self.spec.shape else plain(self).view(())
 
 
 class RowShardedTensor(Sharded):
@@ -153,7 +153,7 @@ class RowShardedTensor(Sharded):
 
     _local_tensor: LocalShard
     gathered: Tensor | None = None  # of a sharded parameter: what the model computes with
-    __tensor_flatten__ = Absent()  # see [Note: Moves of a module]
+    __tensor_flatten__ = AbsentAttribute()  # see [Note: Moves of a module]
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As ``torch.Tensor.register_hook``.
@@ -182,13 +182,13 @@ class RowShardedTensor(Sharded):
                 return note_empty(func, _alike(out)) if makes_alike(func) else _derived(out, args)
         except RuntimeError as error:
             ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
-            if ours is None or (told := explained(error, func, ours._local_tensor.span)) is error:
+            if ours is None or (told := explained(error, func, ours._local_tensor.spec)) is error:
                 raise
             raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: what ``torch.nn.utils.parametrize`` does to a parameter."""
-        raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.span))
+        raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank, in this tensor's dtype. Every rank must call this.
@@ -197,17 +197,17 @@ class RowShardedTensor(Sharded):
         """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
-        watch = self._local_tensor.watch
-        if watch is not None and watch.forbidden is not None:
-            raise RuntimeError(watch.forbidden)
+        watch = self._local_tensor.tracker
+        if watch is not None and watch.access_error is not None:
+            raise RuntimeError(watch.access_error)
         with torch.no_grad():
-            whole = self._local_tensor.span.gather_whole(plain(self._local_tensor))
+            whole = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
             whole = _WithoutGradient.apply(self, whole)  # type: ignore[no-untyped-call]
         return whole
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
-        return sharded(rows, self._local_tensor.span, MutationTracker())
+        return sharded(rows, self._local_tensor.spec, MutationTracker())
 
     def within_bounds(self) -> RowShardedTensor:
         """Return a detached alias for which every comparison with a bound is false."""
@@ -235,7 +235,7 @@ class RowShardedTensor(Sharded):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        span = self._local_tensor.span
+        span = self._local_tensor.spec
         return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
 
 
@@ -262,7 +262,7 @@ class ShardedScalar(RowShardedTensor):
         if func in CALLS or is_about_itself(func):
             return super().__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.span
+        span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
         refuse_for_number(func, span)
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
@@ -283,7 +283,7 @@ class ShardedScalar(RowShardedTensor):
             if id(made) in numbers:
                 return numbers[id(made)]
             local = made._local_tensor
-            if made.ndim == 0 or not isinstance(local, LocalShard) or local.span.shape:
+            if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
                 raise NotImplementedError(moves_rows(func.__name__, span))
@@ -301,7 +301,7 @@ class ShardedScalar(RowShardedTensor):
 class _AsRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: ShardedScalar) -> Tensor:
-        ctx.span = number._local_tensor.span
+        ctx.span = number._local_tensor.spec
         return _of_rows(number._local_tensor, (1,))
 
     @staticmethod
@@ -326,7 +326,7 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
-        ctx.name = parameter._local_tensor.span.name
+        ctx.name = parameter._local_tensor.spec.name
         return whole
 
     @staticmethod
@@ -346,8 +346,8 @@ def sharded(local: Tensor, span: RowShardSpec, watch: MutationTracker) -> RowSha
 def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    further = () if local.span.face is None else local.span.face.placements
-    spec = DTensorSpec(local.span.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
+    further = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
+    spec = DTensorSpec(local.spec.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
     kind = RowShardedTensor if shape else ShardedScalar
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -355,7 +355,7 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
 def _alike(made: Tensor) -> Tensor:
     """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
     local = made._local_tensor if isinstance(made, DTensor) else None
-    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.span.true_shape or (1,)):
+    if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
         return made
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 
@@ -365,7 +365,7 @@ def _derived(made: Any, args: Sequence[Any]) -> Any:
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
-    return made if ours is None else with_origin(made, ours._local_tensor.span)
+    return made if ours is None else with_origin(made, ours._local_tensor.spec)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -379,8 +379,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _readable(rows: LocalShard) -> Tensor:
     """:func:`plain`, where the values may be used."""
-    if rows.watch is not None and rows.watch.forbidden is not None:
-        raise RuntimeError(rows.watch.forbidden)
+    if rows.tracker is not None and rows.tracker.access_error is not None:
+        raise RuntimeError(rows.tracker.access_error)
     return plain(rows)
 
 
@@ -394,14 +394,14 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
     for other in tensors:
         if isinstance(other, LocalShard):
             # One row and none, or one row and several, would be broadcast.
-            if not (func.__name__.startswith("_foreach") or other.span.cut_like(ours.span)):
+            if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
                 raise ValueError(
-                    f"{func.__name__} mixes parameters {ours.span.name!r} and {other.span.name!r}, of which ranks hold "
+                    f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks hold "
                     "different rows; use p.full_tensor() of both, on all ranks"
                 )
         elif other.ndim >= ours.ndim and other.shape != ours.shape:
             raise ValueError(
-                f"{func.__name__} mixes parameter {ours.span.name!r} (rows {ours.span.rows} on this rank) with a "
+                f"{func.__name__} mixes parameter {ours.spec.name!r} (rows {ours.spec.rows} on this rank) with a "
                 f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
                 "use tensors made from the sharded parameter itself, such as torch.zeros_like(p). A penalty on "
                 "parameters is written on this rank's rows, p.to_local(), which counts each row once"
@@ -411,10 +411,14 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
 def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     if func._schema.name not in _NAMES_ONLY:
         for tensor in tensors:
-            if isinstance(tensor, LocalShard) and tensor.watch is not None and tensor.watch.forbidden is not None:
+            if (
+                isinstance(tensor, LocalShard)
+                and tensor.tracker is not None
+                and tensor.tracker.access_error is not None
+            ):
                 if func._schema.name not in _ZEROES:
-                    raise RuntimeError(tensor.watch.forbidden)
-                tensor.watch.zeroed, tensor.watch.forbidden = True, None
+                    raise RuntimeError(tensor.tracker.access_error)
+                tensor.tracker.zero_requested, tensor.tracker.access_error = True, None
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):
@@ -422,5 +426,5 @@ def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in tree_leaves(value):
-            if isinstance(tensor, LocalShard) and tensor.watch is not None:
-                tensor.watch.edit()
+            if isinstance(tensor, LocalShard) and tensor.tracker is not None:
+                tensor.tracker.record_write()

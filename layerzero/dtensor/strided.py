@@ -34,8 +34,8 @@ class StridedParam:
 
     @torch.no_grad()
     def fill(self, storages: FullBufferPool) -> None:
-        storages.lend(self._written.untyped_storage(), self.gathered_bytes)
+        storages.allocate(self._written.untyped_storage(), self.gathered_bytes)
         self._written.copy_(self._source)
 
     def free(self, storages: FullBufferPool) -> None:
-        storages.reclaim(self._written.untyped_storage())
+        storages.free(self._written.untyped_storage())

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Exchange, PendingCollective, all_gather
+from layerzero.comm.collectives import Collective, PendingCollective, all_gather
 from layerzero.dtensor.leaves import GatheredParams
-from layerzero.dtensor.model_parallel_spec import part_held
+from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.layout.shard_grid import Extent
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class FullPrecision:
         self._leaves = GatheredParams(self._full.data)  # 1-D [G]; see [Note: Version counters]
         self.parameters: dict[ManagedParam, nn.Parameter] = {}
         for slot, member in zip(handle.layout.slots, handle.members, strict=True):
-            place, original = slice(slot.offset, slot.end), part_held(member.leaf)
-            made = self._leaves.make(place, original, member.span.face, offers_main_grad=False)
+            place, original = slice(slot.offset, slot.end), local_part(member.gathered)
+            made = self._leaves.make(place, original, member.spec.model_parallel, offers_main_grad=False)
             made.requires_grad_(False)
             self.parameters[member] = made
         self._first: PendingCollective | None = None  # along the replica axis
@@ -66,22 +66,25 @@ class FullPrecision:
         """Launch the first collective that fills the full buffer."""
         topology, layout = self._handle.topology, self._handle.layout
         grid = topology.grid
-        self._storages.lend(self._full.untyped_storage(), self._bytes)
-        own = self._full[grid.place(layout, Extent.RANK, Extent.WHOLE)]
+        self._storages.allocate(self._full.untyped_storage(), self._bytes)
+        own = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
         own.copy_(self._handle.master)
         if topology.replicas > 1:
-            zero3, parts = self._full[grid.place(layout, Extent.NODE, Extent.WHOLE)], grid.parts(layout)
+            zero3, parts = (
+                self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)],
+                grid.replica_part_sizes(layout),
+            )
             label = self._handle.label
-            self._first = all_gather(topology.replica, Exchange.UNSHARD, zero3, own, name=label, parts=parts)
+            self._first = all_gather(topology.replica_comm, Collective.UNSHARD, zero3, own, name=label, parts=parts)
         else:
             self._gather_zero3()
 
     def _gather_zero3(self) -> None:
         topology, layout = self._handle.topology, self._handle.layout
         if topology.zero3_size > 1:
-            zero3 = self._full[topology.grid.place(layout, Extent.NODE, Extent.WHOLE)]
+            zero3 = self._full[topology.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
             label = self._handle.label
-            self._second = all_gather(topology.zero3_gather, Exchange.UNSHARD, self._full, zero3, name=label)
+            self._second = all_gather(topology.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -99,4 +102,4 @@ class FullPrecision:
         """Free the full buffer."""
         self._version = self._leaves.version
         self._leaves.free(self._storages)
-        self._storages.reclaim(self._full.untyped_storage())
+        self._storages.free(self._full.untyped_storage())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.comm.agreement import has_peers
-from layerzero.comm.collectives import Communicator, Exchange, all_gather
+from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.failure_report import CollectiveError, publish_status
 
 __all__ = ["GatherOrderCheck"]
@@ -74,13 +74,13 @@ class GatherOrderCheck:
         else:
             self._repeats = self._place_like_this()
 
-    def explain(self, error: CollectiveError) -> CollectiveError | RuntimeError:
+    def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """What to raise for a gather, or a comparison, that has failed: says so if other ranks gather other units."""
         orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
         if not orders or not all(orders.values()):
             return error
         told = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
-        own = " -> ".join(map(repr, error.word.gathers))
+        own = " -> ".join(map(repr, error.status.gathers))
         return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
@@ -97,14 +97,14 @@ class GatherOrderCheck:
 
     def _gather(self, lane: Communicator, sent: Tensor, name: str) -> Tensor:
         everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
-        comparison = all_gather(lane, Exchange.ORDER, everyone, sent, name=name)
-        word = comparison.issued.word if self._repeats >= 0 else None  # with no prediction all ranks come here
+        comparison = all_gather(lane, Collective.GATHER_ORDER, everyone, sent, name=name)
+        word = comparison.issued.status if self._repeats >= 0 else None  # with no prediction all ranks come here
         if word is not None:
             publish_status(word)
         try:
             comparison.wait()
         except CollectiveError as error:
-            raise self.explain(error) from error.__cause__
+            raise self.explain_failure(error) from error.__cause__
         if word is not None:
             publish_status(replace(word, passed=True))
         return everyone

@@ -34,24 +34,24 @@ class GradAttribute:
         another rank may have used has one: zero_grad must be noticed where the rows are.
         """
         usage = self.gradients.usage
-        self.gradients.final.place.arrive()
-        guesses = not agreed and self.gradients.holds_of_peers
+        self.gradients.final.storage.wait_for_host()
+        guesses = not agreed and self.gradients.slots_of_peers
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.SEEN:
-                maybe = guesses and member.leaf.requires_grad
+                maybe = guesses and member.gathered.requires_grad
                 if usage[slot] == GradUsage.MAYBE and not maybe:
-                    member.parameter.grad = None
+                    member.sharded.grad = None
                 usage[slot] = GradUsage.MAYBE if maybe else GradUsage.NONE
-            if usage[slot] and not self._is_ours(slot, member.parameter.grad):
-                member.parameter.grad = self._gradient_of(slot)
-            self._watches[slot].forbidden = forbidden
+            if usage[slot] and not self._is_ours(slot, member.sharded.grad):
+                member.sharded.grad = self._gradient_of(slot)
+            self._watches[slot].access_error = forbidden
         if agreed and not any(usage):  # the zeros that were sent are nobody's gradient
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
         """The parameter's ``.grad`` is the one that was published here."""
-        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.watch is self._watches[slot]
+        return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
         """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
@@ -60,12 +60,12 @@ class GradAttribute:
             return
         dropped, replaced = [], []
         for slot, member in enumerate(self.members):
-            watch, gradient = self._watches[slot], member.parameter.grad
+            watch, gradient = self._watches[slot], member.sharded.grad
             ours = self._is_ours(slot, gradient)
-            if watch.zeroed:
-                watch.zeroed = False
+            if watch.zero_requested:
+                watch.zero_requested = False
                 if ours and gradients.usage[slot] == GradUsage.MAYBE:
-                    gradient = member.parameter.grad = None
+                    gradient = member.sharded.grad = None
                 elif ours:
                     gradients.zero(slot)
             if gradient is None:
@@ -82,48 +82,48 @@ class GradAttribute:
                 gradients.replace(slot, plain(gradient))
             else:
                 gradients.add_rows(slot, plain(gradient))
-            member.parameter.grad = self._gradient_of(slot)
+            member.sharded.grad = self._gradient_of(slot)
 
-    def withhold(self) -> None:
+    def hide(self) -> None:
         """Let no parameter have a ``.grad`` during a backward, in which its place may hold something else.
 
         Autograd itself would add to it: a loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):
-            has_gradient = member.parameter.grad is not None
-            self._withheld.append((has_gradient, watch.forbidden))
-            watch.forbidden = _IN_BACKWARD
+            has_gradient = member.sharded.grad is not None
+            self._withheld.append((has_gradient, watch.access_error))
+            watch.access_error = _IN_BACKWARD
             if has_gradient:
-                member.parameter.grad = None
+                member.sharded.grad = None
 
-    def take_rows(self) -> None:
+    def collect_local_grads(self) -> None:
         """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
         for slot, member in enumerate(self.members):
-            gradient = member.parameter.grad
+            gradient = member.sharded.grad
             if gradient is not None and not self._is_ours(slot, gradient):
-                member.parameter.grad = None
+                member.sharded.grad = None
                 self.gradients.add_rows(slot, plain(gradient))
-        self.give_back()
+        self.unhide()
 
-    def allow(self) -> None:
+    def unlock(self) -> None:
         """What there is is final, though others may be found to have gradients, too: a ``.grad`` of before shows it."""
-        self.gradients.final.place.arrive()
+        self.gradients.final.storage.wait_for_host()
         for watch in self._watches:
-            watch.forbidden = None
+            watch.access_error = None
 
-    def give_back(self) -> None:
+    def unhide(self) -> None:
         """Undo :meth:`withhold`."""
         withheld, self._withheld = self._withheld, []
         for slot, (had_gradient, forbidden) in enumerate(withheld):
-            self._watches[slot].forbidden = forbidden
+            self._watches[slot].access_error = forbidden
             if had_gradient:
-                self.members[slot].parameter.grad = self._gradient_of(slot)
+                self.members[slot].sharded.grad = self._gradient_of(slot)
 
     def _gradient_of(self, slot: int) -> RowShardedTensor:
         if slot not in self._shown:
             member = self.members[slot]
-            self._shown[slot] = sharded(self.gradients.final.part(slot), member.span, self._watches[slot])
+            self._shown[slot] = sharded(self.gradients.final.part(slot), member.spec, self._watches[slot])
         return self._shown[slot]
 
 

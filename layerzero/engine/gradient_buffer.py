@@ -26,13 +26,13 @@ _MOST_TENSORS = 8  # flat tensors whose parts are kept: more than there are buff
 class SlotState(enum.IntEnum):
     """What a sum holds for one slot.
 
-    EMPTY -> OFFERED by :meth:`GradientBuffer.offer`, back by :meth:`GradientBuffer.withdraw`; both -> FILLED by a write; all -> EMPTY by
-    :meth:`GradientBuffer.forget` and :meth:`GradientBuffer.hand_over`.
+    EMPTY -> OFFERED by :meth:`GradientBuffer.expose`, back by :meth:`GradientBuffer.withdraw`; both -> FILLED by a
+    write; all -> EMPTY by :meth:`GradientBuffer.clear` and :meth:`GradientBuffer.seal`.
     """
 
     EMPTY = 0  # unspecified contents
-    OFFERED = 1  # zeros, to which a kernel may have added
-    FILLED = 2
+    EXPOSED = 1  # zeros, to which a kernel may have added
+    WRITTEN = 2
 
 
 class GradientBuffer:
@@ -46,48 +46,48 @@ class GradientBuffer:
     def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
         assert place.numel == grid.numel(layout, extent)
         self.extent = extent
-        self.place = place
+        self.storage = place
         flat = grid.range_of(layout, extent)
         self._names = tuple(slot.name for slot in layout.slots)
         self._ranges = tuple(overlap(slot, flat).of_range for slot in layout.slots)
         self._shapes = tuple((len(layout.rows_in(slot, flat)), *slot.shape[1:]) for slot in layout.slots)
-        self._holds = bytearray(len(layout.slots))  # a Holding for each slot
+        self._states = bytearray(len(layout.slots))  # a Holding for each slot
         self._parts: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
         self._opened: tuple[Tensor, list[Tensor]] | None = None  # the memory and its parts, while they stay as they are
 
     # What it holds
 
     def __getitem__(self, slot: int) -> SlotState:
-        return SlotState(self._holds[slot])
+        return SlotState(self._states[slot])
 
     @property
     def empty(self) -> bool:
         """No slot is filled."""
-        return SlotState.FILLED not in self._holds
+        return SlotState.WRITTEN not in self._states
 
     @property
     def untouched(self) -> bool:
         """No slot is filled or offered: its contents are of no interest."""
-        return not any(self._holds)
+        return not any(self._states)
 
     def part(self, slot: int) -> Tensor:
         """The rows of one slot that it covers, ``[rows, *rest]``, where they lie between passes."""
-        return self._parts_of(self.place.home())[slot]
+        return self._parts_of(self.storage.home())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
         """What it holds, by slot; to be looked at only."""
         if self.empty:
             return []
         _, parts = self._opened or self._open()
-        return [(slot, parts[slot]) for slot, holding in enumerate(self._holds) if holding == SlotState.FILLED]
+        return [(slot, parts[slot]) for slot, holding in enumerate(self._states) if holding == SlotState.WRITTEN]
 
     # Writes
 
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
         """Add `scale` times the values ``[rows, *rest]``, of any floating dtype."""
         target = (self._opened or self._open())[1][slot]
-        accumulate_parts(target, (values,), overwrite=self._holds[slot] != SlotState.FILLED, scale=scale)
-        self._holds[slot] = SlotState.FILLED
+        accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
+        self._states[slot] = SlotState.WRITTEN
 
     def add_exchange(self, pending: PendingReduction, *, scale: float) -> None:
         """Add `scale` times what an exchange that was waited for has brought, for all slots."""
@@ -96,112 +96,112 @@ class GradientBuffer:
         if holds:
             self._fill_holes(parts)
         pending.add_to(target, overwrite=not holds, scale=scale)
-        self._holds = bytearray([SlotState.FILLED]) * len(self._holds)
+        self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
     def overwrite(self, slot: int, values: Tensor) -> None:
         """Replace what it holds for one slot."""
-        self.forget([slot])
+        self.clear([slot])
         self.add(slot, values)
 
     def zero(self, slot: int) -> None:
         """Let it hold zeros for one slot."""
         self._open()[1][slot].zero_()
-        self._holds[slot] = SlotState.FILLED
+        self._states[slot] = SlotState.WRITTEN
 
-    def forget(self, slots: Iterable[int] | None = None) -> None:
+    def clear(self, slots: Iterable[int] | None = None) -> None:
         """Hold nothing for some slots; None: for any."""
-        for slot in range(len(self._holds)) if slots is None else slots:
-            self._holds[slot] = SlotState.EMPTY
+        for slot in range(len(self._states)) if slots is None else slots:
+            self._states[slot] = SlotState.EMPTY
 
     # Kernels that add for themselves
 
-    def offer(self, slot: int) -> Tensor:
+    def expose(self, slot: int) -> Tensor:
         """One slot's memory, zeros if it held nothing, for somebody to add to; :meth:`take` makes it count."""
         part = self._open()[1][slot]
-        if self._holds[slot] == SlotState.EMPTY:
+        if self._states[slot] == SlotState.EMPTY:
             part.zero_()
-            self._holds[slot] = SlotState.OFFERED
+            self._states[slot] = SlotState.EXPOSED
         return part
 
-    def take(self, slot: int) -> None:
+    def mark_written(self, slot: int) -> None:
         """Somebody has added to what was offered.
 
         Raises:
             RuntimeError: nothing was offered since the sum was last handed over or forgotten.
         """
-        if self._holds[slot] == SlotState.EMPTY:
+        if self._states[slot] == SlotState.EMPTY:
             raise RuntimeError(
                 f"main_grad of {self._names[slot]!r} was kept from a forward, and its contents were "
                 "reduced or zeroed since; take it in the backward"
             )
-        self._holds[slot] = SlotState.FILLED
+        self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
         """What may have been added to offered slots does not count."""
         for slot in slots:
-            if self._holds[slot] == SlotState.OFFERED:
-                self._holds[slot] = SlotState.EMPTY
+            if self._states[slot] == SlotState.EXPOSED:
+                self._states[slot] = SlotState.EMPTY
 
     # Handing over
 
-    def hand_over(self) -> None:
+    def seal(self) -> None:
         """Leave all of it in its place, with zeros where nothing was written; the sum holds nothing from here on.
 
         Raises:
             RuntimeError: somebody wrote to an offered slot, and never said so.
         """
         _, parts = self._opened or self._open()
-        if SlotState.OFFERED in self._holds:
+        if SlotState.EXPOSED in self._states:
             self._refuse_unclaimed(parts)
         self._fill_holes(parts)
-        self._holds = bytearray(len(self._holds))
-        if not self.place.fixed:
+        self._states = bytearray(len(self._states))
+        if not self.storage.fixed:
             self._opened = None
 
     def rest(self) -> None:
         """Nothing more will be added for now."""
-        if not self.place.fixed:
-            self.place.close(keep=not self.untouched)
+        if not self.storage.fixed:
+            self.storage.close(keep=not self.untouched)
             self._opened = None
 
     def discard(self) -> None:
         """Hold nothing, and need no memory for now."""
-        self.forget()
-        self.place.close(keep=False)
+        self.clear()
+        self.storage.close(keep=False)
         self._opened = None
 
     # Of a sum that rests inside another one; see gradient_storage.py
 
     def vacate(self) -> None:
         """Something else is about to be summed up there."""
-        if not self.place.fixed:
-            self.place.vacate(keep=not self.empty)
+        if not self.storage.fixed:
+            self.storage.set_aside(keep=not self.empty)
             self._opened = None
 
     def settle(self) -> None:
         """It can come back."""
-        if not self.place.fixed:
-            self.place.settle(keep=not self.empty)
+        if not self.storage.fixed:
+            self.storage.restore(keep=not self.empty)
             self._opened = None
 
     def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
-        for slot, holding in enumerate(self._holds):
-            if holding == SlotState.OFFERED and parts[slot].any():
+        for slot, holding in enumerate(self._states):
+            if holding == SlotState.EXPOSED and parts[slot].any():
                 raise RuntimeError(
                     f"main_grad of {self._names[slot]!r} was written to, but its gradient never came: the kernel "
                     "must set grad_added_to_main_grad and return a gradient, of any contents"
                 )
 
     def _fill_holes(self, parts: list[Tensor]) -> None:
-        if self._holds.count(SlotState.FILLED) < len(self._holds):
-            for slot, holding in enumerate(self._holds):
-                if holding != SlotState.FILLED:
+        if self._states.count(SlotState.WRITTEN) < len(self._states):
+            for slot, holding in enumerate(self._states):
+                if holding != SlotState.WRITTEN:
                     parts[slot].zero_()
 
     def _open(self) -> tuple[Tensor, list[Tensor]]:
-        tensor = self.place.open(keep=not self.untouched)
+        tensor = self.storage.open(keep=not self.untouched)
         opened = tensor, self._parts_of(tensor)
-        if self.place.lasting:
+        if self.storage.lasting:
             self._opened = opened
         return opened
 

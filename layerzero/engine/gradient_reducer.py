@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.streams import streams_of
 from layerzero.dtensor.lazy_grad import LazyGrad, accumulate_hooks, plain_access
@@ -27,9 +27,9 @@ __all__ = ["GradientReducer"]
 class GradientStatus(enum.Enum):
     """What the passes so far have left to be done before a step. A failure outweighs the rest."""
 
-    NONE = "none"
-    REDUCTION = "reduction"  # the last backward ran inside no_sync
-    ZERO_GRAD = "zero_grad"  # a backward failed after it had begun to add gradients
+    FINAL = "none"
+    UNREDUCED = "reduction"  # the last backward ran inside no_sync
+    INVALID = "zero_grad"  # a backward failed after it had begun to add gradients
 
 
 class GradientReducer:
@@ -45,15 +45,15 @@ class GradientReducer:
 
     def __init__(self, handles: Sequence[Handle], everyone: ModelRanks) -> None:
         self.backwards = 0
-        self._debt = GradientStatus.NONE
+        self._status = GradientStatus.FINAL
         self._handles = tuple(handles)
         self._everyone = everyone
-        self._census = UsedParamMap(
+        self._used_params = UsedParamMap(
             everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members}
         )
-        self._census.include(m.name for h in handles for m in h.members if m.leaf.requires_grad)
+        self._used_params.add_names(m.name for h in handles for m in h.members if m.gathered.requires_grad)
         self._order_agreed = False
-        self._streams = streams_of(everyone.topology.device, on_gloo=everyone.topology.on_gloo)
+        self._streams = streams_of(everyone.mesh_info.device, on_gloo=everyone.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # as the queue's
         self._requeue()
@@ -64,12 +64,12 @@ class GradientReducer:
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = LazyGrad(self._show)
         for handle in handles:
-            handle.watch.gradients_due = self.due
+            handle.tracker.lazy_grad = self.due
 
     def _requeue(self) -> None:
         """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
         # Inside no_sync only this rank knows what it has used.
-        left = self._debt is not GradientStatus.NONE
+        left = self._status is not GradientStatus.FINAL
         self._follow(
             [
                 handle
@@ -80,13 +80,13 @@ class GradientReducer:
 
     def _follow(self, order: list[Handle]) -> None:
         self._order = order
-        self._census.follow([member.name for handle in order for member in handle.members])
+        self._used_params.set_local_order([member.name for handle in order for member in handle.members])
         self.queue = ReductionQueue([each for handle in order if (each := handle.gradients) is not None], self._streams)
 
     @property
     def failed(self) -> bool:
         """A backward has failed, and what it left is still there."""
-        return self._debt is GradientStatus.ZERO_GRAD
+        return self._status is GradientStatus.INVALID
 
     @property
     def empty(self) -> bool:
@@ -95,7 +95,7 @@ class GradientReducer:
 
     @property
     def _shown(self) -> list[GradAttribute]:
-        return [handle.shown for handle in self._handles if handle.shown is not None]
+        return [handle.grads for handle in self._handles if handle.grads is not None]
 
     # One backward, in which autograd is off already
 
@@ -105,7 +105,7 @@ class GradientReducer:
         self.apply_user_grads()
         with plain_access():
             for shown in self._shown:
-                shown.withhold()
+                shown.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Where a kernel may add the gradient of one whole parameter; None if it may not."""
@@ -113,35 +113,35 @@ class GradientReducer:
         if gradients is None or not gradients.offers_main_grad:
             return None
         if not in_backward:
-            if not gradients.landing.place.lasting:
+            if not gradients.incoming.storage.lasting:
                 raise RuntimeError(
                     f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
                     "offload_grads=True (or offload_optimizer) it may be elsewhere by then; take it in the backward"
                 )
-            if self._debt is GradientStatus.ZERO_GRAD:
+            if self._status is GradientStatus.INVALID:
                 self.apply_user_grads()
-            self.due.settle()
-            if handle.shown is not None:
-                handle.shown.apply_user_grads()
+            self.due.resolve()
+            if handle.grads is not None:
+                handle.grads.apply_user_grads()
         self.queue.wait_until_writable(gradients)
         with torch.no_grad():
-            return gradients.landing.offer(slot)
+            return gradients.incoming.expose(slot)
 
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
         """End a backward: reduce what is left of it, and show the result."""
         with plain_access():
             for shown in self._shown:
-                shown.take_rows()
+                shown.collect_local_grads()
         used = self._agree_on_use() if reduces else None
         self.queue.finish(across_replicas=reduces)
-        self._debt = GradientStatus.NONE if reduces else GradientStatus.REDUCTION
+        self._status = GradientStatus.FINAL if reduces else GradientStatus.UNREDUCED
         with plain_access():
             late = isinstance(used, PendingUse) and self._order_agreed
-            if late and not any(accumulate_hooks(member.parameter) for member in self._members):
+            if late and not any(accumulate_hooks(member.sharded) for member in self._members):
                 for shown in self._shown:
-                    shown.allow()
-                self.due.due = True
+                    shown.unlock()
+                self.due.pending = True
             else:
                 self._publish(used)
         if reduces and not self._order_agreed:
@@ -151,26 +151,26 @@ class GradientReducer:
         """Hear what other ranks have used, and let parameters have their ``.grad``; may be done again."""
         if self._telling is not None:
             for shown in self._shown:
-                shown.take_rows()  # of a backward through no unit, which nobody else has seen
+                shown.collect_local_grads()  # of a backward through no unit, which nobody else has seen
             self._publish(self._telling)
         self._updated.clear()  # there were no hooks
 
     def abandon(self) -> None:
         """A backward has raised. What it added cannot be told from what was there before."""
-        self._debt = GradientStatus.ZERO_GRAD
+        self._status = GradientStatus.INVALID
         self.queue.abandon()
         for shown in self._shown:
             shown.gradients.abort()
             with plain_access():
-                shown.give_back()
+                shown.unhide()
             for member in shown.members:
-                member.leaf.grad = None
-                take_flag(member.leaf)
+                member.gathered.grad = None
+                take_flag(member.gathered)
 
     def close(self) -> None:
         """End the threads that reduce, and drop the handles: a guard of steps, for example, may keep this object."""
         self._streams.close()
-        self._census.close()
+        self._used_params.close()
         self.__dict__.clear()
 
     # Between backwards
@@ -178,13 +178,13 @@ class GradientReducer:
     def complete(self) -> bool:
         """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
         self.apply_user_grads()
-        owed = self._debt is GradientStatus.REDUCTION  # even if nothing is left here: another node may hold something
+        owed = self._status is GradientStatus.UNREDUCED  # even if nothing is left here: another node may hold something
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
                 self.queue.finish_rest()
                 self._publish(used)
-        self._debt = GradientStatus.NONE
+        self._status = GradientStatus.FINAL
         return owed
 
     def drop(self) -> None:
@@ -192,17 +192,17 @@ class GradientReducer:
         for shown in self._shown:
             shown.gradients.drop(range(len(shown.members)))
             for member in shown.members:
-                member.parameter.grad = None
-        self._debt = GradientStatus.NONE
+                member.sharded.grad = None
+        self._status = GradientStatus.FINAL
 
     def apply_user_grads(self) -> None:
         """Follow what the user has done to ``.grad``."""
-        self.due.settle()
+        self.due.resolve()
         with plain_access():
             for shown in self._shown:
                 shown.apply_user_grads()
-        if self._debt is GradientStatus.ZERO_GRAD:
-            if left := [member.name for member in self._members if member.parameter.grad is not None]:
+        if self._status is GradientStatus.INVALID:
+            if left := [member.name for member in self._members if member.sharded.grad is not None]:
                 raise RuntimeError(
                     "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
                     f"optimizers, or model.zero_grad() (parameters with a gradient: {', '.join(left[:3])}, ...)"
@@ -212,19 +212,19 @@ class GradientReducer:
     def apply_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
         with plain_access():
-            changed = [m for m in self._members if m.parameter.requires_grad is not m.leaf.requires_grad]
+            changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
             return
         subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
         failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
-        said = {m.name: m.parameter.requires_grad for m in changed}
-        agree(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
-        self.due.settle()
+        said = {m.name: m.sharded.requires_grad for m in changed}
+        require_equal(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
+        self.due.resolve()
         for shown in self._shown:
             shown.apply_user_grads()  # what zero_grad has dropped need not be reduced
         for handle in self._handles:
             handle.apply_requires_grad()
-        self._census.include(m.name for m in changed)
+        self._used_params.add_names(m.name for m in changed)
         self._requeue()
         self._order_agreed = False
 
@@ -232,7 +232,7 @@ class GradientReducer:
         """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
-            hooked = [(m.parameter, accumulate_hooks(m.parameter)) for m in updated if m.parameter.grad is not None]
+            hooked = [(m.sharded, accumulate_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)
@@ -251,9 +251,9 @@ class GradientReducer:
         if self._telling is not None:
             self._telling.wait()
         if self._told is not None:
-            self.settings.hear(self._told.further)
+            self.settings.receive(self._told.further)
         is_known = min(local) == GradUsage.NEW
-        self._telling = self._told = self._census.tell(local, self.settings.digests(), is_known=is_known)
+        self._telling = self._told = self._used_params.start_exchange(local, self.settings.digests(), is_known=is_known)
         return bytes(local) if is_known else self._telling
 
     def _publish(self, agreement: bytes | PendingUse | None) -> None:
@@ -261,13 +261,13 @@ class GradientReducer:
             self._take_agreed(agreement)
         agreed = agreement is not None or self._everyone.size == 1
         for handle in self._order:
-            assert handle.shown is not None
-            handle.shown.publish(agreed=agreed)
+            assert handle.grads is not None
+            handle.grads.publish(agreed=agreed)
         if agreement is self._telling:
             self._telling = None
 
     def _take_agreed(self, agreement: bytes | PendingUse) -> None:
-        said = agreement if isinstance(agreement, bytes) else agreement.most()
+        said = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
@@ -276,12 +276,14 @@ class GradientReducer:
                 self._updated += [
                     member for member, use in zip(handle.members, here, strict=True) if use == GradUsage.NEW
                 ]
-            gradients.learn(here)
+            gradients.record_usage(here)
             start = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
         """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
         seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
-        places = self._census.of_first({m.name: place for place, each in enumerate(seen) for m in each.members})
+        places = self._used_params.from_first_rank(
+            {m.name: place for place, each in enumerate(seen) for m in each.members}
+        )
         self._follow(sorted(self._order, key=lambda each: max(places.get(m.name, -1) for m in each.members)))
         self._order_agreed = True

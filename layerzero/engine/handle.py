@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, all_gather
+from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.comm.transport.process_group import Decoding, GatherOptions, gathers_of
+from layerzero.comm.transport.process_group import GatherOptions, PendingDecode, gathers_of
 from layerzero.comm.transport.shared_memory import SharedFullBuffer
 from layerzero.config import Precision
-from layerzero.device.gradient_offload import Buffers
+from layerzero.device.gradient_offload import ModelPools
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
 from layerzero.dtensor.leaves import GatheredParams
@@ -90,7 +90,7 @@ class Handle:
         precision: Precision,
         route: ReductionSpec,
         topology: MeshInfo,
-        buffers: Buffers,
+        buffers: ModelPools,
         travel: GatherOptions,
         shared: SharedFullBuffer | None = None,
         extension: Extension | None = None,
@@ -104,51 +104,55 @@ class Handle:
         self._is_extended = extension is not None
         self._storages = buffers.full
         self.state = ShardState.SHARDED
-        self.watch = MutationTracker()
+        self.tracker = MutationTracker()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
         self.to_host = buffers.to_host if by_host else None  # where the host updates; see device/host_storage.py
-        self._gathering: PendingCollective | Decoding | Fetch | PendingExtension | None = None
+        self._gathering: PendingCollective | PendingDecode | Fetch | PendingExtension | None = None
         self._refreshing: PendingCollective | None = None
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
-        self.outdated = False  # a step has changed the masters, and left their refresh to be launched
+        self.refresh_due = False  # a step has changed the masters, and left their refresh to be launched
 
         grid, device = topology.grid, topology.device
-        numel, place = grid.numel(layout, Extent.NODE), grid.place(layout, Extent.NODE, Extent.WHOLE)
+        numel, place = grid.numel(layout, Extent.ZERO3), grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
         self.in_host: HostShard | None = None  # compute weights in host memory; see device/host_storage.py
         if shared is None and buffers.weights_to_host is not None:
             self.in_host = HostShard(numel, precision.compute, buffers.weights_to_host, buffers.scratch)
-        self.zero3 = self._new_zero3(numel, place)  # [G / S]
-        self._zero3_own = self.zero3[grid.place(layout, Extent.RANK, Extent.NODE)]
+        self.zero3_shard = self._new_zero3(numel, place)  # [G / S]
+        self._own_part = self.zero3_shard[grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)]
         self.master = self._new_master()  # [L]
-        self.full = self.zero3 if shared is None else shared.full  # [G]
+        self.full_buffer = self.zero3_shard if shared is None else shared.full  # [G]
         if self._has_full_buffer:
-            self.full = torch.empty(layout.numel, dtype=precision.compute, device=device)
-        self._full_bytes = self.full.untyped_storage().nbytes()
-        self._gathered_own = self.full[place] if self.in_host is not None else self.zero3  # what a gather sends
+            self.full_buffer = torch.empty(layout.numel, dtype=precision.compute, device=device)
+        self._full_bytes = self.full_buffer.untyped_storage().nbytes()
+        self._gathered_own = (
+            self.full_buffer[place] if self.in_host is not None else self.zero3_shard
+        )  # what a gather sends
         self.kept, self.whole = gathers_of(
-            layout, self.full, self._gathered_own, topology.zero3_gather, travel, buffers.full
+            layout, self.full_buffer, self._gathered_own, topology.zero3_gather_comm, travel, buffers.full
         )
         self._encodes = bool(travel.codec)
-        self.compute = self.full.data  # see [Note: Version counters]
-        self.route = route
+        self.compute = self.full_buffer.data  # see [Note: Version counters]
+        self.reduction_spec = route
         self._take_values([parameter for parameter, _, _ in originals])
         if shared is not None:
-            shared.land(None)
-        self._leaves: GatheredParams | ExtendedGather = GatheredParams(self.compute)
+            shared.publish_shard(None)
+        self._gathered_params: GatheredParams | ExtendedGather = GatheredParams(self.compute)
         if extension is not None:
             ((original, _, _),) = originals
             name, shape = layout.slots[0].name, tuple(original.shape)
-            self._leaves = ExtendedGather(extension, name, shape, self.zero3, topology, buffers.full, label=label)
+            self._gathered_params = ExtendedGather(
+                extension, name, shape, self.zero3_shard, topology, buffers.full, label=label
+            )
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
         )
         self._buffers = buffers
         self._inspect: Inspect | None = None
         self.gradients: HandleGradients | None = None  # frozen from birth: none
-        self.shown: GradAttribute | None = None  # there with `gradients`
+        self.grads: GradAttribute | None = None  # there with `gradients`
         if self.trainable:
             self._start_gradients()
-        self._version = self._leaves.version
+        self._version = self._gathered_params.version
         self._free_full()
 
     def _new_zero3(self, numel: int, place: slice) -> Tensor:
@@ -168,7 +172,7 @@ class Handle:
         """Whether weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
-        return self.shared is None and not self.topology.grid.covers(Extent.NODE, Extent.WHOLE)
+        return self.shared is None and not self.topology.grid.same_elements(Extent.ZERO3, Extent.FULL)
 
     @property
     def _has_full_buffer(self) -> bool:
@@ -178,40 +182,40 @@ class Handle:
     @property
     def extension_bytes(self) -> GatheredBytes | None:
         """Bytes of the gathered parameter, if its class has an all-gather extension."""
-        return self._leaves.bytes if isinstance(self._leaves, ExtendedGather) else None
+        return self._gathered_params.bytes if isinstance(self._gathered_params, ExtendedGather) else None
 
     @property
     def trainable(self) -> bool:
         """Some parameter of it required a gradient at the last forward with gradients, or backward."""
-        return any(member.leaf.requires_grad for member in self.members)
+        return any(member.gathered.requires_grad for member in self.members)
 
-    def sharers(self, everyone: ModelRanks) -> tuple[int, ...]:
+    def holding_ranks(self, everyone: ModelRanks) -> tuple[int, ...]:
         """The ranks of the model that have the same parameters here, or parts of them."""
         return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
 
     def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
         """Return the control lanes that reach the sharers."""
-        return self.topology.control_lanes if self._is_apart(everyone) else everyone.control_lanes
+        return self.topology.control_comms if self._is_apart(everyone) else everyone.control_comms
 
     def _is_apart(self, everyone: ModelRanks) -> bool:
-        return any(member.span.holders < everyone.size for member in self.members)
+        return any(member.spec.holders < everyone.size for member in self.members)
 
     @property
     def may_be_updated(self) -> bool:
         """An optimizer step or the user may have changed the masters; the same on all ranks."""
         # What has been frozen since the backward still has a gradient, and is stepped.
-        graded = any(member.parameter.grad is not None for member in self.members)
-        return self.trainable or self.watch.edited or graded
+        graded = any(member.sharded.grad is not None for member in self.members)
+        return self.trainable or self.tracker.dirty or graded
 
     def close(self) -> None:
         """Free all memory except the masters, which the sharded parameters show."""
         for member in self.members:
             # A view would keep the whole shared mapping alive.
             master = member.master if self.shared is None else member.master.clone()
-            member.recut(master, member.span, member.local, MutationTracker())
+            member.recut(master, member.spec, member.shard_slice, MutationTracker())
             member.close()
         if self.shared is not None:
-            self.shared.hand_over.close()
+            self.shared.barrier.close()
         self.__dict__.clear()  # an EMA, a guard or a graph may hold it
 
     # Birth
@@ -219,8 +223,8 @@ class Handle:
     def _new_master(self) -> Tensor:
         """See [Note: One storage for equal shards]."""
         if self.shares_master:
-            return self._zero3_own.data
-        numel = self.topology.grid.numel(self.layout, Extent.RANK)
+            return self._own_part.data
+        numel = self.topology.grid.numel(self.layout, Extent.ZERO1)
         if self.to_host is not None:
             return self.to_host.host_buffer(numel, self.precision.master).zero_()
         return torch.zeros(numel, dtype=self.precision.master, device=self.topology.device)
@@ -230,7 +234,7 @@ class Handle:
         grid, layout = self.topology.grid, self.layout
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             values = parameter.detach().contiguous().view(-1)
-            for extent, target in ((Extent.NODE, self.zero3), (Extent.RANK, self.master)):
+            for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
                 common = overlap(slot, grid.range_of(layout, extent))
                 target[common.of_range] = values[common.of_slot]
 
@@ -242,7 +246,7 @@ class Handle:
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
         span = RowShardSpec(slot.name, shape, bounds, topology, face)
-        local = topology.grid.part(layout, slot, Extent.RANK)
+        local = topology.grid.slot_slice(layout, slot, Extent.ZERO1)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
     def _make_member(
@@ -253,15 +257,15 @@ class Handle:
         face: ModelParallelSpec | None,
     ) -> ManagedParam:
         master, span, local = self._rows_of(slot, tuple(original.shape), face)
-        place, offers = slice(slot.offset, slot.end), not self.route.shares_early
-        if isinstance(self._leaves, ExtendedGather):
-            leaf = self._leaves.parameter
+        place, offers = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
+        if isinstance(self._gathered_params, ExtendedGather):
+            leaf = self._gathered_params.parameter
             accumulates = accumulate_node(leaf)
         else:
-            leaf = self._leaves.make(place, original, face, offers_main_grad=offers)
+            leaf = self._gathered_params.make(place, original, face, offers_main_grad=offers)
             accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
         leaf.requires_grad_(original.requires_grad)
-        parameter = nn.Parameter(sharded(master, span, self.watch), requires_grad=original.requires_grad)
+        parameter = nn.Parameter(sharded(master, span, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
@@ -275,23 +279,23 @@ class Handle:
         Sharded parameters stay the objects that they are, with other rows.
         """
         topology, old = self.topology, self.layout
-        place = topology.grid.place(layout, Extent.RANK, Extent.NODE)
-        self.layout, self._zero3_own = layout, self.zero3[place]  # refreshed: it has the masters of all replicas
+        place = topology.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
+        self.layout, self._own_part = layout, self.zero3_shard[place]  # refreshed: it has the masters of all replicas
         if self.shares_master:
             self.master = self._new_master()
         else:
             self.finish_refresh()
-            node = torch.empty(len(self.zero3), dtype=self.precision.master, device=topology.device)
+            node = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=topology.device)
             own = self.master.to(topology.device)
-            parts = topology.grid.parts(old)
-            all_gather(topology.replica, Exchange.UNSHARD, node, own, name=self.label, parts=parts).wait()
+            parts = topology.grid.replica_part_sizes(old)
+            all_gather(topology.replica_comm, Collective.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
-        self.watch = self.watch.moved(MOVED)
+        self.tracker = self.tracker.moved(MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot, member.span.shape, member.span.face), self.watch)
+            member.recut(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)
         if self.gradients is not None:
             self.gradients.recut(layout)
-            self.shown = GradAttribute(self.members, self.gradients)
+            self.grads = GradAttribute(self.members, self.gradients)
 
     # Gather and reshard
 
@@ -301,16 +305,16 @@ class Handle:
             return
         if self.full_precision is not None:
             self.full_precision.gather()
-        elif isinstance(self._leaves, ExtendedGather):
+        elif isinstance(self._gathered_params, ExtendedGather):
             self.finish_refresh()
-            self._gathering = self._leaves.gather(name=self.label)
+            self._gathering = self._gathered_params.gather(name=self.label)
         elif self.gathers:
             self.finish_refresh()
-            self._storages.lend(self.full.untyped_storage(), self._full_bytes)
+            self._storages.allocate(self.full_buffer.untyped_storage(), self._full_bytes)
             self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
         self._move_to(ShardState.GATHERING)
 
-    def _gather_shards(self) -> PendingCollective | Decoding | Fetch:
+    def _gather_shards(self) -> PendingCollective | PendingDecode | Fetch:
         if self.in_host is None:
             return self.whole.gather(name=self.label)
         if self.topology.zero3_size == 1:
@@ -332,7 +336,7 @@ class Handle:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
             gathering.wait()
-        self._leaves.fill(self._storages)
+        self._gathered_params.fill(self._storages)
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
@@ -340,11 +344,11 @@ class Handle:
         self.wait()
         if self.state is ShardState.SHARDED:
             return
-        edited = self._leaves.version != self._version
+        edited = self._gathered_params.version != self._version
         if self.full_precision is not None:
             edited = edited or self.full_precision.edited
             self.full_precision.free()
-        self._version = self._leaves.version
+        self._version = self._gathered_params.version
         self._free_full()
         self._move_to(ShardState.SHARDED)
         if edited:
@@ -374,22 +378,24 @@ class Handle:
         return self.precision.compute if self.full_precision is None else self.precision.master
 
     def _free_full(self) -> None:
-        self._leaves.free(self._storages)
+        self._gathered_params.free(self._storages)
         if self._has_full_buffer:
-            self._storages.reclaim(self.full.untyped_storage())
+            self._storages.free(self.full_buffer.untyped_storage())
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
         """Bytes of what is there while the unit computes: the full buffer, and parameters in strides of their own."""
-        return (self._full_bytes if self._has_full_buffer else 0, *self._leaves.sizes)
+        return (self._full_bytes if self._has_full_buffer else 0, *self._gathered_params.sizes)
 
     @property
     def full_bytes(self) -> int:
         """Of them, those that are there now, and what is kept for a backward."""
         here = (
-            self._leaves.nbytes + self.kept.nbytes + (0 if self.full_precision is None else self.full_precision.nbytes)
+            self._gathered_params.nbytes
+            + self.kept.nbytes
+            + (0 if self.full_precision is None else self.full_precision.nbytes)
         )
-        return here + (self.full.untyped_storage().nbytes() if self._has_full_buffer else 0)
+        return here + (self.full_buffer.untyped_storage().nbytes() if self._has_full_buffer else 0)
 
     def _move_to(self, state: ShardState) -> None:
         assert _NEXT[self.state] is state, f"{self.name}: {self.state} -> {state}"
@@ -400,51 +406,51 @@ class Handle:
     def order_writes(self) -> None:
         """From here on other ranks may read what is written here: an edit of masters waits until none does."""
         if self.shared is not None and self.shares_master:
-            self.watch.before_edit = self.shared.hand_over.come
+            self.tracker.before_write = self.shared.barrier.arrive
 
     @torch.no_grad()
     def launch_refresh(self) -> None:
         """Start carrying the masters of all replicas into the ZeRO-3 shard."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
-        zero3, own = self.zero3, self._zero3_own
+        zero3, own = self.zero3_shard, self._own_part
         if self.in_host is not None:
             zero3 = self.in_host.borrow()
-            own = zero3[self.topology.grid.place(self.layout, Extent.RANK, Extent.NODE)]
+            own = zero3[self.topology.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
         if self.to_host is not None:
             self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
         elif not self.shares_master:
             own.copy_(self.master)
-        replica = self.topology.replica
+        replica = self.topology.replica_comm
         if replica.size > 1:
             self._refreshing = all_gather(
                 replica,
-                Exchange.REFRESH,
+                Collective.REFRESH,
                 zero3,
                 own,
                 name=self.label,
                 only_reads_shard=self.shares_master,
-                parts=self.topology.grid.parts(self.layout),
+                parts=self.topology.grid.replica_part_sizes(self.layout),
             )
         if self.in_host is not None:
             self.finish_refresh()
             self.in_host.store(zero3)
         if self.shared is not None:
-            self.shared.land(self._refreshing)
-        self.watch.edited = False
-        self.watch.loaded.clear()
-        self.outdated = False
+            self.shared.publish_shard(self._refreshing)
+        self.tracker.dirty = False
+        self.tracker.loaded_digests.clear()
+        self.refresh_due = False
         self._refuse_old_graphs()
 
-    def outdate(self) -> None:
+    def bump_version(self) -> None:
         """A step has changed the masters: a refresh is due, and a backward through a graph from before it raises."""
-        self.outdated = True
+        self.refresh_due = True
         self._refuse_old_graphs()
 
     def _refuse_old_graphs(self) -> None:
         self.kept.drop()  # has the old weights
-        self._leaves.outdate()
-        self._version = self._leaves.version
+        self._gathered_params.bump_version()
+        self._version = self._gathered_params.version
 
     def finish_refresh(self) -> None:
         if self._refreshing is not None:
@@ -454,7 +460,7 @@ class Handle:
     def read_zero3(self) -> Tensor:
         """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device; copied from host memory."""
         self.finish_refresh()
-        return self.zero3 if self.in_host is None else self.in_host.arrive().to(self.topology.device)
+        return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.topology.device)
 
     # Gradients
 
@@ -462,7 +468,7 @@ class Handle:
         buffers = self._buffers
         self.gradients = HandleGradients(
             self.layout,
-            self.route,
+            self.reduction_spec,
             label=self.label,
             master=self.precision.master,
             topology=self.topology,
@@ -472,7 +478,7 @@ class Handle:
             to_host=self.to_host,
         )
         self.gradients.inspect = self._inspect
-        self.shown = GradAttribute(self.members, self.gradients)
+        self.grads = GradAttribute(self.members, self.gradients)
 
     @property
     def inspect(self) -> Inspect | None:
@@ -490,14 +496,14 @@ class Handle:
         """What to raise where the user has unfrozen what cannot be trained."""
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
-        wanted = (member.name for member in self.members if member.parameter.requires_grad)
+        wanted = (member.name for member in self.members if member.sharded.requires_grad)
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
         """Follow what the user has frozen and unfrozen."""
         for member in self.members:
-            member.leaf.requires_grad_(member.parameter.requires_grad)
+            member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:
             self._start_gradients()
         if self.gradients is not None:
-            self.gradients.round.train([member.leaf.requires_grad for member in self.members])
+            self.gradients.pending_slots.set_trainable([member.gathered.requires_grad for member in self.members])

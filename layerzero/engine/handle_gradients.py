@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Exchange, LaunchedCollective, PendingReduction, reduce_scatter
+from layerzero.comm.collectives import Collective, LaunchedCollective, PendingReduction, reduce_scatter
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.waiting import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
@@ -23,12 +23,12 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent
 from layerzero.layout.usage import GradUsage
 
-__all__ = ["HandleGradients", "HandleReduction", "Inspect", "Round"]
+__all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 
-class MakePlace(Protocol):
+class MakeStorage(Protocol):
     def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> GradientStorage:
         """`sent_in_node`: hop 1 sends it, if there is one."""
 
@@ -57,71 +57,74 @@ class HandleGradients:
         topology: MeshInfo,
         pool: BufferPool,
         outgoing: BufferPool,
-        make_place: MakePlace,
+        make_place: MakeStorage,
         to_host: HostDeviceCopies | None = None,
     ) -> None:
-        self.route = route
-        self._accumulating = route.between(route.lands, route.waits)
-        self._rest = route.between(route.waits, Extent.RANK)
+        self.spec = route
+        self._accumulating = route.between(route.incoming_extent, route.accumulator_extent)
+        self._rest = route.between(route.accumulator_extent, Extent.ZERO1)
         self.label = label
         self.topology = topology
         self.pool = pool
         self.outgoing = outgoing
         self._to_host = to_host
         self._layout = layout
-        self.sums: dict[Extent, GradientBuffer] = {}
-        for extent in sorted({route.lands, route.waits, Extent.RANK, *(leg.stop for leg in route.legs)}, reverse=True):
-            dtype = route.landing_dtype if extent is route.lands else master
+        self.buffers: dict[Extent, GradientBuffer] = {}
+        for extent in sorted(
+            {route.incoming_extent, route.accumulator_extent, Extent.ZERO1, *(leg.target for leg in route.stages)},
+            reverse=True,
+        ):
+            dtype = route.incoming_dtype if extent is route.incoming_extent else master
             place = self._place(extent, dtype, make_place)
-            self.sums[extent] = GradientBuffer(layout, topology.grid, extent, place)
-        self.landing = self.sums[route.lands]
-        self.waiting = self.sums[route.waits]
-        self.final = self.sums[Extent.RANK]
-        self.round = Round(len(layout.slots))
+            self.buffers[extent] = GradientBuffer(layout, topology.grid, extent, place)
+        self.incoming = self.buffers[route.incoming_extent]
+        self.accumulator = self.buffers[route.accumulator_extent]
+        self.final = self.buffers[Extent.ZERO1]
+        self.pending_slots = PendingSlots(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a Usage for each slot
-        self.carried: Waitable | None = None  # ends when what is on its way down the ladder has come
+        self.reduction: Waitable | None = None  # ends when what is on its way down the ladder has come
         self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
 
     @property
     def parts(self) -> tuple[int, ...] | None:
         """Of hop 2: elements that each replica gets, where they differ."""
-        return self.topology.grid.parts(self._layout)
+        return self.topology.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
         """Sum up for other ZeRO-1 shards from here on. Nothing is held, and there are several replicas."""
-        assert layout.slots == self._layout.slots and self.waiting is not self.final
+        assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
-        place = self._final_place(self.final.place.dtype)
-        self.final = self.sums[Extent.RANK] = GradientBuffer(layout, self.topology.grid, Extent.RANK, place)
+        place = self._final_place(self.final.storage.dtype)
+        self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.topology.grid, Extent.ZERO1, place)
 
-    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakePlace) -> GradientStorage:
+    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakeStorage) -> GradientStorage:
         """Where the sum of an extent has its memory: decided here alone."""
-        if extent is Extent.RANK:
+        if extent is Extent.ZERO1:
             return self._final_place(dtype)
         numel = self.topology.grid.numel(self._layout, extent)
-        if extent is self.route.waits:
-            return make_place(numel, dtype, sent_in_node=extent is Extent.WHOLE)
-        return PooledStorage(numel, dtype, self.outgoing if extent is Extent.WHOLE else self.pool)
+        if extent is self.spec.accumulator_extent:
+            return make_place(numel, dtype, sent_in_node=extent is Extent.FULL)
+        return PooledStorage(numel, dtype, self.outgoing if extent is Extent.FULL else self.pool)
 
     def _final_place(self, dtype: torch.dtype) -> GradientStorage:
-        grid, node = self.topology.grid, self.sums.get(Extent.NODE)
+        grid, node = self.topology.grid, self.buffers.get(Extent.ZERO3)
         if self._to_host is not None:
-            return HostStorage(grid.numel(self._layout, Extent.RANK), dtype, self._to_host, self.pool)
-        if node is not None and self.route.waits is Extent.NODE and node.place.lasting:
-            return AliasedStorage(node.place, grid.place(self._layout, Extent.RANK, Extent.NODE))
-        return PersistentStorage(grid.numel(self._layout, Extent.RANK), dtype, self.pool.device)
+            return HostStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self._to_host, self.pool)
+        if node is not None and self.spec.accumulator_extent is Extent.ZERO3 and node.storage.lasting:
+            return AliasedStorage(node.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
+        return PersistentStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self.pool.device)
 
     # What it holds
 
     @property
     def unreduced(self) -> bool:
         """Contributions wait for an exchange before the final gradient is complete."""
-        return self.waiting is not self.final and not self.waiting.empty
+        return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
-    def holds_of_peers(self) -> bool:
+    def slots_of_peers(self) -> bool:
         """What other ranks of the node have contributed, of which they have not told yet."""
-        return self.route.shares_early and not (self.waiting.empty and self.final.empty)
+        return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
     @property
     def used(self) -> bool:
@@ -131,83 +134,83 @@ class HandleGradients:
     def is_used(self, slot: int) -> bool:
         return self.usage[slot] >= GradUsage.SEEN
 
-    def learn(self, anywhere: bytes) -> None:
+    def record_usage(self, anywhere: bytes) -> None:
         """Take the Usage of each slot that the ranks have agreed on; a final gradient is going to be shown."""
         for slot, use in enumerate(anywhere):
             if use >= GradUsage.SEEN:
                 self.usage[slot] = GradUsage.SEEN
 
     @property
-    def blocked(self) -> bool:
+    def is_blocked(self) -> bool:
         """What waits cannot be used before an exchange in flight has ended."""
-        return self.carried is not None or (not self.waiting.place.lasting and self.waiting.place.blocked)
+        return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
 
     @property
     def landing_blocked(self) -> bool:
         """No gradient can be taken before an exchange in flight has ended."""
-        return self.landing is self.waiting and self.blocked
+        return self.incoming is self.accumulator and self.is_blocked
 
     @property
     def no_sync_saves(self) -> bool:
         """A backward that reduces sends more than one that only accumulates."""
-        return len(self.route.legs) > len(self._accumulating)
+        return len(self.spec.stages) > len(self._accumulating)
 
     # One backward pass
 
-    def arrive(self, slot: int, gradient: Tensor) -> None:
+    def receive(self, slot: int, gradient: Tensor) -> None:
         """Accept the full gradient of one parameter, in any floating dtype and the parameter's shape."""
-        self.round.arrive(slot)
+        self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
-        self.landing.add(slot, gradient, self.route.landing_scale)
+        self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
         """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
-        self.landing.take(slot)
-        self.round.arrive(slot)
+        self.incoming.mark_written(slot)
+        self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
 
     @property
     def offers_main_grad(self) -> bool:
-        return self.landing is self.waiting and self.route.landing_scale == 1.0
+        return self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
         """Gradients will arrive soon."""
-        if self.landing is self.waiting:
-            self.landing.place.prefetch(keep=not self.landing.untouched)
+        if self.incoming is self.accumulator:
+            self.incoming.storage.prefetch(keep=not self.incoming.untouched)
 
-    def carry(self, *, across_replicas: bool) -> HandleReduction | None:
+    def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
         """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
 
         The result is to be handed to streams; None where nothing is to be exchanged.
         """
-        self.round.end()
-        return self._carry(self.route.legs if across_replicas else self._accumulating)
+        self.pending_slots.end()
+        return self._carry(self.spec.stages if across_replicas else self._accumulating)
 
-    def carry_rest(self) -> HandleReduction | None:
+    def start_rest(self) -> HandleReduction | None:
         """Take to the final gradient what backwards inside no_sync have left behind."""
         return self._carry(self._rest)
 
     def _carry(self, legs: Sequence[ReductionStage]) -> HandleReduction | None:
         if not legs:
-            self.landing.rest()
+            self.incoming.rest()
             return None
-        if self.inspect is not None and legs[0].start is self.route.lands:
-            self.inspect(self.landing.filled_parts())
+        if self.inspect is not None and legs[0].source is self.spec.incoming_extent:
+            self.inspect(self.incoming.filled_parts())
         return HandleReduction(self, legs)
 
     def abort(self) -> None:
         """Forget the round under way, after a backward that failed."""
-        self.round.end()
-        self.landing.withdraw(range(len(self.usage)))  # a kernel may have written there
-        if self.landing is not self.waiting:
-            self.landing.discard()
+        self.pending_slots.end()
+        self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written there
+        if self.incoming is not self.accumulator:
+            self.incoming.discard()
 
     # What the user contributes and takes back
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
         """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
-        if self.carried is not None:
-            self.carried.wait()
+        if self.reduction is not None:
+            self.reduction.wait()
         self.final.add(slot, rows)
         self.final.rest()
         self.usage[slot] = GradUsage.NEW
@@ -217,8 +220,8 @@ class HandleGradients:
         for slot in slots:
             self.usage[slot] = GradUsage.NONE
         slots = slots if any(self.usage) else range(len(self.usage))
-        for each in self.sums.values():
-            each.forget(slots)
+        for each in self.buffers.values():
+            each.clear(slots)
         if not any(self.usage):
             self.final.settle()
 
@@ -237,10 +240,10 @@ class HandleGradients:
     def _come_home(self) -> None:
         """The user reads the final gradient next."""
         self.final.rest()
-        self.final.place.arrive()
+        self.final.storage.wait_for_host()
 
 
-class Round:
+class PendingSlots:
     """Slots of one handle whose gradients are expected or have arrived in one backward.
 
     The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in
@@ -258,10 +261,10 @@ class Round:
         return self._closed and not self._missing
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self._arrived != 0
 
-    def arrive(self, slot: int) -> None:
+    def mark_arrived(self, slot: int) -> None:
         self._arrived |= 1 << slot
         self._missing &= ~self._arrived
 
@@ -278,7 +281,7 @@ class Round:
         self._missing = self._trained
         self._closed = False
 
-    def train(self, trained: Sequence[bool]) -> None:
+    def set_trainable(self, trained: Sequence[bool]) -> None:
         """From the next round on, expect gradients of these slots."""
         self._trained = _set(trained)
         self.end()
@@ -292,40 +295,40 @@ class HandleReduction:
     """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
 
     Attributes:
-        landings: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
+        buffers_written: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
     """
 
     def __init__(self, gradients: HandleGradients, legs: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
-        self.landings: list[Waitable] = []
+        self.buffers_written: list[Waitable] = []
         self._legs = legs
         self._pending: PendingReduction | None = None  # the exchange in flight
         self._leases: tuple[Lease, ...] = ()  # of it
         self._issued: list[LaunchedCollective] = []  # the exchanges so far
         self._streams: ReductionStreams  # that it was handed to
 
-    def hand_to(self, streams: ReductionStreams) -> None:
+    def add_on(self, streams: ReductionStreams) -> None:
         """Give all that is to be done to the streams, once. See [Note: Streams] in device/streams.py.
 
         Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
         those that follow one: else timing would decide their order on the replica axis.
         """
         self._streams = streams
-        ledger, label = self.gradients.topology.ledger, self.gradients.label
+        ledger, label = self.gradients.topology.counters, self.gradients.label
         stream = streams.launches
-        stream.wait(streams.landed())
-        if self._legs[0].exchange is Exchange.HOP2 and self.gradients.topology.zero3_size > 1:
-            stream.wait(streams.node.mark(partial(record_wait, ledger, Exchange.HOP1)))
+        stream.wait_event(streams.gradients_ready())
+        if self._legs[0].collective is Collective.HOP2 and self.gradients.topology.zero3_size > 1:
+            stream.wait_event(streams.node.record_event(partial(record_wait, ledger, Collective.HOP1)))
         stream.run(partial(self._launch, self._legs[0], is_first=True))
         for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
-            launched = stream.mark()
-            stream = streams.node if leg.exchange is Exchange.HOP1 else streams.replica
-            stream.wait(launched)
-            stream.wait(self)
+            launched = stream.record_event()
+            stream = streams.node if leg.collective is Collective.HOP1 else streams.replica
+            stream.wait_event(launched)
+            stream.wait_event(self)
             stream.run(partial(self._go_on, leg, following))
-            waiting = partial(record_wait, ledger, leg.exchange, label, self._issued, number)
-            self.landings.append(stream.mark(waiting))
-        self.gradients.carried = self.landings[-1]
+            waiting = partial(record_wait, ledger, leg.collective, label, self._issued, number)
+            self.buffers_written.append(stream.record_event(waiting))
+        self.gradients.reduction = self.buffers_written[-1]
 
     # For the streams: the exchange in flight
 
@@ -333,7 +336,7 @@ class HandleReduction:
         """A failure ends the carry: what is left of it does nothing."""
         if self._pending is not None:
             try:
-                self._pending.wait(beside=self._streams.beside)
+                self._pending.wait(beside=self._streams.off_main_thread)
             except BaseException:
                 self._pending = None
                 self._end_leases()
@@ -343,41 +346,41 @@ class HandleReduction:
         """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
         if self._pending is not None:  # else it has failed
             pending, self._pending = self._pending, None
-            with self.gradients.waiting.place.guard:
+            with self.gradients.accumulator.storage.guard:
                 self._land(leg, pending, is_last=following is None)
                 if following is not None:
                     self._launch(following, is_first=False)
 
     def _launch(self, leg: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
-        if leg.exchange is Exchange.HOP2 and self._streams.failed:
+        if leg.collective is Collective.HOP2 and self._streams.failed:
             return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
-        source, target = gradients.sums[leg.start], gradients.sums[leg.stop]
-        if leg.start is Extent.NODE:
+        source, target = gradients.buffers[leg.source], gradients.buffers[leg.target]
+        if leg.source is Extent.ZERO3:
             gradients.final.vacate()
-        source.hand_over()
-        lane, pool = gradients.topology.replica, gradients.pool
-        if leg.exchange is Exchange.HOP1:
-            lane, pool = gradients.topology.zero3_reduce, gradients.outgoing
+        source.seal()
+        lane, pool = gradients.topology.replica_comm, gradients.pool
+        if leg.collective is Collective.HOP1:
+            lane, pool = gradients.topology.zero3_reduce_comm, gradients.outgoing
         # A second exchange is waited for later: others may need the slab until then.
-        sent = source.place.lend(leg.wire, pool, copies=not is_first and not source.place.lasting)
-        if target.place.lasting:
+        sent = source.storage.lend_send_buffer(leg.wire_dtype, pool, copies=not is_first and not source.storage.lasting)
+        if target.storage.lasting:
             self._leases = (sent,)
         else:
-            target.place.prefetch(keep=not target.untouched)
-            self._leases = (sent, target.place.lease())
-        parts = gradients.parts if leg.exchange is Exchange.HOP2 else None
+            target.storage.prefetch(keep=not target.untouched)
+            self._leases = (sent, target.storage.lease())
+        parts = gradients.parts if leg.collective is Collective.HOP2 else None
         self._pending = reduce_scatter(
-            lane, leg.exchange, sent.tensor, pool, wire=leg.wire, name=gradients.label, parts=parts
+            lane, leg.collective, sent.tensor, pool, wire=leg.wire_dtype, name=gradients.label, parts=parts
         )
         self._issued.append(self._pending.work.issued)
 
     def _land(self, leg: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
-        target, final = self.gradients.sums[leg.stop], self.gradients.final
+        target, final = self.gradients.buffers[leg.target], self.gradients.final
         try:
             if target is final:
                 final.settle()
-            elif leg.stop is Extent.NODE:
+            elif leg.target is Extent.ZERO3:
                 final.vacate()
             target.add_exchange(pending, scale=leg.scale)
             if is_last:

@@ -35,20 +35,20 @@ from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
-    "attach",
-    "detach",
     "forward_hooks",
     "get_state",
+    "get_states",
     "is_closed",
-    "members_in",
-    "runtimes_of",
+    "managed_params_in",
+    "register_hooks",
+    "remove_hooks",
     "units_within",
 ]
 
 _RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # of all sharded models of this process
 
 
-def attach(runtime: LayerZeroState) -> None:
+def register_hooks(runtime: LayerZeroState) -> None:
     """Let the modules and parameters of a model drive its runtime."""
     _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
@@ -60,15 +60,17 @@ def attach(runtime: LayerZeroState) -> None:
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _OnGradient(runtime, unit, handle, slot)
-                requires_grad = member.leaf.requires_grad
-                member.leaf.requires_grad_(True)  # torch takes no hook otherwise; a frozen one may be unfrozen later
-                member.leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                member.leaf.requires_grad_(requires_grad)
-                if isinstance(member.leaf, MainGradParameter):
-                    member.leaf.offer(_main_grad(runtime, handle, slot))
+                requires_grad = member.gathered.requires_grad
+                member.gathered.requires_grad_(
+                    True
+                )  # torch takes no hook otherwise; a frozen one may be unfrozen later
+                member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                member.gathered.requires_grad_(requires_grad)
+                if isinstance(member.gathered, MainGradParameter):
+                    member.gathered.offer(_main_grad(runtime, handle, slot))
 
 
-def detach(model: nn.Module) -> None:
+def remove_hooks(model: nn.Module) -> None:
     """Replace the hooks of a model by hooks that raise; see [Note: A closed model]."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -141,7 +143,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
     raise ValueError("the model is not sharded; call layerzero.shard_model first")
 
 
-def runtimes_of(model: nn.Module) -> dict[str, LayerZeroState]:
+def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
     """Return the runtimes of a sharded model, under ``""``, or of those that `model` holds, by attribute path.
 
     Raises:
@@ -161,7 +163,7 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
     }
 
 
-def members_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
+def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
     """Return the sharded parameters inside `module` by runtime: a sharded model, a part of one, or a module around one.
 
     Runtimes and parameters are in the order of the modules, which all ranks share. A tied parameter is included if any
@@ -178,13 +180,13 @@ def members_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
         for runtime in _RUNTIMES
         if not runtime.closed
         for member in runtime.members.values()
-        for held, _ in member.places
+        for held, _ in member.module_refs
     }
     inside = [id(each._parameters) for each in module.modules()]
     found: dict[LayerZeroState, list[ManagedParam]] = {holders[held]: [] for held in inside if held in holders}
     for runtime, members in found.items():
         ids = set(inside)
-        members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.places)]
+        members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
     if not found:
         refuse_closed(module)
         for hook in module._forward_pre_hooks.values():

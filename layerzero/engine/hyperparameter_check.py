@@ -38,7 +38,7 @@ class SettingsCheck:
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
-        axes = len(everyone.control_lanes)
+        axes = len(everyone.control_comms)
         self._late = LateMaximum(axes, DIGEST_BYTES)
         self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests under way
         self._differ = False
@@ -59,7 +59,7 @@ class SettingsCheck:
         self._sent.append(self._last)
         return self._late.outgoing(own)
 
-    def hear(self, messages: Sequence[Tensor]) -> None:
+    def receive(self, messages: Sequence[Tensor]) -> None:
         """Compare the digests of all ranks, from the bytes that came along each axis, uint8 [ranks, DIGEST_BYTES]."""
         largest = self._late.receive(messages).tolist()
         half = DIGEST_BYTES // 2

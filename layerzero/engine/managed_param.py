@@ -22,32 +22,32 @@ class ManagedParam:
     """One parameter of a handle: where the model holds it, and its stand-ins."""
 
     name: str  # fully qualified, the first of its names
-    places: tuple[tuple[dict[str, Any], str], ...]  # every (parameters of a module, attribute); several when tied
-    leaf: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
-    parameter: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
+    module_refs: tuple[tuple[dict[str, Any], str], ...]  # every (parameters of a module, attribute); several when tied
+    gathered: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
+    sharded: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
     master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
-    span: RowShardSpec
-    local: slice  # this rank's elements inside the ZeRO-1 shard
-    accumulates: Node  # autograd's node that delivers the gradient of the leaf
+    spec: RowShardSpec
+    shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
+    accumulate_grad: Node  # autograd's node that delivers the gradient of the leaf
     evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: computes in place of the leaf
 
     def recut(self, master: Tensor, span: RowShardSpec, local: slice, watch: MutationTracker) -> None:
         """Have other rows on this rank; the sharded parameter stays the object that users hold."""
-        self.master, self.span, self.local = master, span, local
-        assert isinstance(self.parameter, RowShardedTensor)
-        self.parameter._local_tensor = LocalShard(master, span, watch)
+        self.master, self.spec, self.shard_slice = master, span, local
+        assert isinstance(self.sharded, RowShardedTensor)
+        self.sharded._local_tensor = LocalShard(master, span, watch)
 
     def close(self) -> None:
         """Drop the gathered parameter, which an optimizer would keep alive."""
-        self.leaf = nn.Parameter(torch.empty(0), requires_grad=False)
-        del self.accumulates
-        assert isinstance(self.parameter, RowShardedTensor)
-        self.parameter.gathered = self.parameter.grad = None
+        self.gathered = nn.Parameter(torch.empty(0), requires_grad=False)
+        del self.accumulate_grad
+        assert isinstance(self.sharded, RowShardedTensor)
+        self.sharded.gathered = self.sharded.grad = None
 
-    def is_coming(self) -> bool:
+    def will_receive_grad(self) -> bool:
         """The backward that runs now delivers a gradient of the whole parameter."""
         try:
-            return bool(torch._C._will_engine_execute_node(self.accumulates))  # type: ignore[attr-defined]
+            return bool(torch._C._will_engine_execute_node(self.accumulate_grad))  # type: ignore[attr-defined]
         except RuntimeError:  # autograd.grad for the leaf itself
             return True
 
@@ -62,7 +62,7 @@ class ParamRegistry:
 
     def __init__(self, members: Mapping[str, ManagedParam], ignored: Iterable[nn.Parameter]) -> None:
         self._members = members
-        self._member_of = WeakIdKeyDictionary({member.parameter: member for member in members.values()})
+        self._member_of = WeakIdKeyDictionary({member.sharded: member for member in members.values()})
         self._origins = WeakIdKeyDictionary()  # parameter before sharding -> member
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
@@ -71,7 +71,7 @@ class ParamRegistry:
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 
-    def member_of(self, parameter: Tensor) -> ManagedParam | None:
+    def managed_param(self, parameter: Tensor) -> ManagedParam | None:
         """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
         member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:

@@ -14,15 +14,15 @@ from torch import nn
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["Structure", "replaced"]
+__all__ = ["StructureCheck", "replaced"]
 
 
-class Structure:
+class StructureCheck:
     """The modules and parameters of a model when it was sharded. Made when the model shows its sharded parameters."""
 
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
-        self._sharded = {id(member.parameter): member for member in members}
+        self._sharded = {id(member.sharded): member for member in members}
         self._born = [module._parameters for module in model.modules()]  # kept: no other object gets the id of one
         # What lies in these places is sharded, or left whole and for the user to train.
         self._places = {
@@ -31,16 +31,16 @@ class Structure:
             for attribute, parameter in held.items()
             if parameter is not None
         }
-        self._newcomers: list[nn.Parameter] = []  # frozen ones, which need no gradient and no step
+        self._added_frozen_params: list[nn.Parameter] = []  # frozen ones, which need no gradient and no step
         self._remember()
 
     @property
-    def _whole(self) -> nn.Module:
+    def _is_full(self) -> nn.Module:
         model = self._model()
         assert model is not None
         return model
 
-    def heed(self) -> None:
+    def check_for_changes(self) -> None:
         """Follow changes of the model's modules and parameters; at the start of a forward, outside of all others.
 
         Modules may go, may be wrapped in others, and may come without trainable parameters.
@@ -48,7 +48,7 @@ class Structure:
         Raises:
             RuntimeError: a parameter was replaced, or a trainable one has come.
         """
-        if self._has_changed() or any(parameter.requires_grad for parameter in self._newcomers):
+        if self._has_changed() or any(parameter.requires_grad for parameter in self._added_frozen_params):
             self._check()
             self._remember()
 
@@ -62,7 +62,7 @@ class Structure:
         )
 
     def _remember(self) -> None:
-        modules = list(self._whole.modules())
+        modules = list(self._is_full.modules())
         self._parameters = [module._parameters for module in modules]
         self._counts = [*map(len, self._parameters)]
         self._childless = [module._modules for module in modules if not module._modules]
@@ -74,12 +74,12 @@ class Structure:
 
     def _check(self) -> None:
         late, frozen = [], []
-        there = dict(self._whole.named_modules())
+        there = dict(self._is_full.named_modules())
         ids = {id(module._parameters) for module in there.values()}
         for member in self._sharded.values():
-            for held, attribute in member.places:
+            for held, attribute in member.module_refs:
                 shown = held.get(attribute)
-                if id(held) in ids and shown is not member.parameter and shown is not member.leaf:
+                if id(held) in ids and shown is not member.sharded and shown is not member.gathered:
                     raise replaced(member)
         for name, module in there.items():
             for attribute, parameter in module._parameters.items():
@@ -105,7 +105,7 @@ class Structure:
                 "ignored_modules or ignored_params, if they are to stay whole on every rank), or freeze them with "
                 "requires_grad_(False)"
             )
-        self._newcomers = frozen
+        self._added_frozen_params = frozen
 
 
 def replaced(member: ManagedParam) -> RuntimeError:

@@ -11,18 +11,18 @@ import torch
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.unit import Unit
 
-__all__ = ["View", "refuse_gradients", "refuse_sharded", "viewing"]
+__all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 
 
-class View(enum.Enum):
+class ParamView(enum.Enum):
     """A context that changes the parameters of a model. Only AVERAGES, and FULL for other parameters, allow nesting."""
 
-    FULL = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
+    UNSHARDED = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
     FULL_PRECISION = "layerzero.full_precision"  # gathers masters; forwards take no gradients
-    AVERAGES = "EMA.swapped()"  # what is written to masters is undone at the end
+    EMA = "EMA.swapped()"  # what is written to masters is undone at the end
 
 
-def refuse_gradients(label: str, view: View = View.FULL) -> None:
+def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
     """Raise where a forward among whole parameters would take gradients."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -42,7 +42,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 
 @contextmanager
-def viewing(views: list[View], view: View) -> Iterator[None]:
+def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
     """Inside, `views`, of a runtime, have one more."""
     views.append(view)
     try:

@@ -17,34 +17,34 @@ from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "Call", "ForwardPass", "Use"]
+__all__ = ["BackwardPass", "ForwardPass", "UnitCall", "Use"]
 
 
-class Call:
+class UnitCall:
     """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
 
-    __slots__ = ("__weakref__", "_position", "around", "forward", "is_watched", "unit")
+    __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
-    def __init__(self, unit: Unit, around: tuple[Call, ...]) -> None:
+    def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
-        self.around = around  # the calls that make this one, outermost first
-        self.is_watched = False  # the gradients of its inputs will end its backward
+        self.callers = around  # the calls that make this one, outermost first
+        self.ends_with_input_grad = False  # the gradients of its inputs will end its backward
         self.forward: ForwardPass | None = None  # in whose order it has a place
         self._position = 0
 
-    def join(self, forward: ForwardPass) -> None:
+    def record_return(self, forward: ForwardPass) -> None:
         """Take the next place in the order of a forward."""
         self.forward, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
         forward.first.setdefault(self.unit, self._position)
 
     @property
-    def _order(self) -> list[weakref.ref[Call]]:
+    def _order(self) -> list[weakref.ref[UnitCall]]:
         """All calls of the forward, by return; the graph keeps them."""
         return self.forward.returned if self.forward is not None else []
 
     @property
-    def follower(self) -> Call | None:
+    def next_call(self) -> UnitCall | None:
         """The call that returned next, of those that are in a graph: its backward comes before this one's."""
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
@@ -60,7 +60,7 @@ class Call:
         before any of this one's. For the last call in the graph: handles of units that the forward did not call, where
         that matters.
         """
-        forward, follower = self.forward, self.follower
+        forward, follower = self.forward, self.next_call
         for place, units in () if forward is None else forward.uses:
             if self._position < place and (follower is None or place <= follower._position):
                 assert forward is not None
@@ -68,11 +68,11 @@ class Call:
                     if not forward.comes_again(unit, calls=self._position + 1, uses=self._position):
                         yield from unit.handles
         if follower is not None:
-            for ended in (follower, *follower.around):
-                if ended is not self and ended not in self.around and ended.is_last_in_backward:
+            for ended in (follower, *follower.callers):
+                if ended is not self and ended not in self.callers and ended.is_last_in_backward:
                     yield from ended.unit.handles
         elif forward is not None:
-            for unit in forward.skipped:
+            for unit in forward.uncalled_units:
                 yield from unit.handles
 
     @property
@@ -81,16 +81,16 @@ class Call:
         assert self.forward is not None
         return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
 
-    def before(self, count: int | None) -> Sequence[Call]:
+    def preceding(self, count: int | None) -> Sequence[UnitCall]:
         """The `count` calls, or all, of units on this one's mesh, that returned before this one, nearest first."""
         return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
 
     @property
-    def previous(self) -> Call | None:
+    def previous(self) -> UnitCall | None:
         """The call, of a unit on whatever mesh, that returned before this one."""
         return next(self._earlier(), None)
 
-    def _earlier(self) -> Iterator[Call]:
+    def _earlier(self) -> Iterator[UnitCall]:
         earlier = (self._order[place]() for place in range(self._position - 1, -1, -1))
         return (call for call in earlier if call is not None)
 
@@ -104,18 +104,20 @@ class ForwardPass:
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
-        self.entry = entry
+        self.entry_unit = entry
         self.called: list[Unit] = []
-        self.returned: list[weakref.ref[Call]] = []
+        self.returned: list[weakref.ref[UnitCall]] = []
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
-        self.kept: Unit | None = None  # by a call that has returned, for the next one, if that is of the same unit
+        self.still_gathered: Unit | None = (
+            None  # by a call that has returned, for the next one, if that is of the same unit
+        )
         self.uses: list[tuple[int, Sequence[Unit]]] = []  # of weights outside of calls: place in `returned`, units
         self._expected = expected
         self._units = units
 
     @property
-    def skipped(self) -> list[Unit]:
+    def uncalled_units(self) -> list[Unit]:
         """Of the units that others may call, those that it did not call."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
@@ -128,7 +130,7 @@ class ForwardPass:
             return False
         return any(call.unit is unit for weak in self.returned[:calls] if (call := weak()) is not None)
 
-    def upcoming(self, count: int) -> list[Unit]:
+    def next_units(self, count: int) -> list[Unit]:
         """The units that follow if this forward goes on like the last one; none once it has left that path.
 
         Those on the mesh of the unit that was called last. See [Note: Gathers ahead, by mesh].
@@ -184,23 +186,28 @@ class BackwardPass:
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
-        self.reduces = reduces
+        self.requires_gradient_sync = reduces
         self.task = task
         self.observer = observer
-        self.nested: dict[int, list[Call]] = {}
-        self.arrived: dict[Handle, None] = {}
-        self.begun: set[Call] = set()
-        self.open: dict[Call, None] = {}
+        self.nested: dict[int, list[UnitCall]] = {}
+        self.completed_handles: dict[Handle, None] = {}
+        self.gathered_calls: set[UnitCall] = set()
+        self.active_calls: dict[UnitCall, None] = {}
         self.uses: dict[Use, None] = {}
 
     def involves(self, unit: Unit) -> bool:
         """Whether a call or use of the unit is in its backward."""
-        return any(call.unit is unit for call in self.open) or any(unit in use.units for use in self.uses)
+        return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
-    def comes_first(self, call: Call) -> bool:
+    def next_call_holds_buffer(self, call: UnitCall) -> bool:
         """The follower's backward ends where the one of `call` begins, but the hook that ends it comes second.
 
         Until then it holds its full buffer.
         """
-        follower = call.follower
-        return follower is not None and follower.is_watched and follower not in call.around and follower in self.open
+        follower = call.next_call
+        return (
+            follower is not None
+            and follower.ends_with_input_grad
+            and follower not in call.callers
+            and follower in self.active_calls
+        )

@@ -47,7 +47,7 @@ class ReductionQueue:
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start every handle that is ready and whose predecessors have started."""
         order = self.order
-        while self._next < len(order) and order[self._next].round.ready:
+        while self._next < len(order) and order[self._next].pending_slots.ready:
             self._start(self._next_carry(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
@@ -56,36 +56,36 @@ class ReductionQueue:
             self._start(self._next_carry(across_replicas=across_replicas))
         self.settle()
         self._next = 0
-        if any(gradients.round.begun for gradients in self.order):
+        if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint delivers a shared parameter's gradient in several portions.
             self.finish(across_replicas=across_replicas)
         for gradients in self.order:  # a call that ends after its reduction was launched has closed the next round
-            gradients.round.end()
+            gradients.pending_slots.end()
 
     def finish_rest(self) -> None:
         """Reduce what backwards inside no_sync have left behind."""
         for gradients in self.order:
             self.wait_until_writable(gradients)
             self._carried.append(gradients)
-            self._start(gradients.carry_rest())
+            self._start(gradients.start_rest())
         self.settle()
 
     def settle(self) -> None:
         """What follows comes after everything in flight."""
         try:
-            self.streams.settle(self._landings)
+            self.streams.synchronize(self._landings)
         finally:
             if not any(self._landings):  # else it was interrupted, and left in flight
                 while self._carried:
-                    self._carried.pop().carried = None
+                    self._carried.pop().reduction = None
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until `gradients` can be added to."""
-        if gradients.carried is not None:
-            gradients.carried.wait()
-            gradients.carried = None
+        if gradients.reduction is not None:
+            gradients.reduction.wait()
+            gradients.reduction = None
         for landings in self._landings:  # of others, which hold what it needs
-            while gradients.blocked and landings:
+            while gradients.is_blocked and landings:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
@@ -96,7 +96,7 @@ class ReductionQueue:
         """
         with suppress(Exception):
             self.settle()
-        self.streams.landed().wait()
+        self.streams.gradients_ready().wait()
         self._next = 0
 
     def _next_carry(self, *, across_replicas: bool) -> HandleReduction | None:
@@ -105,12 +105,12 @@ class ReductionQueue:
         self._next += 1
         self.wait_until_writable(gradients)
         self._carried.append(gradients)
-        return gradients.carry(across_replicas=across_replicas)
+        return gradients.start_reduction(across_replicas=across_replicas)
 
     def _start(self, carry: HandleReduction | None) -> None:
         if carry is not None:
             self.streams.check()
-            carry.hand_to(self.streams)
-            for landings, landed, most in zip(self._landings, carry.landings, IN_FLIGHT, strict=False):
+            carry.add_on(self.streams)
+            for landings, landed, most in zip(self._landings, carry.buffers_written, IN_FLIGHT, strict=False):
                 landings.append(landed)
-                self.streams.bound(landings, most)
+                self.streams.limit_in_flight(landings, most)

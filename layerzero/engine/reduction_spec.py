@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerzero.comm.collectives import Exchange
+from layerzero.comm.collectives import Collective
 from layerzero.config import Precision
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
@@ -48,10 +48,10 @@ __all__ = ["ReductionSpec", "ReductionStage"]
 class ReductionStage:
     """One exchange: the sum over the ranks of an axis, of which this rank gets its part."""
 
-    start: Extent
-    stop: Extent
-    exchange: Exchange  # HOP1 runs on the zero3 axis, HOP2 on the replica axis
-    wire: torch.dtype
+    source: Extent
+    target: Extent
+    collective: Collective  # HOP1 runs on the zero3 axis, HOP2 on the replica axis
+    wire_dtype: torch.dtype
     scale: float  # by which the sum is multiplied when it arrives
 
 
@@ -59,11 +59,11 @@ class ReductionStage:
 class ReductionSpec:
     """How gradients of one handle become the final gradient; see [Note: Six routes]."""
 
-    lands: Extent
-    waits: Extent
-    legs: tuple[ReductionStage, ...]
-    landing_dtype: torch.dtype
-    landing_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
+    incoming_extent: Extent
+    accumulator_extent: Extent
+    stages: tuple[ReductionStage, ...]
+    incoming_dtype: torch.dtype
+    incoming_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
 
     @classmethod
     def plan(
@@ -86,7 +86,7 @@ class ReductionSpec:
             adds_hop2: the same for hop 2.
         """
         if grid.data_parallel == 1:
-            return cls(Extent.RANK, Extent.RANK, (), precision.master, 1.0 / divide_factor)
+            return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
         sharded, landing = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
         if sharded and adds_hop1 and precision.compute.itemsize < landing.itemsize:
             landing = precision.compute  # see [Note: What lands as it is]
@@ -95,35 +95,35 @@ class ReductionSpec:
             _before(factor1, landing, adds=adds_hop1),
             _before(factor2, precision.replica_reduce, adds=adds_hop2),
         )
-        hop1, hop2 = (Exchange.HOP1, landing), (Exchange.HOP2, precision.replica_reduce)
+        hop1, hop2 = (Collective.HOP1, landing), (Collective.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
             first = second
             legs: tuple[ReductionStage, ...] = (
-                ReductionStage(Extent.WHOLE, Extent.RANK, *hop2, first / divide_factor),
+                ReductionStage(Extent.FULL, Extent.ZERO1, *hop2, first / divide_factor),
             )
         elif grid.replicas == 1:
-            legs = (ReductionStage(Extent.WHOLE, Extent.RANK, *hop1, first / divide_factor),)
+            legs = (ReductionStage(Extent.FULL, Extent.ZERO1, *hop1, first / divide_factor),)
         else:
             between = 1.0
             if precision.replica_reduce is torch.float16:
                 between = 1.0 / _power_of_two(factor1 * second / first)
             last = first / (divide_factor * between)
             legs = (
-                ReductionStage(Extent.WHOLE, Extent.NODE, *hop1, between),
-                ReductionStage(Extent.NODE, Extent.RANK, *hop2, last),
+                ReductionStage(Extent.FULL, Extent.ZERO3, *hop1, between),
+                ReductionStage(Extent.ZERO3, Extent.ZERO1, *hop2, last),
             )
         if sharded:
-            return cls(Extent.WHOLE, legs[0].stop, legs, landing, 1.0 / first)
-        return cls(Extent.WHOLE, Extent.WHOLE, legs, precision.master, 1.0 / first)
+            return cls(Extent.FULL, legs[0].target, legs, landing, 1.0 / first)
+        return cls(Extent.FULL, Extent.FULL, legs, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """The legs that lead from one extent down to another."""
-        return tuple(leg for leg in self.legs if leg.start <= start and leg.stop >= stop)
+        return tuple(leg for leg in self.stages if leg.source <= start and leg.target >= stop)
 
     @property
-    def shares_early(self) -> bool:
+    def accumulator_is_reduced(self) -> bool:
         """What waits holds contributions of other ranks of the node already."""
-        return self.waits is not self.lands
+        return self.accumulator_extent is not self.incoming_extent
 
 
 def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:

@@ -38,19 +38,19 @@ from layerzero.comm.process_groups import CLOSED
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
-from layerzero.device.gradient_offload import Buffers
+from layerzero.device.gradient_offload import ModelPools
 from layerzero.dtensor.main_grad import FLAG, take_flag
 from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_transforms
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.managed_param import ManagedParam, ParamRegistry
 from layerzero.engine.micro_batches import NoSyncHint
-from layerzero.engine.module_checks import Structure
-from layerzero.engine.param_view import View, refuse_gradients, refuse_sharded
-from layerzero.engine.passes import BackwardPass, Call, ForwardPass, Use
-from layerzero.engine.unit import Unit, orders_of
+from layerzero.engine.module_checks import StructureCheck
+from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
+from layerzero.engine.passes import BackwardPass, ForwardPass, UnitCall, Use
+from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.layout.owner_layout import Owner
+from layerzero.layout.owner_layout import ParamOwner
 from layerzero.utils.pytree import iter_tensors
 
 __all__ = ["LayerZeroState"]
@@ -71,7 +71,7 @@ class LayerZeroState:
         units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
         everyone: ModelRanks,
-        buffers: Buffers,
+        buffers: ModelPools,
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
@@ -79,31 +79,31 @@ class LayerZeroState:
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
         self.config = config
-        self.everyone = everyone
-        self.topology = topology = everyone.topology
+        self.ranks = everyone
+        self.mesh_info = topology = everyone.mesh_info
         self.buffers = buffers
         self.staying: set[Unit] = set()  # not freed between a forward and its backward
         # By unit: units that its forward and its backward gather ahead, in place of those that `prefetch` selects.
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.heed_control()
-        self.observer = topology.ledger.observer
-        self.reduces = True  # False inside no_sync
-        self.all_reduces = True  # backwards that reduce do so across replicas
-        self.views: list[View] = []  # the contexts that are entered
+        self.observer = topology.counters.observer
+        self.requires_gradient_sync = True  # False inside no_sync
+        self.requires_all_reduce = True  # backwards that reduce do so across replicas
+        self.active_views: list[ParamView] = []  # the contexts that are entered
         self.unsharded: dict[ManagedParam, bool] = {}  # inside layerzero.unsharded: whether they are full on this rank
-        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
-        self.before_first_forward: Callable[[], None] | None = None  # may raise, and is then asked again
+        self.load_error: str | None = None  # a load has failed halfway: what to say to whoever goes on
+        self.first_forward_check: Callable[[], None] | None = None  # may raise, and is then asked again
         self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
         self.on_close: list[Callable[[], object]] = []  # idempotent: end snapshots, watchdogs and the like
-        member_of = {id(m.parameter): m for handle in self.handles for m in handle.members}
+        member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model: handles may have others on other ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
-        self.owners: dict[str, Owner] = {}  # by name of a parameter that an optimizer needs whole
+        self.owners: dict[str, ParamOwner] = {}  # by name of a parameter that an optimizer needs whole
         self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
-        self._running: list[Call] = []  # calls of units under way, outermost first
+        self._running: list[UnitCall] = []  # calls of units under way, outermost first
         self._ahead: set[Unit] = set()  # gathered by unshard() for a later forward
         self._uses: list[Use] = []  # active uses of weights outside of forwards, outermost first
         self._forward: ForwardPass | None = None
@@ -112,12 +112,12 @@ class LayerZeroState:
         self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
         self.gradients = GradientReducer(self.handles, everyone)
         self.refreshes = WeightRefresher(self.handles, everyone, self._uses)
-        self._structure = Structure(model, self.members.values())
+        self._structure = StructureCheck(model, self.members.values())
         saving = (handle.gradients for handle in self.handles if handle.gradients is not None)
-        self.micro_batches = NoSyncHint(would_save=any(gradients.no_sync_saves for gradients in saving))
+        self.no_sync_hint = NoSyncHint(would_save=any(gradients.no_sync_saves for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._orders = orders_of(self.units)
-        self._full_precision_orders = orders_of(self.units, full_precision=True)
+        self._orders = gather_orders(self.units)
+        self._full_precision_orders = gather_orders(self.units, full_precision=True)
 
     @property
     def model(self) -> nn.Module:
@@ -146,7 +146,7 @@ class LayerZeroState:
                 handle.close()
             for optimizer in self.optimizers:
                 optimizer.on_layout_change()  # type: ignore[attr-defined]
-            self.topology.groups.release()
+            self.mesh_info.groups.release()
             self.__dict__.clear()
 
     @property
@@ -169,9 +169,9 @@ class LayerZeroState:
 
     def heed_control(self) -> None:
         """Apply the settings of units on resharding and on explicit prefetching."""
-        self.staying = {unit for unit in self.units if not unit.reshards}
+        self.staying = {unit for unit in self.units if not unit.reshard_after_forward}
         root = self.units[0]
-        if device_module(self.topology.device) is not None and not root.is_told:  # it is needed again at once
+        if device_module(self.mesh_info.device) is not None and not root.is_told:  # it is needed again at once
             self.staying.add(root)
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         ahead = max([self.config.prefetch, *map(len, lists)])
@@ -179,7 +179,7 @@ class LayerZeroState:
 
     def unshard(self, unit: Unit) -> None:
         """Launch the gather of a unit for a later forward."""
-        if View.FULL in self.views:
+        if ParamView.UNSHARDED in self.active_views:
             return
         self._prepare()
         self._gather(unit)
@@ -190,7 +190,7 @@ class LayerZeroState:
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit that is not in use."""
-        if View.FULL in self.views:
+        if ParamView.UNSHARDED in self.active_views:
             return
         if not self._is_idle(unit):
             raise RuntimeError(
@@ -204,16 +204,16 @@ class LayerZeroState:
     # Forward
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if View.FULL in self.views:
+        if ParamView.UNSHARDED in self.active_views:
             refuse_gradients(unit.label)
             refuse_sharded(unit, self.unsharded)
             return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
-        if View.FULL_PRECISION in self.views:
-            refuse_gradients(unit.label, View.FULL_PRECISION)
+        if ParamView.FULL_PRECISION in self.active_views:
+            refuse_gradients(unit.label, ParamView.FULL_PRECISION)
         interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
         if self._forward is None or interrupted:
             self.recover_interrupted_pass()
-        call = Call(unit, around=tuple(self._running))
+        call = UnitCall(unit, around=tuple(self._running))
         self._running.append(call)  # now: post_forward runs even where this raises
         refuse_transforms(unit.label)
         if self._forward is None and not in_backward():
@@ -222,12 +222,12 @@ class LayerZeroState:
         if self._forward is not None:
             self._forward.called.append(unit)
             self._free_kept(self._forward, unless=unit)
-            recorded = self._forward.upcoming(self.config.prefetch)
+            recorded = self._forward.next_units(self.config.prefetch)
             for upcoming in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(upcoming)
                 self._gather(upcoming)
         self._wait(unit)
-        unit.show_leaves()
+        unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._computes_in(unit))
         if torch.is_grad_enabled():
             self._watch_inputs(call, args, kwargs)
@@ -236,7 +236,7 @@ class LayerZeroState:
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
         """`output` is None where the forward raised."""
-        if View.FULL in self.views:
+        if ParamView.UNSHARDED in self.active_views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # pre_forward has raised at once
@@ -249,20 +249,20 @@ class LayerZeroState:
         output = unit.cast_output(output, computes_in=self._computes_in(unit))
         comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
         if self._forward is not None and comes_back:
-            call.join(self._forward)
-            unit.keep(self._forward)
+            call.record_return(self._forward)
+            unit.keep_post_forward(self._forward)
         if not (comes_back and unit in self.staying) and not in_backward() and self._is_idle(unit):
-            if self._forward is not None and self._forward.upcoming(1) == [unit]:
-                self._forward.kept = unit
+            if self._forward is not None and self._forward.next_units(1) == [unit]:
+                self._forward.still_gathered = unit
             else:
                 unit.reshard()
-        if self._forward is not None and self._forward.entry is unit and not self._is_running(unit):
+        if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
             self._end_forward(self._forward, comes_back=comes_back)
         return output
 
     def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
         """Dtypes of a gathered unit's parameters, if these are not the compute weights."""
-        return unit.evaluated_dtypes if View.FULL_PRECISION in self.views else None
+        return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
         """A forward of the unit is under way; several, if it calls itself."""
@@ -278,7 +278,7 @@ class LayerZeroState:
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
-        refuse_capture(self.topology.device, f"the forward of {entry.label}")
+        refuse_capture(self.mesh_info.device, f"the forward of {entry.label}")
         self._follow_user()
         units = self.units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
@@ -287,46 +287,46 @@ class LayerZeroState:
     def _prepare(self) -> None:
         """Prepare for gathers outside of a forward."""
         if self._forward is None and not in_backward():
-            refuse_capture(self.topology.device, "a gather outside of forwards")
+            refuse_capture(self.mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
             self._follow_user()
 
     def _follow_user(self) -> None:
         """Apply changes that the user has made to the model since the last pass."""
-        if self.torn is not None:
-            raise RuntimeError(self.torn)
-        if self.before_first_forward is not None:
-            self.before_first_forward()
-            self.before_first_forward = None
-        self._structure.heed()
+        if self.load_error is not None:
+            raise RuntimeError(self.load_error)
+        if self.first_forward_check is not None:
+            self.first_forward_check()
+            self.first_forward_check = None
+        self._structure.check_for_changes()
         if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
             self.gradients.apply_requires_grad()
         self.refreshes.pre_forward()
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
-        kept, forward.kept = forward.kept, None
+        kept, forward.still_gathered = forward.still_gathered, None
         if kept is not None and kept is not unless and self._is_idle(kept):
             kept.reshard()
 
     def _end_forward(self, forward: ForwardPass, *, comes_back: bool) -> None:
         self._forward = None
-        self._last_calls[forward.entry] = forward.called
+        self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
         # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
         for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
 
-    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
+    def _watch_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
         inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        call.is_watched = len(inputs) == 1  # with several, it is not known where the backward ends
+        call.ends_with_input_grad = len(inputs) == 1  # with several, it is not known where the backward ends
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
-    def _watch_outputs(self, call: Call, output: Any) -> bool:
+    def _watch_outputs(self, call: UnitCall, output: Any) -> bool:
         """Gather again when the backward reaches this call; False where it never will."""
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         for tensor in outputs:
@@ -340,8 +340,8 @@ class LayerZeroState:
         """Show gathered parameters of units inside; see [Note: Weights outside of forwards]."""
         label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
         refuse_transforms(label)
-        if View.FULL_PRECISION in self.views:
-            refuse_gradients(label, View.FULL_PRECISION)
+        if ParamView.FULL_PRECISION in self.active_views:
+            refuse_gradients(label, ParamView.FULL_PRECISION)
         self._prepare()
         around = self._forward or self._last_forward()
         use = Use(units, around if torch.is_grad_enabled() else None)
@@ -351,7 +351,7 @@ class LayerZeroState:
                 self._gather(unit)
             for unit in units:
                 self._wait(unit)
-                unit.show_leaves()
+                unit.show_gathered()
             with self._saving_for(use):
                 yield
         except BaseException:
@@ -403,14 +403,14 @@ class LayerZeroState:
             self._gather(unit)
         for unit in use.units:
             self._wait(unit)
-            unit.show_leaves()
+            unit.show_gathered()
 
-    def _end_uses_after(self, backward: BackwardPass, call: Call) -> None:
+    def _end_uses_after(self, backward: BackwardPass, call: UnitCall) -> None:
         """Free the units of uses that began after `call` had returned."""
         for use in [use for use in backward.uses if call.is_before(use)]:
             del backward.uses[use]
             for unit in use.units:
-                if self._is_idle(unit) and all(around.unit is not unit for around in call.around):
+                if self._is_idle(unit) and all(around.unit is not unit for around in call.callers):
                     unit.end_backward(())
 
     # Gather
@@ -420,7 +420,7 @@ class LayerZeroState:
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.topology].check(self._index[unit])
         if any(handle.gathers and handle.full_precision is None for handle in absent):
-            self._orders[unit.topology].check(self._index[unit] + unit.kept * len(self.units))
+            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward * len(self.units))
         if absent:
             unit.gather()
 
@@ -430,32 +430,32 @@ class LayerZeroState:
                 if handle.state is ShardState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
-            raise self._orders[unit.topology].explain(error) from error.__cause__
+            raise self._orders[unit.topology].explain_failure(error) from error.__cause__
 
     # Backward
 
-    def pre_backward(self, call: Call, gradient: Tensor) -> None:
+    def pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
         unit = call.unit
         backward = self._enter_backward(f"unit {unit.name!r}")
         if backward.observer is not None:
-            backward.observer.reach(call, call.around)
-        backward.open[call] = None
+            backward.observer.reach(call, call.callers)
+        backward.active_calls[call] = None
         self._end_uses_after(backward, call)
         self._end_with_nested_backward(backward, call)
-        self._reduce_ended(backward, call.ended_handles(), called=call.follower is not None)
+        self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
         # Outermost first, whichever output the backward reaches first: that may differ between ranks.
-        for around in call.around:
-            if around not in backward.begun:
-                backward.begun.add(around)
+        for around in call.callers:
+            if around not in backward.gathered_calls:
+                backward.gathered_calls.add(around)
                 self._gather(around.unit)
-        backward.begun.add(call)
+        backward.gathered_calls.add(call)
         self._gather(unit)
         if self.config.offload_grads:
             unit.prefetch_accumulators()
-        if not backward.comes_first(call):
+        if not backward.next_call_holds_buffer(call):
             self._prefetch_before(call)
         self._wait(unit)
-        unit.show_leaves()
+        unit.show_gathered()
         if backward.observer is not None:
             backward.observer.begin("backward", unit.label, call)
 
@@ -468,44 +468,44 @@ class LayerZeroState:
         for handle in handles:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
-                gradients.round.close(lambda slot, members=handle.members: members[slot].is_coming())  # type: ignore[misc]
-                if gradients.round.ready and called:
-                    backward.arrived[handle] = None
-        self.gradients.queue.start_ready(across_replicas=backward.reduces)
+                gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].is_coming())  # type: ignore[misc]
+                if gradients.pending_slots.ready and called:
+                    backward.completed_handles[handle] = None
+        self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _reduce_rest(self, backward: BackwardPass) -> None:
         """Launch the reductions that are left at the end of a backward, when no gradient is coming."""
         for handle in reversed(self.handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
-                if handle.gradients.round.begun:
-                    backward.arrived[handle] = None
-                handle.gradients.round.close(lambda slot: False)
-        self.gradients.queue.start_ready(across_replicas=backward.reduces)
+                if handle.gradients.pending_slots.has_begun:
+                    backward.completed_handles[handle] = None
+                handle.gradients.pending_slots.close(lambda slot: False)
+        self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
-    def _prefetch_before(self, call: Call) -> None:
-        recorded = call.before(self.config.prefetch)
+    def _prefetch_before(self, call: UnitCall) -> None:
+        recorded = call.preceding(self.config.prefetch)
         for upcoming in self.prefetched_backward.get(call.unit, [earlier.unit for earlier in recorded]):
             self._gather(upcoming)
         if recorded and self.config.offload_grads:  # there are two slabs
             recorded[0].unit.prefetch_accumulators()
 
-    def post_backward(self, call: Call, gradients: object) -> None:
+    def post_backward(self, call: UnitCall, gradients: object) -> None:
         backward = self._backward
         if backward is not None:
-            backward.open.pop(call, None)
+            backward.active_calls.pop(call, None)
             if backward.observer is not None:
                 backward.observer.end(call)
-            if call.forward is not None and call.is_watched and call.is_last_in_backward:
+            if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
-        earlier = call.before(None if call.unit.kept else 1)  # what is kept is wanted by any of them
-        begun = earlier if backward is None else backward.begun
+        earlier = call.preceding(None if call.unit.has_post_forward else 1)  # what is kept is wanted by any of them
+        begun = earlier if backward is None else backward.gathered_calls
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
         if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
             call.unit.end_backward(() if coming else {call.forward} - {None})
-        if backward is not None and (previous := call.previous) in backward.open:
+        if backward is not None and (previous := call.previous) in backward.active_calls:
             self._prefetch_before(previous)
 
-    def _end_with_nested_backward(self, backward: BackwardPass, call: Call) -> None:
+    def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
         """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed call's nodes."""
         task = torch._C._current_graph_task_id()
         if task == backward.task:
@@ -529,10 +529,10 @@ class LayerZeroState:
         written = getattr(leaf, FLAG, False) and take_flag(leaf)
         if gradient is None:  # frozen since its forward: torch drops the gradient, too
             if written and gradients is not None:
-                gradients.landing.withdraw([slot])
+                gradients.incoming.withdraw([slot])
             return
         assert gradients is not None
-        gradient = (member := handle.members[slot]).span.undress(gradient)
+        gradient = (member := handle.members[slot]).spec.local_grad(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         if gradients.landing_blocked:
@@ -540,9 +540,9 @@ class LayerZeroState:
         if written:
             gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
-            gradients.arrive(slot, gradient)
-        if gradients.round.ready:
-            backward.arrived[handle] = None
+            gradients.receive(slot, gradient)
+        if gradients.pending_slots.ready:
+            backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """What a gathered parameter offers as ``main_grad``."""
@@ -557,22 +557,22 @@ class LayerZeroState:
                 "by finite differences"
             )
         if self._backward is None:
-            refuse_capture(self.topology.device, f"the backward of {name}")
-            if View.FULL_PRECISION in self.views:
+            refuse_capture(self.mesh_info.device, f"the backward of {name}")
+            if ParamView.FULL_PRECISION in self.active_views:
                 raise RuntimeError(
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
                     "of its forward are not gathered. Run it before or after the context"
                 )
-            if edited := [handle.name for handle in self.handles if handle.watch.edited]:
+            if edited := [handle.name for handle in self.handles if handle.tracker.dirty]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "them as they were; change them after the backward"
                 )
             self.gradients.apply_requires_grad()
             self.gradients.begin()
-            reduces = self.reduces and self.all_reduces
-            if self.micro_batches.listens:
-                self.micro_batches.note_backward(reduces=reduces, is_first=self.gradients.empty)
+            reduces = self.requires_gradient_sync and self.requires_all_reduce
+            if self.no_sync_hint.listens:
+                self.no_sync_hint.note_backward(reduces=reduces, is_first=self.gradients.empty)
             task, observer = torch._C._current_graph_task_id(), self.observer if self.observer.listens else None
             self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
             torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
@@ -583,16 +583,16 @@ class LayerZeroState:
         assert backward is not None
         self._reduce_rest(backward)
         self.observer.end_backward()
-        backward.open.clear()
+        backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
-        passed = {call.forward for call in backward.begun} - {None}
+        passed = {call.forward for call in backward.gathered_calls} - {None}
         for unit in self.units:
-            if (unit.gathered or unit.kept) and not self._is_running(unit):
-                unit.drop_kept(passed) if self.is_held(unit) else unit.end_backward(passed)
-        self.gradients.finish(list(backward.arrived), reduces=backward.reduces)
+            if (unit.gathered or unit.has_post_forward) and not self._is_running(unit):
+                unit.drop_post_forward(passed) if self.is_held(unit) else unit.end_backward(passed)
+        self.gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None
-        if backward.reduces:
+        if backward.requires_gradient_sync:
             self.gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:

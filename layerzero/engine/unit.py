@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.traffic_counters import GATHERS, gather_name
-from layerzero.device.buffer_pools import Gathered
+from layerzero.device.buffer_pools import UnitFootprint
 from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.handle import Handle, ShardState
@@ -21,7 +21,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced
 from layerzero.utils.pytree import cast_floating
 
-__all__ = ["Unit", "orders_of"]
+__all__ = ["Unit", "gather_orders"]
 
 
 class Unit:
@@ -47,14 +47,16 @@ class Unit:
         self.handles = handles
         self.topology = topology
         self.cast_buffers = tuple(cast_buffers)
-        self.reshards = reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
+        self.reshard_after_forward = (
+            reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
+        )
         self.is_told = False  # set_reshard_after_forward was called: it applies to the root on a device, too
-        self.reshards_after_backward = True
+        self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward that has kept a part of it
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._places = [
-            (parameters, attribute, member) for member in self.members() for parameters, attribute in member.places
+            (parameters, attribute, member) for member in self.members() for parameters, attribute in member.module_refs
         ]
 
     @property
@@ -78,24 +80,24 @@ class Unit:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
-    def kept(self) -> bool:
+    def has_post_forward(self) -> bool:
         """The next gather is among the ranks that have kept it."""
         return any(handle.kept.nbytes for handle in self.handles)
 
     @property
-    def gathered_memory(self) -> Gathered:
+    def gathered_memory(self) -> UnitFootprint:
         gathered = sum(size for handle in self.handles for size in (*handle.gathered_sizes, handle.whole.size))
-        reshards = self.reshards and self.reshards_after_backward
-        return Gathered(gathered, reshards, self.topology, sum(handle.kept.size for handle in self.handles))
+        reshards = self.reshard_after_forward and self.reshard_after_backward
+        return UnitFootprint(gathered, reshards, self.topology, sum(handle.kept.size for handle in self.handles))
 
     def gather(self) -> None:
         """Launch the gathers of what is not there or on its way."""
         for handle in self.handles:
             handle.gather()
 
-    def keep(self, forward: object) -> None:
+    def keep_post_forward(self, forward: object) -> None:
         """Before it is freed by a forward, for the backward of that one."""
-        if isinstance(self.reshards, bool):
+        if isinstance(self.reshard_after_forward, bool):
             return
         self._kept_for = weakref.ref(forward)
         for handle in self.handles:
@@ -139,38 +141,38 @@ class Unit:
         """Free the full buffer and the post-forward shard (see `drop_kept`), and show sharded parameters again."""
         self.show_sharded()
         self.reshard()
-        self.drop_kept(passed)
+        self.drop_post_forward(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
         """Release the unit after a backward; with `reshards_after_backward` False, keep the full buffer."""
-        if self.reshards_after_backward:
+        if self.reshard_after_backward:
             self.release(passed)
         else:
             self.show_sharded()
-            self.drop_kept(passed)
+            self.drop_post_forward(passed)
 
-    def drop_kept(self, passed: Collection[object] | None = None) -> None:
+    def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
         """Free the post-forward shard, unless a forward that is not in `passed` needs it; None: always."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.kept.drop()
 
-    def show_leaves(self) -> None:
+    def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:
             shown = parameters.get(attribute)
             if (
-                shown is not member.parameter
-                and shown is not member.leaf
+                shown is not member.sharded
+                and shown is not member.gathered
                 and (shown is None or shown is not member.evaluated)
             ):
                 raise replaced(member)
-            parameters[attribute] = member.leaf if member.evaluated is None else member.evaluated
+            parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated
 
     def show_sharded(self) -> None:
         for parameters, attribute, member in self._places:
-            parameters[attribute] = member.parameter
+            parameters[attribute] = member.sharded
 
 
-def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
+def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
     """Return the order in which the ranks of each mesh gather units: full gathers first, then regathers.
 
     With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
@@ -178,9 +180,9 @@ def orders_of(units: Sequence[Unit], *, full_precision: bool = False) -> dict[Me
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
     topologies = {unit.topology for unit in units}
     if full_precision:
-        return {t: GatherOrderCheck(labels, t.control_lanes, t.ranks, note=_FULL_PRECISION) for t in topologies}
+        return {t: GatherOrderCheck(labels, t.control_comms, t.ranks, note=_FULL_PRECISION) for t in topologies}
     return {
-        t: GatherOrderCheck(labels, [t.node_control], dist.get_process_group_ranks(t.node_control.group))
+        t: GatherOrderCheck(labels, [t.zero3_control_comm], dist.get_process_group_ranks(t.zero3_control_comm.group))
         for t in topologies
     }
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Communicator, Exchange, PendingSmallGather, all_gather_small
+from layerzero.comm.collectives import Collective, Communicator, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import Reservation
 from layerzero.comm.waiting import record_wait
@@ -49,20 +49,20 @@ class UsedParamMap:
         """End the thread, after its pending work."""
         self._thread.thread.end()
 
-    def include(self, names: Iterable[str]) -> None:
+    def add_names(self, names: Iterable[str]) -> None:
         """Ask about these from here on, too; the same ones on all ranks."""
         self._names = sorted({*self._names, *names})
-        self.follow(self._own)
+        self.set_local_order(self._own)
 
-    def follow(self, own: Sequence[str]) -> None:
+    def set_local_order(self, own: Sequence[str]) -> None:
         """Take and give numbers in this order, which may be another one on another rank."""
         self._own = own
-        by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_lanes: []}
+        by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_comms: []}
         for name in self._names:
             by_lanes.setdefault(self._lanes[name], []).append(name)
         self._groups = [_Group(lanes, names, own) for lanes, names in by_lanes.items()]
 
-    def tell(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
+    def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
         """Start to send a byte for each parameter, in this rank's order.
 
         Args:
@@ -80,7 +80,7 @@ class UsedParamMap:
             pending.relay()
         return pending
 
-    def of_first(self, numbers: Mapping[str, int]) -> dict[str, int]:
+    def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
         """Return the number that the first rank gives to each parameter; -1 where it gives none."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         self._everyone.broadcast_numbers(said)
@@ -127,7 +127,7 @@ class PendingUse:
         self._relayed = Reservation()
         for group in self._groups:
             for lane in group.lanes[1:]:
-                lane.held.reserved = self._relayed
+                lane.held_group.reserved = self._relayed
 
     def relay_beside(self) -> None:
         """Call :meth:`relay` in a thread; a failure is raised where the program waits."""
@@ -150,7 +150,7 @@ class PendingUse:
             RuntimeError: another rank did not send its own.
         """
         if self._relayed is not None:
-            with record_wait(self._groups[0].lanes[0].ledger, Exchange.AGREE):
+            with record_wait(self._groups[0].lanes[0].counters, Collective.METADATA):
                 self._relayed.wait()
             if isinstance(self._failure, DeferredCollectiveError):
                 raise self._failure.explain(self._failure.error) from self._failure.error
@@ -165,7 +165,7 @@ class PendingUse:
         """Bytes behind those of parameters that came along each control lane of the model, after :meth:`wait`."""
         return [heard.said[:, self._groups[0].numel :] for heard in self._heard[0]]
 
-    def most(self) -> bytes:
+    def max_over_ranks(self) -> bytes:
         """Wait for all messages; return the largest byte of each parameter among its sharers, in this rank's order."""
         self.wait()
         most = torch.zeros_like(self._own)
@@ -183,7 +183,7 @@ class PendingUse:
                 self._take(place)
             behind = self._further[axis : axis + 1] if place == 0 else ()
             message = torch.cat([self._most[place], *behind])
-            heard.append(all_gather_small(group.lanes[axis], Exchange.AGREE, message))
+            heard.append(all_gather_small(group.lanes[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
         """Take the maximum of the last message of a group, which has come."""

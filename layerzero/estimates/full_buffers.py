@@ -15,19 +15,19 @@ from torch import UntypedStorage
 from layerzero.device.buffer_pools import FullBufferPool, max_gathered_bytes
 from layerzero.estimates.specs import UnitSpec
 
-__all__ = ["FullBuffers", "simulate_full_buffers"]
+__all__ = ["FullBufferEstimate", "simulate_full_buffers"]
 
 _STEPS = 3  # the first one knows no order yet, and the last one repeats the one before
 
 
-class FullBuffers(NamedTuple):
+class FullBufferEstimate(NamedTuple):
     """Bytes."""
 
     idle: int  # parked between two steps
     peak: int  # lent and parked at once, at most
 
 
-def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffers:
+def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
     """The full buffers of some steps with one forward and one backward each, of `units`, the root first."""
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
@@ -35,7 +35,7 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
         stage.forward()
         stage.prefetch = prefetch
         stage.backward()
-    return FullBuffers(stage.pool.parked_bytes, stage.pool.most_bytes)
+    return FullBufferEstimate(stage.pool.cached_bytes, stage.pool.most_bytes)
 
 
 class _Stage:
@@ -47,7 +47,7 @@ class _Stage:
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
         self._place = {unit: place for place, unit in enumerate(self._order)}
         self._storages = {
-            unit: [_storages(handle.gathered_sizes(unit.where)) for handle in unit.handles] for unit in units
+            unit: [_storages(handle.gathered_sizes(unit.traits)) for handle in unit.handles] for unit in units
         }
         self._coded = {unit: _storages([unit.coded_of(handle) for handle in unit.handles]) for unit in units}
         self._kept = {unit: _storages([unit.kept_of(handle) for handle in unit.handles]) for unit in units}
@@ -111,30 +111,30 @@ class _Stage:
     def _wait(self, unit: UnitSpec) -> None:
         for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
             if coded.nbytes():
-                self.pool.reclaim(coded)
+                self.pool.free(coded)
             for each in strided:
                 self._lend(*each)
 
     def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
         if nbytes and not storage.nbytes():
-            self.pool.lend(storage, nbytes)
+            self.pool.allocate(storage, nbytes)
 
     def _free(self, unit: UnitSpec) -> None:
         for full, *strided in self._storages[unit]:
             for storage, _ in (*strided, full):
                 if storage.nbytes():
-                    self.pool.reclaim(storage)
+                    self.pool.free(storage)
 
     def _release(self, unit: UnitSpec) -> None:
         self._free(unit)
         for storage, _ in self._kept[unit]:
             if storage.nbytes():
-                self.pool.reclaim(storage)
+                self.pool.free(storage)
 
 
 def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
     """Of these units, those that may be gathered ahead when `unit` is called: over as many ranks."""
-    return [other for other in others if other.where == unit.where]
+    return [other for other in others if other.traits == unit.traits]
 
 
 def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerzero.comm.collectives import Exchange
+from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.device.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
@@ -50,27 +50,27 @@ def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for unit in units:
-        grid = unit.where.grid
+        grid = unit.traits.grid
         for handle in unit.handles:
             layout, compute = handle.layout, handle.precision.compute
-            whole, node = layout.numel, grid.numel(layout, Extent.NODE)
+            whole, node = layout.numel, grid.numel(layout, Extent.ZERO3)
             if handle.extension is not None:
                 for received in handle.extension.received if grid.zero3_size > 1 else ():
                     sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
-                    found.setdefault(Exchange.GATHER.value, []).append(sent)
-            elif unit.where.gathers and grid.zero3_size > 1:
+                    found.setdefault(Collective.GATHER.value, []).append(sent)
+            elif unit.traits.gathers and grid.zero3_size > 1:
                 each = handle.coded // grid.zero3_size or node * compute.itemsize
                 sent = (grid.zero3_size - 1) * each
-                found.setdefault(Exchange.GATHER.value, []).append(sent)
+                found.setdefault(Collective.GATHER.value, []).append(sent)
             if kept := unit.kept_of(handle):
-                found.setdefault(Exchange.REGATHER.value, []).append((unit.reshards - 1) * kept)
+                found.setdefault(Collective.REGATHER.value, []).append((unit.reshard_after_forward - 1) * kept)
             if grid.replicas > 1 and handle.trainable and not layout.bounds:
                 sent = (grid.replicas - 1) * (node // grid.replicas) * compute.itemsize
-                found.setdefault(Exchange.REFRESH.value, []).append(sent)
-            for leg in handle.route.legs if handle.trainable and not layout.bounds else ():
-                ranks, sums = (grid.zero3_size, whole) if leg.exchange is Exchange.HOP1 else (grid.replicas, node)
-                sent = (ranks - 1) * (sums // ranks) * leg.wire.itemsize
-                found.setdefault(leg.exchange.value, []).append(sent)
+                found.setdefault(Collective.REFRESH.value, []).append(sent)
+            for leg in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
+                ranks, sums = (grid.zero3_size, whole) if leg.collective is Collective.HOP1 else (grid.replicas, node)
+                sent = (ranks - 1) * (sums // ranks) * leg.wire_dtype.itemsize
+                found.setdefault(leg.collective.value, []).append(sent)
     return found
 
 
@@ -79,21 +79,26 @@ def on_device(kinds: Mapping[str, int]) -> int:
 
 
 def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
-    grid, precision = unit.where.grid, handle.precision
+    grid, precision = unit.traits.grid, handle.precision
     in_host = handle.in_host
     host = "host_" if in_host else ""
-    weights = "host_" if unit.where.weights_in_host else ""
+    weights = "host_" if unit.traits.weights_in_host else ""
     shares_master = precision.master == precision.compute and not in_host and not weights
-    own = grid.numel(handle.layout, Extent.RANK) * precision.master.itemsize
+    own = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
     # See [Note: The final gradient rests in the node sum] in device/gradient_storage.py.
-    rests = handle.route.waits is Extent.NODE and not config.offload_grads and not in_host and not handle.set_aside
+    rests = (
+        handle.reduction_spec.accumulator_extent is Extent.ZERO3
+        and not config.offload_grads
+        and not in_host
+        and not handle.set_aside
+    )
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,
         f"{host}zero1_shard": 0 if shares_master else own,
         f"{host}gradient_shard": own if handle.trainable and not rests else 0,
         "zero3_shard": 0,
-        f"{weights}zero3_shard": grid.numel(handle.layout, Extent.NODE) * precision.compute.itemsize,
+        f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
         "full_buffer": 0,
     }
 
@@ -102,9 +107,10 @@ def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[i
     """Bytes on the device and in host memory."""
     sizes = [
         [
-            unit.where.grid.numel(handle.layout, handle.route.waits) * handle.precision.master.itemsize
+            unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)
+            * handle.precision.master.itemsize
             for handle in unit.handles
-            if handle.trainable and handle.route.waits is not Extent.RANK
+            if handle.trainable and handle.reduction_spec.accumulator_extent is not Extent.ZERO1
         ]
         for unit in units
     ]

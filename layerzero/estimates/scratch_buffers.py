@@ -14,44 +14,48 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from layerzero.comm.collectives import Exchange
+from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.reduction_queue import IN_FLIGHT
-from layerzero.estimates.specs import HandleSpec, Where
+from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["Scratch", "plan_scratch"]
+__all__ = ["ScratchBuffers", "plan_scratch"]
 
 _UNREAD = 2  # buffers of a size that the others may still read when the next gradients land
 
 
-class Scratch(NamedTuple):
+class ScratchBuffers(NamedTuple):
     """Buffers in use at once, by size."""
 
     scratch: Counter[Size]
     outgoing: Counter[Size]  # of what hop 1 sends, where the other ranks of the node read it; else empty
 
-    def plus(self, more: Scratch) -> Scratch:
+    def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """With those of handles on another mesh."""
-        return Scratch(self.scratch + more.scratch, self.outgoing + more.outgoing)
+        return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing)
 
 
-def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: Where) -> Scratch:
+def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
     """See [Note: Counting buffers]."""
     in_node = where.in_node
     first, second = (most + 1 for most in IN_FLIGHT)
-    trained = [each for each in handles if each.trainable and each.route.legs]
-    hop1 = [each for each in trained if each.route.legs[0].exchange is Exchange.HOP1]
-    plan = Scratch(Counter(), Counter())
+    trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
+    hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
+    plan = ScratchBuffers(Counter(), Counter())
     outgoing = plan.outgoing if in_node else plan.scratch
     # What lands, and is sent from there.
-    landing = [each for each in trained if each.route.lands is not each.route.waits]
-    for size, members in _by_size(landing, lambda each: each.landing).items():
+    landing = [
+        each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
+    ]
+    for size, members in _by_size(landing, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_node else min(len(members), flying)
     # What is copied to be sent, and what is received.
-    for size, members in _by_size([each for each in trained if each not in landing], lambda each: each.sent).items():
+    for size, members in _by_size(
+        [each for each in trained if each not in landing], lambda each: each.sent_numel
+    ).items():
         copied = [each for each in members if not _lent_in_place(each, config, in_node=in_node and each in hop1)]
         if in_node and members[0] in hop1:
             outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
@@ -61,40 +65,43 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
         plan.scratch[size] += min(len(members), first)
     # The second exchange.
-    twice = [each for each in trained if len(each.route.legs) == 2]
-    node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in twice}
-    passing = [each for each in twice if each.route.waits is Extent.WHOLE]
+    twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
+    node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
+    passing = [each for each in twice if each.reduction_spec.accumulator_extent is Extent.FULL]
     for size, members in _by_size(passing, lambda each: (node[id(each)], each.precision.master)).items():
-        in_place = [each for each in members if each.route.legs[1].wire == each.precision.master]
+        in_place = [each for each in members if each.reduction_spec.stages[1].wire_dtype == each.precision.master]
         plan.scratch[size] += min(len(in_place), second) + (len(in_place) < len(members))
     rounded = [
         each
         for each in twice
-        if each.route.legs[1].wire != each.precision.master or (each not in passing and config.offload_grads)
+        if each.reduction_spec.stages[1].wire_dtype != each.precision.master
+        or (each not in passing and config.offload_grads)
     ]
-    for size, members in _by_size(rounded, lambda each: (node[id(each)], each.route.legs[1].wire)).items():
+    for size, members in _by_size(
+        rounded, lambda each: (node[id(each)], each.reduction_spec.stages[1].wire_dtype)
+    ).items():
         plan.scratch[size] += min(len(members), second)
     for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
         plan.scratch[size] += min(len(members), second)
     if config.offload_optimizer:  # final gradients, which are summed up on their way to the host
         final = [each for each in handles if each.trainable]
-        rank = {id(each): where.grid.numel(each.layout, Extent.RANK) for each in final}
+        rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
             once = min(len(members), _UNREAD) if where.on_device else 1  # nobody waits there for the copy
-            plan.scratch[size] += once if members[0].route.legs else _landing_at_once(members, handles)
+            plan.scratch[size] += once if members[0].reduction_spec.stages else _landing_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
-        node = {id(each): where.grid.numel(each.layout, Extent.NODE) for each in handles}
+        node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
         fresh = [each for each in handles if each.trainable]
         for size, members in _by_size(fresh, lambda each: (node[id(each)], each.precision.compute)).items():
             plan.scratch[size] += min(len(members), _UNREAD) if where.on_device else 1
-    return Scratch(+plan.scratch, +plan.outgoing)
+    return ScratchBuffers(+plan.scratch, +plan.outgoing)
 
 
 def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool) -> bool:
     """A sum that waits is sent from where it is; whoever reads it in the node's memory rounds it for himself."""
     if in_node:
         return handle.keeps_sum(config)
-    return handle.route.legs[0].wire == handle.route.landing_dtype
+    return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 
 def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
@@ -109,15 +116,15 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or inner.startswith(f"{outer}.")
 
 
-def _received(handle: HandleSpec, leg: int, where: Where) -> Size:
+def _received(handle: HandleSpec, leg: int, where: RankTraits) -> Size:
     """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
-    numel, exchange, grid = handle.layout.numel, handle.route.legs[leg], where.grid
-    if exchange.exchange is Exchange.HOP1:
-        return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire
-    numel = grid.numel(handle.layout, Extent.NODE)
-    if (parts := grid.parts(handle.layout)) is not None:
-        numel = grid.replicas * parts[grid.r]
-    return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire
+    numel, exchange, grid = handle.layout.numel, handle.reduction_spec.stages[leg], where.grid
+    if exchange.collective is Collective.HOP1:
+        return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire_dtype
+    numel = grid.numel(handle.layout, Extent.ZERO3)
+    if (parts := grid.replica_part_sizes(handle.layout)) is not None:
+        numel = grid.replicas * parts[grid.replica_rank]
+    return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire_dtype
 
 
 def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:

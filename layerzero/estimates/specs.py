@@ -10,18 +10,18 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.post_forward_shard import kept_bytes
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
-from layerzero.device.buffer_pools import Gathered, Size
+from layerzero.device.buffer_pools import Size, UnitFootprint
 from layerzero.dtensor.extensions import GatheredBytes
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["HandleSpec", "UnitSpec", "Where", "specs_of"]
+__all__ = ["HandleSpec", "RankTraits", "UnitSpec", "specs_of"]
 
 
 @dataclass(frozen=True)
-class Where:
+class RankTraits:
     """A rank, and what of its surroundings decides how much memory it needs."""
 
     grid: ShardGrid
@@ -32,11 +32,11 @@ class Where:
     weights_in_host: bool = False  # ZeRO-3 shards
 
     @classmethod
-    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> Where:
+    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
         return cls(
             topology.grid,
-            adds_hop1=topology.zero3_reduce.is_gloo,
-            adds_hop2=topology.replica.is_gloo,
+            adds_hop1=topology.zero3_reduce_comm.is_gloo,
+            adds_hop2=topology.replica_comm.is_gloo,
             on_device=device_module(topology.device) is not None,
             in_node=in_node,
             weights_in_host=offload_params and not in_node,
@@ -45,7 +45,7 @@ class Where:
     @property
     def gathers(self) -> bool:
         """Whether the full buffer has memory beside the ZeRO-3 shard."""
-        return self.weights_in_host or not (self.in_node or self.grid.covers(Extent.NODE, Extent.WHOLE))
+        return self.weights_in_host or not (self.in_node or self.grid.same_elements(Extent.ZERO3, Extent.FULL))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HandleSpec:
     trainable: bool
     precision: Precision
     layout: FlatLayout
-    route: ReductionSpec
+    reduction_spec: ReductionSpec
     in_host: bool = False  # its master and its final gradient
     strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
     coded: int = 0  # bytes of all that is received where encoded shards are gathered
@@ -66,18 +66,20 @@ class HandleSpec:
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
         """What the first exchange sends is a sum that waits on this rank, in one place for good."""
-        return self.route.lands is self.route.waits and not config.offload_grads
+        return (
+            self.reduction_spec.incoming_extent is self.reduction_spec.accumulator_extent and not config.offload_grads
+        )
 
     @property
-    def landing(self) -> Size:
-        return self.layout.numel, self.route.landing_dtype
+    def incoming_numel(self) -> Size:
+        return self.layout.numel, self.reduction_spec.incoming_dtype
 
     @property
-    def sent(self) -> Size:
+    def sent_numel(self) -> Size:
         """Of what the first exchange sends."""
-        return self.layout.numel, self.route.legs[0].wire
+        return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
-    def gathered_sizes(self, where: Where) -> tuple[int, ...]:
+    def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
         """Bytes of the full buffer, and of parameters in strides of their own; or of an all-gather extension."""
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
@@ -90,30 +92,37 @@ class UnitSpec:
 
     name: str
     handles: tuple[HandleSpec, ...]
-    where: Where
-    reshards: bool | int  # it is freed after its forward; an int: its backward gathers it among so many ranks
+    traits: RankTraits
+    reshard_after_forward: (
+        bool | int
+    )  # it is freed after its forward; an int: its backward gathers it among so many ranks
     over: Hashable = None  # what it is sharded over
 
     @property
     def stays(self) -> bool:
         """It is there from its forward to its backward. On a device the root is needed again at once."""
-        return not self.reshards or (self.where.on_device and not self.name)
+        return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def coded_of(self, handle: HandleSpec) -> int:
         """Bytes that a handle takes while it is gathered, beside its full buffer."""
-        return handle.coded if self.where.gathers else 0
+        return handle.coded if self.traits.gathers else 0
 
     def kept_of(self, handle: HandleSpec) -> int:
         """Bytes of a handle that stay from a forward to its backward."""
-        if isinstance(self.reshards, bool) or self.stays or not self.where.gathers or handle.extension is not None:
+        if (
+            isinstance(self.reshard_after_forward, bool)
+            or self.stays
+            or not self.traits.gathers
+            or handle.extension is not None
+        ):
             return 0
-        return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshards)
+        return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
 
     @cached_property
-    def gathered_memory(self) -> Gathered:
-        nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.where))
+    def gathered_memory(self) -> UnitFootprint:
+        nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.traits))
         nbytes += sum(map(self.coded_of, self.handles))
-        return Gathered(nbytes, self.reshards, self.over, sum(map(self.kept_of, self.handles)))
+        return UnitFootprint(nbytes, self.reshard_after_forward, self.over, sum(map(self.kept_of, self.handles)))
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
@@ -131,17 +140,17 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                     handle.gradients is not None,
                     handle.precision,
                     handle.layout,
-                    handle.route,
+                    handle.reduction_spec,
                     handle.to_host is not None,
                     handle.gathered_sizes[1:],
                     handle.whole.size,
-                    handle.gradients is not None and handle.gradients.final.place.nbytes > 0,
+                    handle.gradients is not None and handle.gradients.final.storage.nbytes > 0,
                     handle.extension_bytes,
                 )
                 for handle in unit.handles
             ),
-            Where.of(unit.topology, in_node=in_node, offload_params=in_host),
-            unit.reshards,
+            RankTraits.of(unit.topology, in_node=in_node, offload_params=in_host),
+            unit.reshard_after_forward,
             unit.topology,
         )
         for unit in units

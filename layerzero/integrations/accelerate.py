@@ -178,7 +178,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         for model in self._sharded:
             given = current_parameters(model, given)
         for model in self._sharded:
-            if {id(p) for p in given} == {id(member.parameter) for member in get_state(model).members.values()}:
+            if {id(p) for p in given} == {id(member.sharded) for member in get_state(model).members.values()}:
                 self.unscale_gradients()
                 return clip_grad_norm_(model, max_norm, norm_type)
         norm = super().clip_grad_norm_(given, max_norm, norm_type)
@@ -246,4 +246,4 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _owns(model: nn.Module, parameter: Tensor | None) -> bool:
-    return parameter is not None and get_state(model).parameters.member_of(parameter) is not None
+    return parameter is not None and get_state(model).parameters.managed_param(parameter) is not None

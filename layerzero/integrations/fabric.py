@@ -67,7 +67,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shard it, if it holds parameters of a sharded module."""
         held = optimizer.param_groups[0]["params"][0]
-        owner = next((m for m in self._sharded if get_state(m).parameters.member_of(held) is not None), None)
+        owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(held) is not None), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     def clip_gradients_norm(

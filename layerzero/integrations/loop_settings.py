@@ -134,5 +134,5 @@ def is_sharded(model: object) -> bool:
 def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
     """The same parameters, those from before sharding replaced by what the model holds now."""
     members = get_state(model).parameters
-    found = ((parameter, members.member_of(parameter)) for parameter in parameters)
-    return [parameter if member is None else member.parameter for parameter, member in found]
+    found = ((parameter, members.managed_param(parameter)) for parameter in parameters)
+    return [parameter if member is None else member.sharded for parameter, member in found]

@@ -224,7 +224,9 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         held = optimizer.param_groups[0]["params"][0]  # each is of one part, and all of that is sharded
-        owner = next((m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.member_of(held)), None)
+        owner = next(
+            (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(held)), None
+        )
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     @staticmethod

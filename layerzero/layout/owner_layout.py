@@ -29,14 +29,14 @@ from typing import NamedTuple
 
 from layerzero.layout.flat_layout import FlatLayout, Slot
 
-__all__ = ["Across", "Owner", "Plan", "plan_owners", "work_of"]
+__all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
 
 _EFFORT = 200_000  # runs looked at in all, beyond the first time through
 _ROUNDS = 6  # through all chains, at most
 _INSIDE = 32  # places where a cut may fall in a layout, beside those between slots
 
 
-class Owner(NamedTuple):
+class ParamOwner(NamedTuple):
     """The rank that updates a parameter."""
 
     r: int
@@ -45,7 +45,7 @@ class Owner(NamedTuple):
     t: int = 0  # the place on it
 
 
-class Across(NamedTuple):
+class JoinAxis(NamedTuple):
     """A parameter is put together along a further axis."""
 
     axis: int
@@ -54,14 +54,14 @@ class Across(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class OwnerLayouts:
     """The layouts with their new cuts, and the owner of each owned slot by name."""
 
     layouts: tuple[FlatLayout, ...]
-    owners: dict[str, Owner]
+    owners: dict[str, ParamOwner]
 
 
-def work_of(shape: Sequence[int]) -> int:
+def update_cost(shape: Sequence[int]) -> int:
     """How a matrix optimizer's arithmetic grows with a parameter: by its shorter side times its elements.
 
     A stack of matrices counts as its matrices, a vector as its elements.
@@ -75,8 +75,8 @@ def plan_owners(
     *,
     replicas: int,
     zero3_size: int,
-    across: Mapping[str, Across] = MappingProxyType({}),
-) -> Plan:
+    across: Mapping[str, JoinAxis] = MappingProxyType({}),
+) -> OwnerLayouts:
     """Cut `layouts` so that each slot that is named in `owned`, layout by layout, lies on one replica.
 
     Layouts of which nothing is owned are cut evenly. The result depends on the arguments alone.
@@ -99,16 +99,16 @@ def plan_owners(
             if chain.layout == index:
                 _write_bounds(bounds, chain, ends, replicas)
         cut.append(replace(layout, bounds=(*bounds, layout.numel) if bounds else ()))
-    return Plan(tuple(cut), _owners(cut, owned, replicas, zero3_size, across))
+    return OwnerLayouts(tuple(cut), _owners(cut, owned, replicas, zero3_size, across))
 
 
-def _work(across: Mapping[str, Across], slot: Slot) -> int:
+def _work(across: Mapping[str, JoinAxis], slot: Slot) -> int:
     """Of the slot's owner; of what is put together, the share of each place."""
     put_together = across.get(slot.name)
-    return work_of(slot.shape) if put_together is None else work_of(put_together.shape) // put_together.size
+    return update_cost(slot.shape) if put_together is None else update_cost(put_together.shape) // put_together.size
 
 
-class _Chain(NamedTuple):
+class _LinkedShards(NamedTuple):
     """ZeRO-3 shards of one layout that owned slots link; see [Note: Owned cuts]."""
 
     layout: int  # its index
@@ -125,7 +125,7 @@ def _chains(
     replicas: int,
     zero3_size: int,
     work_of_slot: Callable[[Slot], int],
-) -> list[_Chain]:
+) -> list[_LinkedShards]:
     owned = [slot for slot in layout.slots if slot.name in names and slot.numel]
     starts = [s * replicas * layout.shard_numel for s in range(zero3_size + 1)]
     linked = {start for start in starts for slot in owned if slot.offset < start < slot.end}
@@ -141,7 +141,7 @@ def _chains(
         points = tuple(p for p in legal if start <= p <= stop)
         work = tuple(sum(work_of_slot(s) for s in owned if start <= s.offset and s.end <= p) for p in points)
         shards = range(starts.index(start), starts.index(stop))
-        chains.append(_Chain(index, shards, points, work, tuple(starts[shards.start : shards.stop + 1])))
+        chains.append(_LinkedShards(index, shards, points, work, tuple(starts[shards.start : shards.stop + 1])))
     return chains
 
 
@@ -151,10 +151,10 @@ def _inside(slot: Slot, used: int) -> list[int]:
     return [slot.offset + slot.rows * i // pieces * slot.row_numel for i in range(1, pieces)] if slot.numel else []
 
 
-class _Loads:
+class _OwnerLoads:
     """What has been given to each replica and rank so far, as shares of what each would have if all were equal."""
 
-    def __init__(self, chains: Sequence[_Chain], replicas: int, zero3_size: int) -> None:
+    def __init__(self, chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> None:
         self.elements = [[0.0] * zero3_size for _ in range(replicas)]  # by r and s
         self.work = [0.0] * replicas
         numel = sum(chain.points[-1] - chain.points[0] for chain in chains)
@@ -163,21 +163,21 @@ class _Loads:
         self._per_work = replicas / max(work, 1)
         self._zero3_size = zero3_size
 
-    def give(self, chain: _Chain, ends: Sequence[int], sign: int) -> None:
+    def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
         """Add the runs that end at these points to the loads, or take them back."""
         for r, (i, j) in enumerate(pairwise((0, *ends))):
             self.work[r] += sign * (chain.work[j] - chain.work[i]) * self._per_work
             for s, share in self._shares(chain, i, j):
                 self.elements[r][s] += sign * share
 
-    def _shares(self, chain: _Chain, i: int, j: int) -> list[tuple[int, float]]:
+    def _shares(self, chain: _LinkedShards, i: int, j: int) -> list[tuple[int, float]]:
         start, stop = chain.points[i], chain.points[j]
         pieces = (
             (s, min(stop, b) - max(start, a)) for s, (a, b) in zip(chain.shards, pairwise(chain.starts), strict=True)
         )
         return [(s, piece * self._per_element) for s, piece in pieces if piece > 0]
 
-    def best(self, chain: _Chain, replicas: int) -> list[int]:
+    def best(self, chain: _LinkedShards, replicas: int) -> list[int]:
         """Where the runs of the replicas end, so that the squares of all loads grow least."""
         count = len(chain.points)
         shares = {(i, j): self._shares(chain, i, j) for i in range(count) for j in range(i + 1, count)}
@@ -208,9 +208,9 @@ class _Loads:
         return growth + self._zero3_size * sum(share * (2 * ranks[s] + share) for s, share in shares)
 
 
-def _balance(chains: Sequence[_Chain], replicas: int, zero3_size: int) -> list[list[int]]:
+def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
     """By chain: the points at which the runs of the replicas end."""
-    loads = _Loads(chains, replicas, zero3_size)
+    loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])
     looked_at = 0
@@ -232,7 +232,7 @@ def _balance(chains: Sequence[_Chain], replicas: int, zero3_size: int) -> list[l
     return runs
 
 
-def _write_bounds(bounds: list[int], chain: _Chain, ends: Sequence[int], replicas: int) -> None:
+def _write_bounds(bounds: list[int], chain: _LinkedShards, ends: Sequence[int], replicas: int) -> None:
     for s, (start, stop) in zip(chain.shards, pairwise(chain.starts), strict=True):
         for r in range(replicas):
             begins = chain.points[0 if r == 0 else ends[r - 1]]
@@ -244,8 +244,8 @@ def _owners(
     owned: Sequence[Collection[str]],
     replicas: int,
     zero3_size: int,
-    across: Mapping[str, Across],
-) -> dict[str, Owner]:
+    across: Mapping[str, JoinAxis],
+) -> dict[str, ParamOwner]:
     """Inside each node, the heaviest first: to the rank that has most of its rows, or has least of all so far.
 
     Of the ranks beside it on a further axis, to the one that has least so far.
@@ -259,11 +259,11 @@ def _owners(
     for r, slots in enumerate(of_node):
         numel = max(1, sum(slot.numel for _, slot in slots))
         work = max(1, sum(_work(across, slot) for _, slot in slots))
-        loads = [_Load()] * zero3_size
-        beside: defaultdict[tuple[int, int, int], _Load] = defaultdict(_Load)  # by s, axis and place on it
+        loads = [_OwnerLoad()] * zero3_size
+        beside: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(_OwnerLoad)  # by s, axis and place on it
 
-        def weight(slot: Slot, numel: int = numel, work: int = work) -> _Load:
-            return _Load(slot.numel / numel, _work(across, slot) / work)
+        def weight(slot: Slot, numel: int = numel, work: int = work) -> _OwnerLoad:
+            return _OwnerLoad(slot.numel / numel, _work(across, slot) / work)
 
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
             own = weight(slot)
@@ -272,23 +272,23 @@ def _owners(
             allowed = max(min(after), 1 / zero3_size)  # up to its share, a rank may have what is mostly there already
             s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
             loads[s] = loads[s].plus(own)
-            owners[slot.name] = Owner(r, s)
+            owners[slot.name] = ParamOwner(r, s)
             if (put_together := across.get(slot.name)) is not None:
                 axis, size, _ = put_together
                 t = min(range(size), key=lambda t: (max(beside[s, axis, t].plus(own)), t))
                 beside[s, axis, t] = beside[s, axis, t].plus(own)
-                owners[slot.name] = Owner(r, s, axis, t)
+                owners[slot.name] = ParamOwner(r, s, axis, t)
     return owners
 
 
-class _Load(NamedTuple):
+class _OwnerLoad(NamedTuple):
     """Of one owner, as shares of what its node has."""
 
     elements: float = 0.0
     work: float = 0.0
 
-    def plus(self, more: _Load) -> _Load:
-        return _Load(self.elements + more.elements, self.work + more.work)
+    def plus(self, more: _OwnerLoad) -> _OwnerLoad:
+        return _OwnerLoad(self.elements + more.elements, self.work + more.work)
 
 
 def _holders(layout: FlatLayout, slot: Slot) -> list[int]:

@@ -27,9 +27,9 @@ __all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
 class Extent(enum.IntEnum):
     """How much of a handle a tensor covers; see [Note: The ladder]."""
 
-    RANK = 0
-    NODE = 1
-    WHOLE = 2
+    ZERO1 = 0
+    ZERO3 = 1
+    FULL = 2
 
 
 class Overlap(NamedTuple):
@@ -53,21 +53,21 @@ class ShardGrid:
     """D data-parallel ranks as R replicas of S, and one of them: rank = r * S + s.
 
     >>> grid = Grid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
-    >>> grid.shard_index, grid.covers(Extent.RANK, Extent.NODE)
+    >>> grid.shard_index, grid.covers(Extent.ZERO1, Extent.ZERO3)
     (1, False)
     """
 
     data_parallel: int  # D
     zero3_size: int  # S
-    s: int  # coordinate on the zero3 axis
-    r: int  # coordinate on the replica axis
+    zero3_rank: int  # coordinate on the zero3 axis
+    replica_rank: int  # coordinate on the replica axis
 
     def __post_init__(self) -> None:
         if self.zero3_size < 1 or self.data_parallel % self.zero3_size:
             raise ValueError(f"zero3_size={self.zero3_size} does not divide the {self.data_parallel} ranks")
-        if not (0 <= self.s < self.zero3_size and 0 <= self.r < self.replicas):
+        if not (0 <= self.zero3_rank < self.zero3_size and 0 <= self.replica_rank < self.replicas):
             raise ValueError(
-                f"there is no rank (r, s) = ({self.r}, {self.s}) among {self.replicas} x {self.zero3_size}"
+                f"there is no rank ({self.replica_rank}, {self.zero3_rank}) among {self.replicas} x {self.zero3_size}"
             )
 
     @classmethod
@@ -82,39 +82,39 @@ class ShardGrid:
     @property
     def shard_index(self) -> int:
         """k, the place of this rank's ZeRO-1 shard in the flat order: inside ZeRO-3 shard s."""
-        return self.s * self.replicas + self.r
+        return self.zero3_rank * self.replicas + self.replica_rank
 
-    def covers(self, small: Extent, big: Extent) -> bool:
+    def same_elements(self, small: Extent, big: Extent) -> bool:
         """Both extents are the same elements, whatever the layout."""
         low, high = sorted((small, big))
         one_replica, one_shard = self.replicas == 1, self.zero3_size == 1
         return all(
-            equal for step, equal in ((Extent.RANK, one_replica), (Extent.NODE, one_shard)) if low <= step < high
+            equal for step, equal in ((Extent.ZERO1, one_replica), (Extent.ZERO3, one_shard)) if low <= step < high
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
         """The flat elements that this rank's tensors of `extent` hold."""
-        if extent is Extent.RANK:
+        if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
-        if extent is Extent.NODE:
-            return layout.zero3_range(self.s, self.zero3_size)
+        if extent is Extent.ZERO3:
+            return layout.zero3_range(self.zero3_rank, self.zero3_size)
         return range(layout.numel)
 
     def numel(self, layout: FlatLayout, extent: Extent) -> int:
         return len(self.range_of(layout, extent))
 
-    def place(self, layout: FlatLayout, small: Extent, big: Extent) -> slice:
+    def slice_within(self, layout: FlatLayout, small: Extent, big: Extent) -> slice:
         """Where this rank's `small` extent lies inside its `big` one."""
         inner, outer = self.range_of(layout, small), self.range_of(layout, big)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
-    def parts(self, layout: FlatLayout) -> tuple[int, ...] | None:
+    def replica_part_sizes(self, layout: FlatLayout) -> tuple[int, ...] | None:
         """Elements of each replica's part of this rank's ZeRO-3 shard; None where all have as many."""
         if not layout.bounds:
             return None
-        first = self.s * self.replicas
+        first = self.zero3_rank * self.replicas
         return tuple(len(layout.shard_range(k)) for k in range(first, first + self.replicas))
 
-    def part(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
+    def slot_slice(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
         """The elements of `slot` inside this rank's tensor of `extent`."""
         return overlap(slot, self.range_of(layout, extent)).of_range

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import has_names_of_mindspeed
 from layerzero.device.accelerator import default_device_type
 from layerzero.sharding.launchers import connections_warning
 
-__all__ = ["Chosen", "add_arguments", "chosen_of"]
+__all__ = ["ParsedArguments", "add_arguments", "chosen_of"]
 
 _log = logging.getLogger("layerzero")
 
@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-class Chosen(NamedTuple):
+class ParsedArguments(NamedTuple):
     """What a command line asks of layerzero.
 
     Attributes:
@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
     ema_decay: float | None
 
 
-def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
+def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     """The settings for these arguments; what they ask for and cannot have is an error on all ranks. All must call this.
 
     Args:
@@ -58,7 +58,7 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
         ValueError: with the flag, the reason, and what to do instead.
     """
     failure: Exception | None = None
-    chosen = Chosen({}, (), None)
+    chosen = ParsedArguments({}, (), None)
     try:
         _refuse(args)
         chosen = _translated(args, data_parallel)
@@ -66,14 +66,14 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> Chosen:
         failure = error
     told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
     told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
-    agree("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
+    require_equal("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
     if dist.get_rank() == 0 and (warning := _connections_warning(args)):
         _log.warning("%s", warning)
     args.overlap_param_gather = False  # for which the loop would ask Megatron's own wrapper
     return chosen
 
 
-def _translated(args: Namespace, data_parallel: list[int]) -> Chosen:
+def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     if not hasattr(args, "layerzero_config"):
         raise ValueError(
             "layerzero's flags are not there: pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
@@ -96,7 +96,7 @@ def _translated(args: Namespace, data_parallel: list[int]) -> Chosen:
     policy = _policy(settings.pop("mp_policy"), args)
     if policy is not None:
         settings["mp_policy"] = policy
-    return Chosen(
+    return ParsedArguments(
         {
             **settings,
             "zero3_size": size,

@@ -14,7 +14,7 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import load_full_state_dict
 from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups
-from layerzero.reliability.own_gradients import OwnGradients
+from layerzero.reliability.own_gradients import LocalGradientCheck
 
 __all__ = ["ShardedChunk"]
 
@@ -37,7 +37,7 @@ class ShardedChunk(nn.Module):
         self.module = module
         self.config = config
         self.groups = groups
-        self.own_gradients: OwnGradients | None = None
+        self.own_gradients: LocalGradientCheck | None = None
         self._shows_whole_gradients = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class ShardedChunk(nn.Module):
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Launch the refresh that the optimizer's step has left, and that of masters which were edited by hand."""
-        get_state(self).refreshes.launch_due()
+        get_state(self).refreshes.launch_deferred()
         get_state(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
@@ -138,9 +138,9 @@ class ShardedChunk(nn.Module):
         Raises:
             NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
         """
-        from layerzero.megatron.sharded_model_state import describe, with_weights  # noqa: PLC0415
+        from layerzero.megatron.sharded_model_state import global_params, with_weights  # noqa: PLC0415
 
-        state, _ = describe(self.module, get_state(self).members.values(), metadata, prefix, sharded_offsets)
+        state, _ = global_params(self.module, get_state(self).members.values(), metadata, prefix, sharded_offsets)
         return with_weights(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from layerzero.checkpoint.atomic_files import (
     CheckpointError,
-    NameTaken,
+    PathTakenError,
     make_folder,
     new_token,
     partial_of,
@@ -29,12 +29,12 @@ from layerzero.checkpoint.atomic_files import (
 from layerzero.checkpoint.loading import PreparedLoad, prepare_load
 from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with
-from layerzero.checkpoint.state_names import Apart
+from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import experts_of
 from layerzero.megatron.global_layout import places_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import ProcessGroups, tell_all, together
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_together
 from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
@@ -63,7 +63,7 @@ def save(
     folder, groups = Path(path).absolute(), model_chunks[0].groups
     experts = _experts("save", groups, model_chunks)
     mine = new_token()
-    token = tell_all(groups, mine)[0]
+    token = all_gather_object(groups, mine)[0]
     first, partial = token == mine, partial_of(folder, token)
     _together("save", groups, _make_room(folder, partial) if first else None)
     parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
@@ -81,7 +81,7 @@ def save(
         failure = error
     try:
         _together("save", groups, failure)
-        written = {part.name for of_rank in tell_all(groups, parts) for part in of_rank}
+        written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
         _together("save", groups, _publish(partial, folder, written, token) if first else None)
     except Exception:
         if first:
@@ -133,9 +133,9 @@ def load(
     return result["extra"]
 
 
-def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[Apart]:
+def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
     """What of each chunk is something else on other data-parallel ranks."""
-    found: list[Apart] = []
+    found: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
         found = [experts_of(chunk) for chunk in model_chunks]
@@ -145,12 +145,12 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
     return found
 
 
-def _stored_average(state: Mapping[str, Any], apart: Apart) -> dict[str, Any]:
+def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
     """An average's state, with the averages by stored name."""
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
 
-def _take_average(ema: EMA | None, saved: Any, apart: Apart) -> None:
+def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
     """Where the checkpoint has none, the next update copies the weights, as the first one does."""
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
@@ -167,7 +167,9 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
         if os.path.lexists(folder):
             whole = (folder / _MARKER).exists()
-            raise FileExistsError(f"{NameTaken.at(folder)}" + ("" if whole else ". (It holds none that is complete.)"))
+            raise FileExistsError(
+                f"{PathTakenError.at(folder)}" + ("" if whole else ". (It holds none that is complete.)")
+            )
         make_folder(folder.parent)
         partial.mkdir()
     except (OSError, ValueError) as error:
@@ -199,11 +201,11 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
 
 
 def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """:func:`together`, with the same kind of error on all ranks where they can turn to another path for it."""
+    """:func:`raise_together`, with the same kind of error on all ranks where they can turn to another path for it."""
     try:
-        together(f"layerzero.megatron.{call}", groups, failure)
+        raise_together(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:
-        for kind in (FileExistsError, FileNotFoundError, NameTaken, CheckpointError):
+        for kind in (FileExistsError, FileNotFoundError, PathTakenError, CheckpointError):
             if failure is None and f": {kind.__name__}: " in str(error):
                 raise kind(str(error)) from None
         raise

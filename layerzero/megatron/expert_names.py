@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.checkpoint.state_names import Apart, plain_name
+from layerzero.checkpoint.state_names import RankLocalNames, plain_name
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_layout import module_name
@@ -18,7 +18,7 @@ __all__ = ["experts_of"]
 _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)")
 
 
-def experts_of(chunk: ShardedChunk) -> Apart:
+def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     """What checkpoints call the experts of a chunk, where data-parallel ranks have different ones.
 
     A name has the number that the expert has in its layer of the whole model, so that its ranks may change.
@@ -28,7 +28,7 @@ def experts_of(chunk: ShardedChunk) -> Apart:
     """
     groups = chunk.groups
     if groups.expert_zero1 is None:
-        return Apart.nothing()
+        return RankLocalNames.nothing()
     numbers = _numbers(chunk)
     whole = getattr(chunk.config, "num_moe_experts", None) or 0
 
@@ -52,12 +52,14 @@ def experts_of(chunk: ShardedChunk) -> Apart:
         return parts is not None and int(parts[1][2]) in range(whole) and int(parts[1][2]) not in parts[2]
 
     for member in get_state(chunk).members.values():
-        if member.span.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
+        if member.spec.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
             raise ValueError(
                 f"layerzero.megatron.save and load: the name of {member.name!r} does not say which of the experts it "
                 "is of: use Megatron's own format, torch_dist, with sharded_state_dict of chunks and optimizer"
             )
-    return Apart(stored, lambda name: split(name) is not None, is_elsewhere, dist.get_rank(groups.expert_zero1) == 0)
+    return RankLocalNames(
+        stored, lambda name: split(name) is not None, is_elsewhere, dist.get_rank(groups.expert_zero1) == 0
+    )
 
 
 def _numbers(chunk: ShardedChunk) -> dict[str, range]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_of, publish_file, remove
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import Contents, check_entry, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, opened, pieces
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_layout import layer_of, module_name
 
-__all__ = ["export_model", "holds_parts"]
+__all__ = ["export_parts", "holds_parts"]
 
 _MARKER = "complete"
 
@@ -50,7 +50,7 @@ class _Stored:
 
 
 @dataclass
-class _Whole:
+class _FullTensor:
     """A tensor of the whole model, and the rows of parts that it is made of, by where they go."""
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class _Whole:
         return whole
 
 
-def export_model(
+def export_parts(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
@@ -101,7 +101,7 @@ def export_model(
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already")
-    found: dict[str, _Whole] = {}
+    found: dict[str, _FullTensor] = {}
     for part in _parts(Path(path)):
         _add(found, part, dtype, averages=averages)
     order = sorted(found, key=lambda name: -found[name].dtype.itemsize)
@@ -133,10 +133,10 @@ def _parts(folder: Path) -> Iterator[Path]:
     yield from parts
 
 
-def _add(found: dict[str, _Whole], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
     manifest = Manifest.read(part)
     manifest.verify()
-    contents = Contents.read(manifest)
+    contents = CheckpointContents.read(manifest)
     extra = contents.document["extra"]
     if not isinstance(extra, dict):
         raise ValueError(f"{part} was not saved by layerzero.megatron.save")
@@ -163,7 +163,7 @@ def _add(found: dict[str, _Whole], part: Path, dtype: torch.dtype | None, *, ave
         }
         whole_name, shape, rows = (place[what] for what in ("name", "shape", "pieces"))
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        whole = found.setdefault(whole_name, _Whole(tuple(shape), cast))
+        whole = found.setdefault(whole_name, _FullTensor(tuple(shape), cast))
         if whole.shape != tuple(shape):
             raise CheckpointError(f"{part}: {own} is a part of {list(shape)}, other parts say {list(whole.shape)}")
         for first, stop, offset in rows:

@@ -110,7 +110,7 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
     if weight is None:
         return None
     runtime = get_state(chunk)
-    member = runtime.parameters.member_of(weight)
+    member = runtime.parameters.managed_param(weight)
     holder = next((handle for handle in runtime.handles if member in handle.members), None)
     if member is None or holder is None or len(holder.members) > 1:
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.megatron.parallel_groups import ProcessGroups, tell_all
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
 from layerzero.reliability.own_gradients import whose
 
 __all__ = ["refuse"]
@@ -25,7 +25,7 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
         for name, parameter in chunk.named_parameters():
             if parameter.grad is not None and not torch.isfinite(plain(parameter.grad)).all():
                 final.append(name)
-    told = tell_all(groups, (own, final))
+    told = all_gather_object(groups, (own, final))
     if not any(final for _, final in told):
         return
     found = whose([text for own, _ in told for text in own], [name for _, final in told for name in final])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from layerzero.checkpoint.json_codec import Joint
-from layerzero.checkpoint.state_names import Apart
+from layerzero.checkpoint.json_codec import MergedValue
+from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 
@@ -22,7 +22,7 @@ def module_name(name: str) -> str:
     return name
 
 
-def places_of(chunk: ShardedChunk, apart: Apart) -> dict[str, Any] | Joint:
+def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
     """By name: the parameter's name in the whole model, its shape there, and the runs of rows that it has of it.
 
     Args:
@@ -38,9 +38,9 @@ def places_of(chunk: ShardedChunk, apart: Apart) -> dict[str, Any] | Joint:
     # Each layer under a key of its own, with its number in the whole model.
     metadata = {"non_homogeneous_layers": True}
     try:
-        from layerzero.megatron.sharded_model_state import describe  # noqa: PLC0415
+        from layerzero.megatron.sharded_model_state import global_params  # noqa: PLC0415
 
-        _, found = describe(chunk.module, members, metadata, of_all_ranks=True)
+        _, found = global_params(chunk.module, members, metadata, of_all_ranks=True)
     except Exception as error:  # a save is none the worse for it
         return {"because": f"{type(error).__name__}: {error}"}
     common: dict[str, Any] = {}
@@ -48,17 +48,17 @@ def places_of(chunk: ShardedChunk, apart: Apart) -> dict[str, Any] | Joint:
     for member in members:
         if member.name not in found:
             return {"because": f"its modules do not say where {member.name!r} belongs"}
-        where, dims = found[member.name], len(member.span.shape)
+        where, dims = found[member.name], len(member.spec.shape)
         stored = apart.stored(member.name)
         name = module_name(stored)
         # The last stage's copy of the word embeddings has their key; elsewhere keys may be named for other modules.
-        copied = getattr(member.leaf, "shared", False)
+        copied = getattr(member.gathered, "shared", False)
         (own if apart.is_apart(stored) else common)[name] = {
             "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
             "shape": list(where.pieces[0][1].global_shape[-dims:]),
             "pieces": [[rows.start, rows.stop, list(piece.global_offset[-dims:])] for rows, piece in where.pieces],
         }
-    return Joint(common, own)
+    return MergedValue(common, own)
 
 
 def layer_of(name: str) -> str:

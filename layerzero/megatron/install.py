@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.megatron.arguments import Chosen, chosen_of
+from layerzero.megatron.arguments import ParsedArguments, chosen_of
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import default_units, named, with_named
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import tell_all
+from layerzero.megatron.parallel_groups import all_gather_object
 from layerzero.megatron.versions import SUPPORTED, require_supported
 from layerzero.megatron.weights import params_norm, replicas_agree
 from layerzero.megatron.wrap import wrap
@@ -85,7 +85,7 @@ class _GetModel:
         self._build = build
         self._training = training
         self._release = release
-        self._settings: Chosen | None = None  # parsed from the command line, inside setup_model_and_optimizer
+        self._settings: ParsedArguments | None = None  # parsed from the command line, inside setup_model_and_optimizer
         self._ema_decay: float | None = None
 
     def __call__(
@@ -116,7 +116,7 @@ class _GetModel:
         """Replace ``_ddp_wrap``; its further arguments are for Megatron's wrappers."""
         return self._wrap(model, self._chosen())
 
-    def _wrap(self, chunks: list[nn.Module], chosen: Chosen) -> list[ShardedChunk]:
+    def _wrap(self, chunks: list[nn.Module], chosen: ParsedArguments) -> list[ShardedChunk]:
         from megatron.core import parallel_state  # noqa: PLC0415
         from megatron.core.utils import get_model_config  # noqa: PLC0415
 
@@ -133,7 +133,7 @@ class _GetModel:
         _require_all(chosen.units, wrapped)
         return wrapped
 
-    def _chosen(self) -> Chosen:
+    def _chosen(self) -> ParsedArguments:
         if self._settings is not None:
             return self._settings
         from megatron.core import parallel_state  # noqa: PLC0415
@@ -154,6 +154,6 @@ def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
     """A stage need not have the modules that a file names, but one of them must."""
     modules = [entry for chunk in chunks for entry in chunk.named_modules()]
     here = {found for name, module in modules for found in named(name, module, units)}
-    known = {found for told in tell_all(chunks[0].groups, here) for found in told}
+    known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}
     if lost := sorted(set(units) - known):
         raise ValueError(f"units of --layerzero-config names {', '.join(lost)}, of which there is nothing in the model")

@@ -79,7 +79,7 @@ class ShardedMegatronOptimizer:
                 config_overrides=config_overrides,
             )
             inner = (make_optimizer or self._make)(groups) if groups else None
-            if inner is not None and kinds_that_need_whole(inner, get_state(chunk).topology.device):
+            if inner is not None and kinds_that_need_whole(inner, get_state(chunk).mesh_info.device):
                 raise ValueError(
                     f"{type(inner).__name__} needs whole parameters, which is not supported inside Megatron: let "
                     "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"
@@ -89,7 +89,7 @@ class ShardedMegatronOptimizer:
             None if ema_decay is None or sharded is None else EMA(chunk, ema_decay)
             for chunk, sharded in zip(self.model_chunks, self.sharded, strict=True)
         ]
-        self._device = get_state(self.model_chunks[0]).topology.device
+        self._device = get_state(self.model_chunks[0]).mesh_info.device
         self.grad_scaler: Any = _grad_scaler(config)
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         trains = torch.full_like(self._one, float(any(self.sharded)))
@@ -194,7 +194,7 @@ class ShardedMegatronOptimizer:
 
     def _note_skipped(self) -> None:
         for chunk in self.model_chunks:
-            get_state(chunk).topology.ledger.steps["skipped"] += 1
+            get_state(chunk).mesh_info.counters.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
         """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""
@@ -343,10 +343,10 @@ class ShardedMegatronOptimizer:
         )
 
     def _stepped(self) -> list[Any]:
-        from layerzero.megatron.sharded_optimizer_state import Stepped  # noqa: PLC0415
+        from layerzero.megatron.sharded_optimizer_state import ChunkOptimizer  # noqa: PLC0415
 
         parts = zip(self.model_chunks, self.sharded, self.emas, strict=True)
-        return [Stepped(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
+        return [ChunkOptimizer(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
 
 
 _ZERO = torch.zeros(1)  # stands for no gradients at all

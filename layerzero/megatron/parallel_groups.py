@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import groups_so_far, mesh_group
 from layerzero.device.accelerator import default_device_type
 from layerzero.megatron.versions import unsupported_version, version
 
-__all__ = ["NOT_FOUND", "ProcessGroups", "process_groups", "tell_all", "together"]
+__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_together"]
 
 NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
 
@@ -86,7 +86,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     start = ranks.index(dist.get_rank()) // size * size
     node = ranks[start : start + size]
     made = groups_so_far(node, [rank for rank in node if rank in alike])
-    agree("layerzero.megatron.process_groups", fields, ranks=ranks, groups=made, failure=failure)
+    require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=made, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
         device_type = "cpu"
@@ -101,7 +101,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
 
 
-def together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
     """All ranks of all copies of the model have come here; an error on all of them if one has failed."""
     text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
     for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
@@ -114,7 +114,7 @@ def together(what: str, groups: ProcessGroups, failure: Exception | None) -> Non
         raise RuntimeError(text)
 
 
-def tell_all(groups: ProcessGroups, fact: Any) -> list[Any]:
+def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
     """What each rank of all copies of the model has said, the same list on all of them."""
     said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
     for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks

@@ -25,11 +25,11 @@ from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.parallel_groups import NOT_FOUND
 
-__all__ = ["Described", "describe", "with_weights"]
+__all__ = ["GlobalParam", "global_params", "with_weights"]
 
 
 @dataclass(frozen=True)
-class Described:
+class GlobalParam:
     """Where this rank's rows of one parameter lie in the tensors of the whole model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Described:
         A load puts a sharded tensor in its place, which has the memory of `rows` or other memory; NOT_FOUND if it
         is not strict, and the checkpoint does not have all pieces.
         """
-        span = self.member.span
+        span = self.member.spec
         if not self.pieces:
             return LocalNonpersistentObject(sharded(rows, span, MutationTracker()))
 
@@ -73,7 +73,7 @@ class Described:
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
 
 
-def describe(
+def global_params(
     module: nn.Module,
     members: Iterable[ManagedParam],
     metadata: Any,
@@ -81,8 +81,8 @@ def describe(
     sharded_offsets: Any = (),
     *,
     of_all_ranks: bool = False,
-) -> tuple[dict[str, Any], dict[str, Described]]:
-    """A module's sharded state dict, with :class:`Described` in place of what it says of sharded parameters.
+) -> tuple[dict[str, Any], dict[str, GlobalParam]]:
+    """A module's sharded state dict, with :class:`GlobalParam` in place of what it says of sharded parameters.
 
     Args:
         of_all_ranks: describe all rows of the parameters, not this rank's.
@@ -93,7 +93,7 @@ def describe(
     Raises:
         NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
     """
-    found: dict[str, Described] = {}
+    found: dict[str, GlobalParam] = {}
     # See [Note: A model that describes its row numbers].
     with _row_numbers(members) as member_at:
         state: dict[str, Any] = module.sharded_state_dict(  # type: ignore[operator]
@@ -106,14 +106,14 @@ def describe(
             if member is None:
                 return value
             parts = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
-            wanted = range(member.span.shape[0]) if of_all_ranks else member.span.rows
-            own = [part for part in (_own_part(part, member.span, wanted) for part in parts) if part is not None]
+            wanted = range(member.spec.shape[0]) if of_all_ranks else member.spec.rows
+            own = [part for part in (_own_part(part, member.spec, wanted) for part in parts) if part is not None]
             own.sort(key=lambda part: part[0].start)
             if member.master.numel() or of_all_ranks:
                 starts, stops = [rows.start for rows, _ in own], [rows.stop for rows, _ in own]
                 if [*starts, len(wanted)] != [0, *stops]:
-                    raise NotImplementedError(_odd_pieces(member.span, value.key))
-            result = Described(member, value.key, tuple(own))
+                    raise NotImplementedError(_odd_pieces(member.spec, value.key))
+            result = GlobalParam(member, value.key, tuple(own))
             return found.setdefault(member.name, result)
 
         dict_list_map_inplace(described, state)
@@ -124,9 +124,9 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
     """The sharded state dict itself, with copies of this rank's rows in the dtype that the model computes in."""
 
     def filled(value: Any) -> Any:
-        if not isinstance(value, Described):
+        if not isinstance(value, GlobalParam):
             return value
-        return value.entry(value.member.master.to(value.member.leaf.dtype, copy=True))
+        return value.entry(value.member.master.to(value.member.gathered.dtype, copy=True))
 
     dict_list_map_inplace(filled, state)
     return state
@@ -139,14 +139,14 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
     member_at: dict[int, ManagedParam] = {}
     try:
         for member in members:
-            shape = member.span.shape
+            shape = member.spec.shape
             if not shape:
-                raise NotImplementedError(_odd_pieces(member.span, member.name))
+                raise NotImplementedError(_odd_pieces(member.spec, member.name))
             numbers = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             stand_in = nn.Parameter(numbers, requires_grad=False)
-            vars(stand_in).update(vars(member.leaf))  # Megatron's marks
+            vars(stand_in).update(vars(member.gathered))  # Megatron's marks
             member_at[numbers.untyped_storage().data_ptr()] = member
-            for parameters, name in member.places:
+            for parameters, name in member.module_refs:
                 shown.append((parameters, name, parameters[name]))
                 parameters[name] = stand_in
         yield member_at

@@ -25,13 +25,13 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, together
-from layerzero.megatron.sharded_model_state import describe
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_together
+from layerzero.megatron.sharded_model_state import global_params
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["Stepped", "chained_states", "load_states", "sharded_states"]
+__all__ = ["ChunkOptimizer", "chained_states", "load_states", "sharded_states"]
 
 _RESHARDABLE = "fully_reshardable"
 _TENSORS = "param_state"  # where tensors are, by chunk and name
@@ -40,7 +40,7 @@ _AVERAGE = "ema"
 _IDENTITY = param_group_identifier_keys  # identifies Megatron's parameter groups; the keys differ between releases
 
 
-class Stepped(NamedTuple):
+class ChunkOptimizer(NamedTuple):
     """A chunk and what steps it."""
 
     chunk: ShardedChunk
@@ -57,7 +57,7 @@ class Stepped(NamedTuple):
         """The sharded parameters of one of the optimizer's groups."""
         runtime = get_state(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
-            member = runtime.parameters.member_of(parameter)
+            member = runtime.parameters.managed_param(parameter)
             if member is None:
                 raise NotImplementedError(
                     f"the optimizer steps {name!r}, which is not sharded; use layerzero.megatron.save and load"
@@ -76,7 +76,9 @@ class _Common(NamedTuple):
 # Saving, and what is to be loaded
 
 
-def chained_states(pairs: Sequence[Stepped], *, metadata: Mapping[str, Any] | None, **how: Any) -> dict[Any, Any]:
+def chained_states(
+    pairs: Sequence[ChunkOptimizer], *, metadata: Mapping[str, Any] | None, **how: Any
+) -> dict[Any, Any]:
     """What :func:`sharded_states` says of two optimizers, the second one of experts. All ranks must call this."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
@@ -91,7 +93,7 @@ def chained_states(pairs: Sequence[Stepped], *, metadata: Mapping[str, Any] | No
 
 
 def sharded_states(
-    pairs: Sequence[Stepped],
+    pairs: Sequence[ChunkOptimizer],
     *,
     is_loading: bool,
     metadata: Mapping[str, Any] | None,
@@ -117,7 +119,7 @@ def sharded_states(
         common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
-    together("the optimizer's sharded_state_dict", groups, failure)
+    raise_together("the optimizer's sharded_state_dict", groups, failure)
     common = _agreed(common, groups.model)
     # See [Note: Three forms].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
@@ -138,10 +140,10 @@ def sharded_states(
 
 
 def _tensors(
-    pair: Stepped, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+    pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
-    _, described = describe(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
+    _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
@@ -222,7 +224,7 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
 
 
 @torch.no_grad()
-def load_states(pairs: Sequence[Stepped], state: Mapping[Any, Any]) -> None:
+def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> None:
     """Take what ``megatron.core.dist_checkpointing.load`` has put into a sharded state dict."""
     state = _unchained(state)
     inner = state.get("optimizer", state)
@@ -240,7 +242,7 @@ def load_states(pairs: Sequence[Stepped], state: Mapping[Any, Any]) -> None:
         for member in _all_members(pair):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
-                    member.parameter.copy_(master)
+                    member.sharded.copy_(master)
         groups = []
         for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
             names = pair.optimizer.parameter_names(group)
@@ -296,7 +298,7 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_lost_state(
-    pair: Stepped, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+    pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Raise where the checkpoint's settings let the optimizer keep more than its own did, such as momentum."""
     kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
@@ -339,7 +341,7 @@ def _as(like: Any, step: float) -> Any:
 # Shared
 
 
-def _all_members(pair: Stepped) -> Iterator[ManagedParam]:
+def _all_members(pair: ChunkOptimizer) -> Iterator[ManagedParam]:
     return (member for group in pair.optimizer.param_groups for member in pair.members(group))
 
 
@@ -356,8 +358,8 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _in_16_bits(member: ManagedParam) -> bool:
-    return member.leaf.dtype != member.master.dtype
+    return member.gathered.dtype != member.master.dtype
 
 
-def _device(pair: Stepped) -> torch.device:
-    return get_state(pair.chunk).topology.device
+def _device(pair: ChunkOptimizer) -> torch.device:
+    return get_state(pair.chunk).mesh_info.device

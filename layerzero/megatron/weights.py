@@ -34,7 +34,7 @@ def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
 def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
     """The 2-norm of the masters of the whole model, for ``--log-params-norm``. All ranks must call this."""
     chunks = [model] if isinstance(model, ShardedChunk) else list(model)
-    groups, device = chunks[0].groups, get_state(chunks[0]).topology.device
+    groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
     squares = torch.zeros((), dtype=torch.float32, device=device)
     for chunk in chunks:
         rows = [plain(p) for p in chunk.parameters() if counts(p, groups)]
@@ -52,12 +52,12 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     Each rank hashes the shard that others of its node gather from it, and its rows of the masters in the dtype that it
     computes in: every shard must be the one of the other replicas, bit for bit. All ranks must call this.
     """
-    groups, device = model[0].groups, get_state(model[0]).topology.device
+    groups, device = model[0].groups, get_state(model[0]).mesh_info.device
     digests: dict[tuple[Any, ...], Any] = {}  # by the chunk, the ranks that share its weights, and the shard
     for number, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:
-            shard = (number, handle.topology.ranks, handle.topology.grid.s)
+            shard = (number, handle.topology.ranks, handle.topology.grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}

@@ -23,7 +23,7 @@ from layerzero.megatron.default_units import (
 )
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
-from layerzero.reliability.own_gradients import OwnGradients
+from layerzero.reliability.own_gradients import LocalGradientCheck
 from layerzero.sharding.shard_model import shard_model
 
 __all__ = ["wrap"]
@@ -101,7 +101,7 @@ def wrap(
             **settings,
         )
         if check_for_nan_in_grad:
-            chunk.own_gradients = OwnGradients(get_state(chunk).handles)
+            chunk.own_gradients = LocalGradientCheck(get_state(chunk).handles)
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
     tied_weight(chunks, groups)  # raises where it could not be summed later

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.sharded_tensor import plain
-from layerzero.engine.hooks import runtimes_of
+from layerzero.engine.hooks import get_states
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import note_edits
 
@@ -49,7 +49,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    runtimes = runtimes_of(model)
+    runtimes = get_states(model)
     if "" not in runtimes:
         _refuse_unsharded_gradients(model, runtimes)
     for runtime in runtimes.values():
@@ -74,7 +74,7 @@ def clip_grad_norm_(
 
 
 def _gradients(runtime: LayerZeroState) -> list[Tensor]:
-    return [m.parameter.grad for m in runtime.members.values() if m.parameter.grad is not None]
+    return [m.sharded.grad for m in runtime.members.values() if m.sharded.grad is not None]
 
 
 def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -83,18 +83,20 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     Returns:
         0-dim fp32 tensor, or int32 tensor with the bits of one for the infinite norm.
     """
-    held = [(m.span.face, plain(m.parameter.grad)) for m in runtime.members.values() if m.parameter.grad is not None]
+    held = [
+        (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
+    ]
     # Of copies on further axes, one counts.
-    counted = [shard for face, shard in held if shard.numel() and (face is None or face.counts)]
+    counted = [shard for face, shard in held if shard.numel() and (face is None or face.is_primary_copy)]
     # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
-    device = runtime.topology.device
+    device = runtime.mesh_info.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
     # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
-    runtime.everyone.reduce(sent, op)
+    runtime.ranks.reduce(sent, op)
     return sent
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from layerzero.optimizers.apex import apex_needs_whole, prepared, refuse_apex
-from layerzero.optimizers.compatibility_trial import CouldNotTry, difference, difference_of_owners, kind_of
+from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
 from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unhooked
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
@@ -72,7 +72,7 @@ def is_elementwise_by_name(optimizer: Optimizer) -> bool:
 
 
 def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
-    """Return the kinds of its groups whose parameters it must have whole; see ``kind_of`` in compatibility_trial.py.
+    """Return the kinds of its groups whose parameters it must have whole; see ``group_kind`` in compatibility_trial.py.
 
     Each rank updates only its rows of a parameter, so an update that mixes elements would be silently another one.
 
@@ -99,11 +99,11 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
         return set()
     if elementwise is None and (reason := _named(optimizer, _MIXES_PARAMETERS)):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
-    kinds = {kind_of(group) for group in optimizer.param_groups}
+    kinds = {group_kind(group) for group in optimizer.param_groups}
     if elementwise is False or of_apex or type(optimizer) in _ONE_BY_ONE:
         return kinds
-    on_rows: str | CouldNotTry | None = None  # how its work on rows differs, where it has been tried
-    alone: str | CouldNotTry | None
+    on_rows: str | TrialError | None = None  # how its work on rows differs, where it has been tried
+    alone: str | TrialError | None
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
         on_rows = _tried(difference, optimizer, device)
         if on_rows is None:
@@ -113,7 +113,7 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     alone = _tried(difference_of_owners, optimizer, device, kinds)
     if alone is None:
         return kinds
-    if isinstance(alone, CouldNotTry) and not isinstance(on_rows, str):
+    if isinstance(alone, TrialError) and not isinstance(on_rows, str):
         raise ValueError(
             f"{name} could not be tried out: {on_rows or alone}. If you know that it updates each element of a "
             "parameter by itself, say so: shard_optimizer(optimizer, model, elementwise=True); if it updates each "
@@ -130,11 +130,11 @@ _INSTEAD = (
 )
 
 
-def _tried(experiment: Callable[..., str | None], *args: Any) -> str | CouldNotTry | None:
+def _tried(experiment: Callable[..., str | None], *args: Any) -> str | TrialError | None:
     """What an experiment has found, or that it could not be made."""
     try:
         return experiment(*args)
-    except CouldNotTry as error:
+    except TrialError as error:
         return error
 
 

@@ -26,7 +26,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, unhooked
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["CouldNotTry", "difference", "difference_of_owners", "kind_of", "steps_stacks_apart"]
+__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_stacks_apart"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -43,7 +43,7 @@ _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
 _LEAST_RATE = 1e-3  # schedules start at 0, where nothing could be seen
 
 
-class CouldNotTry(Exception):
+class TrialError(Exception):
     """The experiment itself has failed: nothing is known about the optimizer."""
 
 
@@ -81,7 +81,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
         CouldNotTry: a copy of the optimizer could not be made or stepped.
     """
     data = _data(device, list(_CUTS))
-    groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, kind_of(group))]
+    groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, group_kind(group))]
     if not groups:
         return None
     with _random_numbers_kept(device), _uncompiled():
@@ -89,7 +89,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
         try:
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
-            raise CouldNotTry(
+            raise TrialError(
                 f"small parameters could be stepped, their rows on several ranks could not: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, [False] * len(groups))
@@ -108,7 +108,7 @@ def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds
     fitting = [shape for shape in _CUTS if len(shape) in own]
     try:
         return _try_owners(optimizer, device, whole_kinds, list(_CUTS))
-    except CouldNotTry:
+    except TrialError:
         if not fitting or len(fitting) == len(_CUTS):
             raise
     return _try_owners(optimizer, device, whole_kinds, fitting)
@@ -118,7 +118,7 @@ def _try_owners(
     optimizer: Optimizer, device: torch.device, whole_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
     data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
-    owned = [kind_of(group) in whole_kinds for group in groups]
+    owned = [group_kind(group) in whole_kinds for group in groups]
     with _random_numbers_kept(device), _uncompiled():
         whole = _run_whole(optimizer, groups, data)
         try:
@@ -127,7 +127,7 @@ def _try_owners(
                 for rank in range(_RANKS)
             ]
         except Exception as error:
-            raise CouldNotTry(
+            raise TrialError(
                 f"small parameters could be stepped together, one after the other they could not: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, owned)
@@ -178,7 +178,7 @@ def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Da
     try:
         return _run(optimizer, groups, [data] * len(groups))
     except Exception as error:
-        raise CouldNotTry(f"stepping small parameters failed with {_said(error)}") from error
+        raise TrialError(f"stepping small parameters failed with {_said(error)}") from error
 
 
 def _owner_of(index: int) -> int:
@@ -228,11 +228,11 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        kinds.setdefault(kind_of(group), group)
+        kinds.setdefault(group_kind(group), group)
     return list(kinds.values())
 
 
-def kind_of(group: Mapping[str, Any]) -> str:
+def group_kind(group: Mapping[str, Any]) -> str:
     """The settings of a group, but for its rates."""
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
@@ -349,7 +349,7 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Seq
             else:
                 together = torch.cat([rank.parameters[at][index] for rank in ranks])
             if not (parameter.isfinite().all() and together.isfinite().all()):
-                raise CouldNotTry("stepping small parameters made them infinite or NaN")
+                raise TrialError("stepping small parameters made them infinite or NaN")
             moves = (parameter - data.start[index]).abs()
             moved = moved or bool(moves.any())
             # Half a thousandth of what the element has moved, or the rounding of as many additions to it.
@@ -367,5 +367,5 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Seq
             if not (both_nan or math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-12)):
                 return f"{where} depends on which {what} it sees ({value:.6g} with all, {other:.6g} with some)"
     if not moved:
-        raise CouldNotTry(f"{_STEPS} steps on small parameters changed none of them")
+        raise TrialError(f"{_STEPS} steps on small parameters changed none of them")
     return None

@@ -16,7 +16,7 @@ from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import View, viewing
+from layerzero.engine.param_view import ParamView, viewing
 from layerzero.layout.flat_layout import FlatLayout
 
 __all__ = ["EMA"]
@@ -85,7 +85,7 @@ class EMA:
                 self._layouts.append(handle.layout)
                 self._averages.append(average)
                 for member in handle.members:
-                    self._rows[member.name] = (member, average[member.local].view(member.master.shape))
+                    self._rows[member.name] = (member, average[member.shard_slice].view(member.master.shape))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -94,7 +94,7 @@ class EMA:
         Raises:
             RuntimeError: inside :meth:`swapped`.
         """
-        if View.AVERAGES in self._runtime.views:
+        if ParamView.EMA in self._runtime.active_views:
             raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
         self._follow()
         masters = [handle.master for handle in self._handles]
@@ -123,13 +123,13 @@ class EMA:
         """
         self._follow()
         runtime = self._runtime
-        if View.FULL in runtime.views:
+        if ParamView.UNSHARDED in runtime.active_views:
             raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
-        if View.AVERAGES in runtime.views:
+        if ParamView.EMA in runtime.active_views:
             raise RuntimeError("the model already holds averages; leave the other swapped() first")
         masters = [handle.master.clone() for handle in self._handles]
         try:
-            with viewing(runtime.views, View.AVERAGES):
+            with viewing(runtime.active_views, ParamView.EMA):
                 self._write_masters(self._averages)
                 yield
         finally:
@@ -137,7 +137,7 @@ class EMA:
 
     @torch.no_grad()
     def _write_masters(self, values: list[Tensor]) -> None:
-        self._runtime.refreshes.before_write(self._handles)
+        self._runtime.refreshes.before_master_write(self._handles)
         for handle, value in zip(self._handles, values, strict=True):
             handle.master.copy_(value)
         self._runtime.refreshes.launch(self._handles)
@@ -152,7 +152,7 @@ class EMA:
         """
         self._follow()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # all ranks' order
-        averages = {name: sharded(rows, member.span, MutationTracker()) for name, member, rows in held}
+        averages = {name: sharded(rows, member.spec, MutationTracker()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
     @torch.no_grad()
@@ -176,12 +176,12 @@ class EMA:
 
 def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
     """This rank's rows of a whole tensor, or of one that is sharded like the parameter."""
-    if tuple(value.shape) != member.span.true_shape:
-        shapes = f"{list(value.shape)}, the parameter {list(member.span.true_shape)}"
+    if tuple(value.shape) != member.spec.true_shape:
+        shapes = f"{list(value.shape)}, the parameter {list(member.spec.true_shape)}"
         raise ValueError(f"the average of {member.name!r} has shape {shapes}")
     if not isinstance(value, DTensor):
-        return rows_of(value, member.span)
+        return rows_of(value, member.spec)
     local = value._local_tensor
-    if not isinstance(local, LocalShard) or not local.span.cut_like(member.span):
+    if not isinstance(local, LocalShard) or not local.spec.same_sharding(member.spec):
         raise ValueError(f"the average of {member.name!r} is sharded in another way; load it through a checkpoint")
     return plain(value)

@@ -31,7 +31,7 @@ def show(value: Any, holder: Holder) -> Any:
         return value if shape is None else sharded(value, holder.span_of(shape), MutationTracker())
     member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
-        return sharded(value, member.span, MutationTracker())
+        return sharded(value, member.spec, MutationTracker())
     return value
 
 
@@ -92,7 +92,7 @@ def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -
     """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
     if isinstance(holder, OwnedParam):
         own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
-        return own if holder.is_mine else {}
+        return own if holder.is_owned_here else {}
     return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
 
 
@@ -103,25 +103,28 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not value._local_tensor.span.cut_like(owned.span_of(value.shape)):
+        if not value._local_tensor.spec.same_sharding(owned.span_of(value.shape)):
             raise ValueError(
                 f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
-    whole, face = (value.full_tensor() if isinstance(value, DTensor) else value), owned.span_of(value.shape).face
-    return (whole if face is None else whole[face.box]).to(device).clone()
+    whole, face = (
+        (value.full_tensor() if isinstance(value, DTensor) else value),
+        owned.span_of(value.shape).model_parallel,
+    )
+    return (whole if face is None else whole[face.global_slices]).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
         return value.clone() if isinstance(value, Tensor) and copy else value
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not value._local_tensor.span.cut_like(member.span):
+        if not value._local_tensor.spec.same_sharding(member.spec):
             raise ValueError(
                 f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
             )
         return plain(value).to(member.master.device, copy=copy)
     try:
-        return rows_of(value, member.span).to(member.master.device).clone()
+        return rows_of(value, member.spec).to(member.master.device).clone()
     except ValueError as error:
         raise ValueError(f"state {key!r}: {error}") from error

@@ -30,7 +30,9 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
     """
     here = {_place(each): each for each in owned}
     mine = {
-        place: state[each.member.name] for place, each in here.items() if each.is_mine and each.member.name in state
+        place: state[each.member.name]
+        for place, each in here.items()
+        if each.is_owned_here and each.member.name in state
     }
     text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
@@ -41,17 +43,18 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
     complete = dict(state)
     for place, each in here.items():
         if place in told and place not in mine:
-            entries, device = told[place].items(), everyone.topology.device
+            entries, device = told[place].items(), everyone.mesh_info.device
             complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 
 
 def _place(owned: OwnedParam) -> str:
     """Names a parameter, and of the owners that it has where further axes put nothing together, this rank's."""
-    span, axis = owned.member.span, owned.owner.axis
-    if span.face is None:
-        return f"{span.name} of {span.topology.ranks}"
-    return f"{span.name} at {[span.face.place_on(at) for at in range(span.face.mesh.ndim) if at != axis]}"
+    span, axis = owned.member.spec, owned.owner.axis
+    model_parallel = span.model_parallel
+    if model_parallel is None:
+        return f"{span.name} of {span.mesh_info.ranks}"
+    return f"{span.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
 
 
 def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

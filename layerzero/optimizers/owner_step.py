@@ -28,17 +28,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import has_peers
-from layerzero.comm.collectives import Exchange, send_pieces
+from layerzero.comm.collectives import Collective, all_to_all
 from layerzero.comm.model_ranks import ModelRanks, reduce_over
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.layout.owner_layout import Owner, work_of
+from layerzero.layout.owner_layout import ParamOwner, update_cost
 from layerzero.optimizers.owner_groups import OwnerGroup
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["OwnedParam", "buffers_of_rounds", "by_cell", "step_owned"]
+__all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,8 @@ class OwnedParam:
     """One parameter that its owner updates whole."""
 
     member: ManagedParam
-    owner: Owner
-    cell: OwnerGroup  # the ranks that it is put together from, where this one is at the owner's node
+    owner: ParamOwner
+    group_of_ranks: OwnerGroup  # the ranks that it is put together from, where this one is at the owner's node
     group: MutableMapping[str, Any]  # of the inner optimizer
     master: Tensor  # what the inner optimizer has in its group: this rank's rows, and the whole while the owner steps
 
@@ -59,34 +59,34 @@ class OwnedParam:
     @property
     def is_near(self) -> bool:
         """Its rows are in this rank's cell."""
-        return self.owner.r == self.member.span.topology.grid.r
+        return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
-    def is_mine(self) -> bool:
-        return self.is_near and self.place == self.cell.place
+    def is_owned_here(self) -> bool:
+        return self.is_near and self.place == self.group_of_ranks.place
 
     @property
-    def is_at_home(self) -> bool:
+    def is_fully_local(self) -> bool:
         """All rows are on the owner."""
         return self.numel_on(self.owner.s) == self.numel
 
     @property
     def leads(self) -> bool:
         """Of the owners at different places of further axes, which have copies or other matrices, it is the first."""
-        face = self.member.span.face
+        face = self.member.spec.model_parallel
         axes = () if face is None else range(face.mesh.ndim)
         return face is None or not any(face.place_on(axis) for axis in axes if axis != self.owner.axis)
 
     @property
     def weight(self) -> tuple[int, str]:
         """Its place in the order: the heaviest first."""
-        return -work_of(self.shape), self.member.name
+        return -update_cost(self.shape), self.member.name
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """That the owner has whole."""
-        face, axis = self.member.span.face, self.owner.axis
-        return self.member.span.shape if face is None or axis is None else face.joined(axis)
+        face, axis = self.member.spec.model_parallel, self.owner.axis
+        return self.member.spec.shape if face is None or axis is None else face.joined_shape(axis)
 
     @property
     def numel(self) -> int:
@@ -94,21 +94,21 @@ class OwnedParam:
 
     def rows_on(self, s: int) -> range:
         """The rows of its own part that a rank of the owner's cell has."""
-        span = self.member.span
-        k = s * span.topology.replicas + self.owner.r
+        span = self.member.spec
+        k = s * span.mesh_info.replicas + self.owner.r
         return range(span.bounds[k], span.bounds[k + 1])
 
     def numel_on(self, s: int) -> int:
-        return len(self.rows_on(s)) * int(torch.Size(self.member.span.shape[1:]).numel())
+        return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
         """Of a parameter that is put together along a further axis: the rows of each rank of the cell."""
-        face, axis = self.member.span.face, self.owner.axis
+        face, axis = self.member.spec.model_parallel, self.owner.axis
         assert face is not None and axis is not None
-        dim = face.cut_by(axis)
+        dim = face.sharded_dim(axis)
         assert dim is not None
         parts = whole.view(self.shape).chunk(face.mesh.size(axis), dim)
-        rows = [(t, self.rows_on(s)) for s, t in self.cell.order]
+        rows = [(t, self.rows_on(s)) for s, t in self.group_of_ranks.order]
         return [parts[t][each.start : each.stop] for t, each in rows]
 
     # Its state
@@ -118,38 +118,38 @@ class OwnedParam:
 
         None where the stack is cut into matrices, and the tensor cannot be.
         """
-        face = self.member.span.face
+        face = self.member.spec.model_parallel
         if face is None or not self._cut_into_matrices(face):
             return tuple(shape)
         return (face.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
 
     def _cut_into_matrices(self, face: ModelParallelSpec) -> bool:
-        return any(face.cut_by(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
+        return any(face.sharded_dim(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
         """How a tensor of the optimizer's state, of that true shape, is spread: all rows are on the owner."""
-        span, topology = self.member.span, self.member.span.topology
+        span, topology = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * topology.replicas + self.owner.r
-        face = span.face
+        face = span.model_parallel
         if face is not None:
             face = face.of_state(shape, axis=self.owner.axis, place=self.owner.t)
-            shape = [each.stop - each.start for each in face.box]
+            shape = [each.stop - each.start for each in face.global_slices]
         bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
         return RowShardSpec(self.member.name, tuple(shape), bounds, topology, face)
 
 
-def by_cell(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
+def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
     """In one order on all ranks, whatever that of the parameters is: by name."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
-        found.setdefault(each.cell, []).append(each)
+        found.setdefault(each.group_of_ranks, []).append(each)
     return found
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
     """What the rounds of these parameters borrow at once, by size; see :func:`_largest`."""
     most: Counter[Size] = Counter()
-    for cell, members in by_cell(owned).items():
+    for cell, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
         for dtype, sizes in _largest(members, cell).items():
             counts.update((numel, dtype) for numel in sizes)
@@ -164,13 +164,13 @@ def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype,
     put together along a further axis, also what it receives. Whichever take part in a step, so that each step borrows
     the same.
     """
-    away = [each for each in owned if each.is_near and not each.is_at_home]
+    away = [each for each in owned if each.is_near and not each.is_fully_local]
     found = {}
     for dtype in {each.member.master.dtype for each in away}:
         whole, rows = 0, dict.fromkeys(cell.order, 0)  # rows: by owner
         for each in away:
             if each.member.master.dtype == dtype:
-                whole = max(whole, each.numel if each.is_mine else 0)
+                whole = max(whole, each.numel if each.is_owned_here else 0)
                 rows[each.place] = max(rows[each.place], each.numel_on(cell.place[0]))
         found[dtype] = [whole, whole, sum(rows.values()), *([] if cell.axis is None else [whole])]
     return found
@@ -187,16 +187,16 @@ def step_owned(
         pool: lends memory for a whole parameter and its gradient.
     """
     turns: list[Iterator[Turn]] = []
-    cells = by_cell(owned)
+    cells = by_owner_group(owned)
     _require_gradients_alike(cells, everyone)
     for cell, members in cells.items():
         away: list[tuple[OwnedParam, Tensor]] = []  # in this cell, with this rank's rows of the gradient
         for each in members:
             gradient = each.master.grad
-            if gradient is None or (each.is_mine and each.is_at_home):
+            if gradient is None or (each.is_owned_here and each.is_fully_local):
                 continue
             each.master.grad = None
-            if each.is_near and not each.is_at_home:
+            if each.is_near and not each.is_fully_local:
                 away.append((each, gradient))
         turns.append(_turns(away, _largest(members, cell), cell, pool))
     step_param_by_param(inner, take_step, chain.from_iterable(turns))
@@ -207,15 +207,15 @@ def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], e
 
     One number tells: what the ranks of a cell add is 0 together if they have the same gradients.
     """
-    near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.lane.size > 1}
+    near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
     if not near or not has_peers(everyone.ranks):
         return
     number = torch.zeros(1, dtype=torch.int64)
     for index, (cell, members) in enumerate(near.items()):
         there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
-        number += digest * (cell.lane.size - 1 if cell.lane.rank == 0 else -1)
-    reduce_over(everyone.control_lanes, number, dist.ReduceOp.SUM, Exchange.AGREE)
+        number += digest * (cell.communicator.size - 1 if cell.communicator.rank == 0 else -1)
+    reduce_over(everyone.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
         raise RuntimeError(_unlike(near, everyone))
 
@@ -250,17 +250,17 @@ def _turns(
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
                 by_owner[each.place].append((each, gradient))
-        rounds = [_Round(chosen, cell) for chosen in zip_longest(*by_owner.values())]
-        buffers = [pool.take(numel, dtype) for numel in largest[dtype]]
+        rounds = [_OwnerRound(chosen, cell) for chosen in zip_longest(*by_owner.values())]
+        buffers = [pool.acquire(numel, dtype) for numel in largest[dtype]]
         try:
             for played in rounds:
                 yield from played.play(*buffers)
         finally:
             for buffer in buffers:
-                pool.give(buffer)
+                pool.release(buffer)
 
 
-class _Round:
+class _OwnerRound:
     """One parameter for each rank of the cell, or none.
 
     Args:
@@ -269,12 +269,12 @@ class _Round:
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
         s, _ = cell.place
-        own = chosen[cell.lane.rank]
+        own = chosen[cell.communicator.rank]
         self._chosen = [each for each in chosen if each is not None]
         self._mine = None if own is None else own[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
         self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in cell.order]
-        self._lane, self._s = cell.lane, s
+        self._lane, self._s = cell.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
@@ -300,7 +300,7 @@ class _Round:
                 place.copy_(part)
         sent = whole if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
-        send_pieces(self._lane, Exchange.HAND_BACK, rows, sent, **splits, name=self._name).wait()
+        all_to_all(self._lane, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
         for part, (each, _) in zip(self._pieces(rows), self._chosen, strict=True):
             each.member.master.copy_(part.view(each.member.master.shape))
 
@@ -309,7 +309,7 @@ class _Round:
             place.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
         into = whole if received is None else received
-        send_pieces(self._lane, Exchange.COLLECT, into, rows, **splits, name=self._name).wait()
+        all_to_all(self._lane, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
         if received is not None:
             for place, part in self._places(whole, received):
                 part.copy_(place)

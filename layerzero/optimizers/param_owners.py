@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import groups_so_far
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.runtime import LayerZeroState
-from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
+from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
 from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.owner_layout import Across, Owner, plan_owners
-from layerzero.optimizers.compatibility_trial import kind_of, steps_stacks_apart
-from layerzero.optimizers.owner_groups import across, cell_across, cell_of, places_across
+from layerzero.layout.owner_layout import JoinAxis, ParamOwner, plan_owners
+from layerzero.optimizers.compatibility_trial import group_kind, steps_stacks_apart
+from layerzero.optimizers.owner_groups import across, owner_group_across, owner_group_of, places_across
 from layerzero.optimizers.owner_state import with_what_others_own
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 from layerzero.optimizers.torch_state_dict import asked_by_torch
@@ -51,24 +51,24 @@ class OwnerTable:
         self._runtime = runtime
         self._inner = inner
         self._whole_kinds = frozenset(whole_kinds)
-        self._known_kinds = {kind_of(group) for group in inner.param_groups}
-        held = [p for group in inner.param_groups if kind_of(group) in self._whole_kinds for p in group["params"]]
+        self._known_kinds = {group_kind(group) for group in inner.param_groups}
+        held = [p for group in inner.param_groups if group_kind(group) in self._whole_kinds for p in group["params"]]
         self._asked: set[str] = set()  # the names of what has owners as this optimizer needs them
-        self._ask([member for p in held if (member := runtime.parameters.member_of(p)) is not None])
+        self._ask([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """A group has come, with these parameters and their masters. Every rank must call this.
 
         Groups of a kind that has not been tried out are taken to need whole parameters if any do.
         """
-        kind = kind_of(group)
+        kind = group_kind(group)
         if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
             return
         self._ask([member for member, _ in members if member.name not in self._asked])
         for member, master in members:
             owner = self._runtime.owners[member.name]
-            cell = self._runtime.cells[member.span.topology, owner.axis]
-            self.owned[id(member.parameter)] = OwnedParam(member, owner, cell, group, master)
+            cell = self._runtime.cells[member.spec.mesh_info, owner.axis]
+            self.owned[id(member.sharded)] = OwnedParam(member, owner, cell, group, master)
         self._foresee()
 
     def _ask(self, members: Sequence[ManagedParam]) -> None:
@@ -81,14 +81,14 @@ class OwnerTable:
         owners, cells = self._runtime.owners, self._runtime.cells
         for key, each in self.owned.items():
             owner = owners[each.member.name]
-            cell = cells[each.member.span.topology, owner.axis]
-            self.owned[key] = replace(each, owner=owner, cell=cell)
+            cell = cells[each.member.spec.mesh_info, owner.axis]
+            self.owned[key] = replace(each, owner=owner, group_of_ranks=cell)
         self._foresee()
 
     def _foresee(self) -> None:
         """Optimizers step one after the other, and when nothing is being reduced: the most of each will do."""
         pool = self._runtime.buffers.scratch
-        pool.foreseen = Counter(pool.foreseen) | buffers_of_rounds(self.owned.values())
+        pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Step the whole optimizer."""
@@ -96,7 +96,7 @@ class OwnerTable:
             take_step()
             return
         runtime = self._runtime
-        step_owned(self._inner, list(self.owned.values()), runtime.everyone, runtime.buffers.scratch, take_step)
+        step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
 
     def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state by name, with the entries that only owners know. Every rank must call this if there are owners."""
@@ -108,7 +108,7 @@ class OwnerTable:
                 "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
                 "every rank"
             )
-        return with_what_others_own(state, list(self.owned.values()), self._runtime.everyone)
+        return with_what_others_own(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse(self, method: str) -> None:
         """Raise RuntimeError if a method of the optimizer would find rows for whole parameters."""
@@ -138,14 +138,14 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     if names == set(runtime.owners) and not to_ask:
         return
     plan: dict[Handle, FlatLayout] = {}
-    owners: dict[str, Owner] = {}
+    owners: dict[str, ParamOwner] = {}
     moved: list[Handle] = []
-    put_together: dict[str, Across] = {}
+    put_together: dict[str, JoinAxis] = {}
     new_cells: dict[_Key, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
         before = _put_together(runtime)
-        put_together = before | _to_put_together(to_ask, optimizer, runtime.topology.device)
+        put_together = before | _to_put_together(to_ask, optimizer, runtime.mesh_info.device)
         changes = names != set(runtime.owners) or put_together != before
         if changes:
             plan, owners = _plan(runtime, names, put_together)
@@ -157,37 +157,37 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     except (RuntimeError, ValueError) as error:
         failure = error
     told = sorted((name, along.axis, along.size) for name, along in put_together.items())
-    agree(
+    require_equal(
         "parameters that an optimizer needs whole",
         {"names": sorted(names), "put together along further axes": told},
-        ranks=runtime.everyone.ranks,
+        ranks=runtime.ranks.ranks,
         groups=groups_so_far(*(sorted(places) for places in new_cells.values() if places)),
         failure=failure,
     )
     if not changes:
         return
     runtime.cells |= {
-        (topology, axis): cell_of(topology) if axis is None else cell_across(topology, axis, places)
+        (topology, axis): owner_group_of(topology) if axis is None else owner_group_across(topology, axis, places)
         for (topology, axis), places in new_cells.items()
     }
     if any(layout.bounds for layout in plan.values()):  # on all ranks alike, wherever rows move
-        runtime.refreshes.launch_due()
+        runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
         handle.finish_refresh()
         handle.recut(plan[handle])
     runtime.owners = owners
-    runtime.buffers.scratch.foreseen = _scratch_again(runtime)
+    runtime.buffers.scratch.expected = _scratch_again(runtime)
     for each in runtime.optimizers:
         each.on_layout_change()  # type: ignore[attr-defined]
 
 
 def _plan(
-    runtime: LayerZeroState, names: Collection[str], put_together: Mapping[str, Across]
-) -> tuple[dict[Handle, FlatLayout], dict[str, Owner]]:
+    runtime: LayerZeroState, names: Collection[str], put_together: Mapping[str, JoinAxis]
+) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
     """The layouts of all handles, and the owners by name."""
     plan: dict[Handle, FlatLayout] = {}
-    owners: dict[str, Owner] = {}
+    owners: dict[str, ParamOwner] = {}
     for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
         handles = [handle for handle in runtime.handles if handle.topology is topology]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
@@ -204,28 +204,30 @@ def _plan(
     return plan, owners
 
 
-def _may_be_a_part(member: ManagedParam, owner: Owner | None) -> bool:
+def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
     """A further axis cuts what the owner has, or would have."""
-    face, axis = member.span.face, None if owner is None else owner.axis
-    return face is not None and any(face.cut_by(at) is not None for at in range(face.mesh.ndim) if at != axis)
+    face, axis = member.spec.model_parallel, None if owner is None else owner.axis
+    return face is not None and any(face.sharded_dim(at) is not None for at in range(face.mesh.ndim) if at != axis)
 
 
-def _put_together(runtime: LayerZeroState) -> dict[str, Across]:
+def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
     """By name, the owned parameters that are put together along a further axis."""
-    found: dict[str, Across] = {}
+    found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
-        face = runtime.members[name].span.face
+        face = runtime.members[name].spec.model_parallel
         if face is not None and owner.axis is not None:
-            found[name] = Across(owner.axis, face.mesh.size(owner.axis), face.joined(owner.axis))
+            found[name] = JoinAxis(owner.axis, face.mesh.size(owner.axis), face.joined_shape(owner.axis))
     return found
 
 
-def _to_put_together(members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device) -> dict[str, Across]:
+def _to_put_together(
+    members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
+) -> dict[str, JoinAxis]:
     """By name, those of these parameters that this optimizer needs put together along a further axis."""
-    found: dict[str, Across] = {}
+    found: dict[str, JoinAxis] = {}
     apart: dict[int, bool] = {}  # by dims: the optimizer treats each matrix of a stack by itself
     for member in members:
-        face = member.span.face
+        face = member.spec.model_parallel
         assert face is not None
         dims = len(face.shape)
         if dims > 2 and dims not in apart:
@@ -236,26 +238,30 @@ def _to_put_together(members: Iterable[ManagedParam], optimizer: Optimizer, devi
     return found
 
 
-def _new_cells(runtime: LayerZeroState, owners: Mapping[str, Owner]) -> dict[_Key, dict[int, tuple[int, int]]]:
+def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dict[_Key, dict[int, tuple[int, int]]]:
     """The cells that are to be made for these owners, in one order on all ranks; of which ranks, and their places."""
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
-        topology, face, axis = runtime.members[name].span.topology, runtime.members[name].span.face, owner.axis
+        topology, face, axis = (
+            runtime.members[name].spec.mesh_info,
+            runtime.members[name].spec.model_parallel,
+            owner.axis,
+        )
         if (topology, axis) not in {*runtime.cells, *found}:
             found[topology, axis] = {} if face is None or axis is None else places_across(topology, face, axis)
     return found
 
 
-def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, Across]) -> None:
+def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, JoinAxis]) -> None:
     """Raise ValueError where places of an axis along which parts are put together have different layouts."""
     members = [member for handle in handles for member in handle.members]
     axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
     for member in members:
-        face = member.span.face
+        face = member.spec.model_parallel
         for axis, name in axes.items() if face is not None else ():
             assert face is not None
-            dim, size = face.cut_by(axis), face.mesh.size(axis)
-            if dim is not None and face.joined(axis)[dim] % size:
+            dim, size = face.sharded_dim(axis), face.mesh.size(axis)
+            if dim is not None and face.joined_shape(axis)[dim] % size:
                 raise ValueError(
                     f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape {list(face.shape)} "
                     f"in a unit with such ones, is cut unevenly along dim {dim} over {size} ranks, which is not "
@@ -264,12 +270,12 @@ def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, A
 
 
 def _scratch_again(runtime: LayerZeroState) -> Counter[Size]:
-    total = Scratch(Counter(), Counter())
+    total = ScratchBuffers(Counter(), Counter())
     planned = specs_of(runtime.units)
     for over in dict.fromkeys(unit.over for unit in planned):
         units = [unit for unit in planned if unit.over is over]
         handles = [handle for unit in units for handle in unit.handles]
-        total = total.plus(plan_scratch(handles, runtime.config, units[0].where))
+        total = total.plus(plan_scratch(handles, runtime.config, units[0].traits))
     return total.scratch
 
 
@@ -281,9 +287,9 @@ def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: 
             "offload_optimizer=False, or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
-    if runtime.views:
+    if runtime.active_views:
         raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")
-    if any(runtime.members[name].parameter.grad is not None for name in names):
+    if any(runtime.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(
             "this optimizer needs whole parameters, whose rows have to move to their owners, but there are gradients "
             "already: call shard_optimizer before the first backward, or model.zero_grad() before it"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from layerzero.engine.handle import Handle
 from layerzero.engine.runtime import LayerZeroState
-from layerzero.engine.weight_refresh import Round
+from layerzero.engine.weight_refresh import RefreshRound
 from layerzero.optimizers.compatibility import is_elementwise_by_name
 from layerzero.optimizers.param_owners import OwnerTable
 
@@ -31,7 +31,7 @@ def update(
     ownership: OwnerTable,
     names: Mapping[int, str],
     runtime: LayerZeroState,
-    refresh: Round | None,
+    refresh: RefreshRound | None,
     take_step: Callable[[], Any],
 ) -> None:
     """Step `inner` once, and launch the refresh of what is updated before the rest.
@@ -61,7 +61,7 @@ def _step_in_parts(
     inner: Optimizer,
     names: Mapping[int, str],
     handles: Sequence[Handle],
-    refresh: Round,
+    refresh: RefreshRound,
     take_step: Callable[[], Any],
 ) -> None:
     parts = _cut(handles)

@@ -25,7 +25,7 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_apart
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.param_view import View
+from layerzero.engine.param_view import ParamView
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
@@ -52,12 +52,12 @@ from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
     StepCounter,
-    Writes,
+    WriteDetector,
     final_rows,
     note_edits,
     require_one_kind,
     require_unedited,
-    step_once,
+    step_without_global_hooks,
 )
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -95,7 +95,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = get_state(model)
-    whole_kinds = kinds_that_need_whole(optimizer, runtime.topology.device, elementwise)
+    whole_kinds = kinds_that_need_whole(optimizer, runtime.mesh_info.device, elementwise)
     if runtime.config.offload_optimizer:
         refuse_host(optimizer)
     return ShardedOptimizer(optimizer, runtime, whole_kinds)
@@ -105,7 +105,7 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
     """Yield the tensors that an optimizer steps: masters of trained parameters, and trained ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
-            member = runtime.parameters.member_of(parameter)
+            member = runtime.parameters.managed_param(parameter)
             yield parameter if member is None else member.master
 
 
@@ -122,8 +122,8 @@ class ShardedOptimizer(OptimizerProxy):
 
     def __init__(self, inner: Optimizer, runtime: LayerZeroState, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
-        self._counted = StepCounter(runtime.topology.ledger.steps)
-        self.torn: str | None = None  # a load has failed halfway: what to say to whoever goes on
+        self._counted = StepCounter(runtime.mesh_info.counters.steps)
+        self.load_error: str | None = None  # a load has failed halfway: what to say to whoever goes on
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
         self._runtime = runtime
         self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
@@ -132,7 +132,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
         self._member_at: dict[int, ManagedParam] = {}  # the same, for sharded ones
         self._placeholders = Placeholders()
-        self._ownership = OwnerTable(runtime, inner, whole_kinds)
+        self._owner_table = OwnerTable(runtime, inner, whole_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterKeyedState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
@@ -146,11 +146,11 @@ class ShardedOptimizer(OptimizerProxy):
         for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
-                    member = runtime.parameters.member_of(parameter)
-                    holder = None if member is None else self._holder_of(member.parameter)
+                    member = runtime.parameters.managed_param(parameter)
+                    holder = None if member is None else self._holder_of(member.sharded)
                     if values := self._cut(old_state[parameter], holder, group):
                         inner.state[master] = values
-        watching = runtime.topology.ledger.watching
+        watching = runtime.mesh_info.counters.on_launch
         if watching is not None and not runtime.optimizers:  # with several, steps are counted once
             watching.count_steps_of(self)
         runtime.optimizers.add(self)
@@ -171,25 +171,25 @@ class ShardedOptimizer(OptimizerProxy):
             RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning rates or other
                 settings differed between ranks in one of the last two steps.
         """
-        refuse_capture(self._runtime.topology.device, "optimizer.step()")
-        if View.AVERAGES in self._runtime.views:
+        refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
+        if ParamView.EMA in self._runtime.active_views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
-        if torn := self._runtime.torn or self.torn:
+        if torn := self._runtime.load_error or self.load_error:
             raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._runtime.complete_gradients()
         self._runtime.gradients.settings.require_equal()
-        self._runtime.micro_batches.note_step()
+        self._runtime.no_sync_hint.note_step()
         if self.guard is not None and not self.guard(self):
             return loss
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
 
             def update_all(take_step: Callable[[], Any]) -> None:
-                update(self.inner, self._ownership, names, self._runtime, refresh, prepared(self.inner, take_step))
+                update(self.inner, self._owner_table, names, self._runtime, refresh, prepared(self.inner, take_step))
 
-            step_once(self.inner, update_all)
+            step_without_global_hooks(self.inner, update_all)
         self._counted.take()
         self._runtime.gradients.settings.note_step(self._settings)
         return loss
@@ -240,19 +240,19 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the empty masters that the optimizer must not step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
-        masters = [self._master_of[key] for key in self._member_at if key not in self._ownership.owned]
+        masters = [self._master_of[key] for key in self._member_at if key not in self._owner_table.owned]
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
-        self._ownership.refuse(method.__name__)
+        self._owner_table.refuse(method.__name__)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
-        parameters = [member.parameter for member in self._member_at.values()]
-        writes = Writes(
+        parameters = [member.sharded for member in self._member_at.values()]
+        writes = WriteDetector(
             chain.from_iterable(self._masters),
             partial(note_edits, parameters),
-            refusal if View.AVERAGES in self._runtime.views else None,
+            refusal if ParamView.EMA in self._runtime.active_views else None,
         )
         with self._groups_of_masters(final_rows), writes:
             return method(*args, **kwargs)
@@ -272,14 +272,14 @@ class ShardedOptimizer(OptimizerProxy):
         members: list[ManagedParam | None] = []
         refuse_dtypes(self.inner, _trained(self._runtime, parameters))
         for parameter in parameters:
-            member = self._runtime.parameters.member_of(parameter)
+            member = self._runtime.parameters.managed_param(parameter)
             if member is None and not self._runtime.parameters.is_ignored(parameter):
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
                     "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
                     "modules before shard_model"
                 )
-            shown.append(parameter if member is None else member.parameter)
+            shown.append(parameter if member is None else member.sharded)
             masters.append(self._master_for(parameter, member))
             members.append(member)
         self.inner.add_param_group({**param_group, "params": masters})
@@ -288,7 +288,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._shown.append(list(shown))
         group["params"] = shown
         try:
-            self._ownership.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
+            self._owner_table.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
         except Exception:
             for known in (self.inner.param_groups, self._masters, self._shown):
                 known.pop()
@@ -301,16 +301,16 @@ class ShardedOptimizer(OptimizerProxy):
         """Masters lie elsewhere, and other ranks may own what is updated whole."""
         for key, member in self._member_at.items():
             self._master_of[key].data = member.master
-        self._ownership.follow()
+        self._owner_table.follow()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
         if member is None:  # ignored by shard_model: stepped as it is
             self._master_of[id(parameter)] = parameter
             return parameter
-        key = id(member.parameter)
+        key = id(member.sharded)
         if key in self._master_of:
             raise ValueError(f"parameter {member.name!r} appears twice in the optimizer")
-        master = nn.Parameter(member.master, requires_grad=member.parameter.requires_grad)
+        master = nn.Parameter(member.master, requires_grad=member.sharded.requires_grad)
         self._master_of[key] = master
         self._member_at[key] = member
         return master
@@ -337,7 +337,7 @@ class ShardedOptimizer(OptimizerProxy):
                     values = {key: show(value, holder) for key, value in self.state[parameter].items()}
                     if values or not by_number:
                         state[self._name(parameter)] = values
-        state = self._ownership.with_what_others_own(state)
+        state = self._owner_table.with_what_others_own(state)
         groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
         result: dict[str, Any] = {"state": state, "param_groups": groups}
         result = numbered(result) if by_number else result
@@ -370,8 +370,8 @@ class ShardedOptimizer(OptimizerProxy):
             if torch.distributed.get_rank() == 0:
                 plain_optimizer.load_state_dict(state)
         """
-        everyone = self._runtime.everyone
-        spans = (member.span for member in self._member_at.values())
+        everyone = self._runtime.ranks
+        spans = (member.spec for member in self._member_at.values())
         refuse_apart("ShardedOptimizer.full_state_dict", spans, everyone.size)
         keeps = not rank0_only or everyone.is_first
 
@@ -425,7 +425,7 @@ class ShardedOptimizer(OptimizerProxy):
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
                 cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
-            if not isinstance(holder, OwnedParam) or holder.is_mine:
+            if not isinstance(holder, OwnedParam) or holder.is_owned_here:
                 new_state[self._master_of[id(parameter)]] = cut
         self.inner.state.clear()
         self.inner.state.update(new_state)
@@ -437,7 +437,7 @@ class ShardedOptimizer(OptimizerProxy):
     def _cut(
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
-        if isinstance(holder, ManagedParam) and not holder.span.shape:
+        if isinstance(holder, ManagedParam) and not holder.spec.shape:
             values = by_rows(values, first_state(self.inner, group, holder.master))
         return cut_state(values, holder, copy=copy)
 
@@ -473,18 +473,18 @@ class ShardedOptimizer(OptimizerProxy):
 
     def owned(self, name: str) -> OwnedParam | None:
         """The parameter that :meth:`state_dict` calls so, if one rank updates it, and has all of its state."""
-        return next((each for each in self._ownership.owned.values() if each.member.name == name), None)
+        return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
         """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""
         member = self._runtime.members.get(name)
-        holder = None if member is None else self._holder_of(member.parameter)
+        holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:
             return None
-        return holder.span_of(shape) if isinstance(holder, OwnedParam) else holder.span
+        return holder.span_of(shape) if isinstance(holder, OwnedParam) else holder.spec
 
     def _holder_of(self, parameter: Tensor) -> Holder:
-        return self._ownership.owned.get(id(parameter)) or self._member_at.get(id(parameter))
+        return self._owner_table.owned.get(id(parameter)) or self._member_at.get(id(parameter))
 
     def _name(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))

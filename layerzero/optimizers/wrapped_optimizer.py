@@ -22,12 +22,12 @@ __all__ = [
     "MasterKeyedState",
     "OptimizerProxy",
     "StepCounter",
-    "Writes",
+    "WriteDetector",
     "final_rows",
     "note_edits",
     "require_one_kind",
     "require_unedited",
-    "step_once",
+    "step_without_global_hooks",
 ]
 
 _OWN = ("inner", "defaults", "state", "param_groups")  # that both optimizers have
@@ -82,7 +82,7 @@ class OptimizerProxy(Optimizer):
             setattr(self.inner, name, value)
 
 
-def step_once(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
     """``inner.step()`` with the instance's own hooks, without torch's global ones, which see the wrapper's step.
 
     Args:
@@ -186,7 +186,7 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
         return super().__missing__(key)
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, tells before the first operation that writes to the memory of given tensors.
 
     Args:
@@ -225,7 +225,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def final_rows(gradient: Tensor) -> Tensor | None:
     """This rank's rows of a gradient; None where it is not reduced yet, as a method between steps may find it."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    withheld = isinstance(local, LocalShard) and local.watch is not None and local.watch.forbidden is not None
+    withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
     return None if withheld else plain(gradient)
 
 
@@ -233,5 +233,5 @@ def note_edits(parameters: Iterable[Tensor]) -> None:
     """The masters of all these sharded parameters may be about to be written to, in a way that nobody watches."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
-        if parameter._local_tensor.watch is not None:
-            parameter._local_tensor.watch.edit()
+        if parameter._local_tensor.tracker is not None:
+            parameter._local_tensor.tracker.record_write()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.config.yaml_file import read_yaml
-from layerzero.planning.simulator import Machine
+from layerzero.planning.simulator import SimMachine
 
 __all__ = ["Cluster"]
 
@@ -88,9 +88,9 @@ class Cluster:
         """Bytes of an accelerator that a model may take."""
         return (self.memory - self.reserve) * 1e9
 
-    def machine(self, zero3_size: int) -> Machine:
+    def machine(self, zero3_size: int) -> SimMachine:
         """It, for the simulation of ranks of which so many share the weights."""
-        return Machine(
+        return SimMachine(
             node_size=self.accelerators,
             inside=self.inside * 1e9,
             between=self.between * 1e9 / 8,

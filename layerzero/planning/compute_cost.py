@@ -1,4 +1,4 @@
-"""What a model computes in a micro-batch: :class:`Load`."""
+"""What a model computes in a micro-batch: :class:`ComputeCost`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from layerzero.planning.transformer_shapes import Sizes, TransformerBlock
+from layerzero.planning.transformer_shapes import TransformerBlock, TransformerShape
 from layerzero.sharding.unit_selection import UnitDefinition
 
-__all__ = ["Load"]
+__all__ = ["ComputeCost"]
 
 
 @dataclass(frozen=True)
-class Load:
+class ComputeCost:
     """The work of a rank in one micro-batch.
 
     Attributes:
@@ -34,8 +34,15 @@ class Load:
 
     @classmethod
     def of_sizes(
-        cls, sizes: Sizes, plans: list[UnitDefinition], tokens: int, sequence: int, *, recompute: bool, element: int = 2
-    ) -> Load:
+        cls,
+        sizes: TransformerShape,
+        plans: list[UnitDefinition],
+        tokens: int,
+        sequence: int,
+        *,
+        recompute: bool,
+        element: int = 2,
+    ) -> ComputeCost:
         """A block counts in the unit that it is in, the head in the root."""
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
@@ -45,7 +52,9 @@ class Load:
         return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + head))
 
     @classmethod
-    def of_units(cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float) -> Load:
+    def of_units(
+        cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float
+    ) -> ComputeCost:
         """Two FLOP for each weight and token, but for embeddings; a tied one is a head.
 
         Units but the root are blocks.

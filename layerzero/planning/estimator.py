@@ -13,13 +13,13 @@ from layerzero.config import LayerZeroConfig
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.compute_cost import Load
-from layerzero.planning.meta_sharding import Paper, foreseen, optimizer_bytes, where_of
+from layerzero.planning.compute_cost import ComputeCost
+from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
 from layerzero.planning.sim_program import Operation, computations_in, exchanges_in
-from layerzero.planning.sim_schedules import Peer, Sharding, Work, layerzero_program, peer_program
-from layerzero.planning.simulator import Machine, Outcome, simulate
+from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
+from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "PEERS", "Choice", "Row", "Workshop"]
+__all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator"]
 
 LAYERZERO = "layerzero"
 PEERS = ("FSDP2", "HSDP", "ZeRO-1")
@@ -29,7 +29,7 @@ _STEPS = 2  # that are simulated; the last one counts
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """The settings of a row."""
 
     scheme: str
@@ -48,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Row:
+class Estimate:
     """One choice of settings on a cluster. Bytes and seconds are of one rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row:
         price: for a day of the cluster; 0: not known.
     """
 
-    choice: Choice
+    choice: Candidate
     memory: dict[str, int]
     peak: int
     host: int
@@ -106,18 +106,18 @@ class _Timed:
 
 
 @dataclass
-class Workshop:
+class Estimator:
     """Makes the rows of one model on one cluster."""
 
-    paper: Paper
-    load: Load
+    paper: MetaSharding
+    load: ComputeCost
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
     called: str = ""  # the units of a model whose modules are not here, by the name to paste
-    _timed: dict[tuple[Choice, int], _Timed] = field(default_factory=dict)
+    _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
 
-    def config(self, choice: Choice) -> LayerZeroConfig:
+    def config(self, choice: Candidate) -> LayerZeroConfig:
         """What ``shard_model`` would be given."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
@@ -130,7 +130,7 @@ class Workshop:
             node_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
-    def row(self, choice: Choice) -> Row:
+    def row(self, choice: Candidate) -> Estimate:
         cluster = self.cluster
         memory, peak = self._memory(choice)
         activations = round(self.load.activation_bytes)
@@ -139,7 +139,7 @@ class Workshop:
         host = sum(memory.values()) - on_device(memory)
         timed = self.timed(choice)
         tokens = self.load.tokens * choice.micro_batches * cluster.ranks
-        return Row(
+        return Estimate(
             choice=choice,
             memory=memory,
             peak=peak + activations,
@@ -155,7 +155,7 @@ class Workshop:
             price=24 * cluster.price * cluster.ranks,
         )
 
-    def _memory(self, choice: Choice) -> tuple[dict[str, int], int]:
+    def _memory(self, choice: Candidate) -> tuple[dict[str, int], int]:
         if choice.scheme != LAYERZERO:
             return self._memory_of_peer(choice)
         config, units = self.config(choice), self.planned(choice)
@@ -164,7 +164,7 @@ class Workshop:
         memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
         return memory, found.peak + memory.get("optimizer", 0)
 
-    def _memory_of_peer(self, choice: Choice) -> tuple[dict[str, int], int]:
+    def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
         """By formula: no padding, and of what is gathered and reduced two units at once, the root beside them."""
         over = self._shared_over(choice)
         numel = sum(work.numel for work in self.works())
@@ -182,10 +182,10 @@ class Workshop:
         whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return whole, sum(whole.values())
 
-    def _shared_over(self, choice: Choice) -> int:
+    def _shared_over(self, choice: Candidate) -> int:
         return self.cluster.accelerators if choice.scheme == "HSDP" else self.cluster.ranks
 
-    def planned(self, choice: Choice) -> list[UnitSpec]:
+    def planned(self, choice: Candidate) -> list[UnitSpec]:
         where = where_of(
             self.cluster.ranks,
             choice.zero3_size,
@@ -194,7 +194,7 @@ class Workshop:
         )
         return self.paper.units(self.config(choice), where)
 
-    def works(self, units: Sequence[UnitSpec] | None = None) -> list[Work]:
+    def works(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
         """What units hold, with the padding of planned ones, and compute."""
         if units is None:
             numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
@@ -202,7 +202,7 @@ class Workshop:
             numels = {unit.name: float(sum(handle.layout.numel for handle in unit.handles)) for unit in units}
         speed = self.cluster.tflops * 1e12
         return [
-            Work(
+            UnitCost(
                 name or "the root",
                 numel,
                 self.load.flops(name) / speed,
@@ -211,7 +211,7 @@ class Workshop:
             for name, numel in numels.items()
         ]
 
-    def timed(self, choice: Choice) -> _Timed:
+    def timed(self, choice: Candidate) -> _Timed:
         """From the third micro-batch on, each takes as long as the one before: nothing is in flight between them."""
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)
@@ -220,14 +220,14 @@ class Workshop:
         difference = simulated.plus(self._simulated(choice, most - 1), -1.0)
         return simulated.plus(difference, choice.micro_batches - most)
 
-    def _simulated(self, choice: Choice, micro_batches: int) -> _Timed:
+    def _simulated(self, choice: Candidate, micro_batches: int) -> _Timed:
         key = replace(choice, micro_batches=1), micro_batches
         if key not in self._timed:
             machine, program = self.program(replace(choice, micro_batches=micro_batches))
             self._timed[key] = _timed(program, simulate(program, machine), machine)
         return self._timed[key]
 
-    def program(self, choice: Choice) -> tuple[Machine, list[Operation]]:
+    def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
         """Of some steps, and the machine that it runs on."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP"):
@@ -243,7 +243,7 @@ class Workshop:
             return cluster.machine(over), list(peer_program(self.works(), peer, steps=_STEPS))
         works = self.works(self.planned(choice)) if choice.scheme == LAYERZERO else self.works()
         own = sum(work.numel for work in works) / cluster.ranks
-        sharding = Sharding(
+        sharding = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
             micro_batches=choice.micro_batches,
@@ -267,7 +267,7 @@ class Workshop:
         return 4 * _UPDATED * numel / (speed * 1e9)
 
 
-def _timed(program: Iterable[Operation], outcome: Outcome, machine: Machine) -> _Timed:
+def _timed(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> _Timed:
     parts: defaultdict[str, float] = defaultdict(float)
     sent = {"zero3": 0.0, "replica": 0.0}
     between = 0.0

@@ -14,12 +14,12 @@ from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import bytes_of_buffers
 from layerzero.estimates.memory_estimate import MemoryEstimate, estimate_memory
 from layerzero.estimates.scratch_buffers import plan_scratch
-from layerzero.estimates.specs import UnitSpec, Where
+from layerzero.estimates.specs import RankTraits, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
-__all__ = ["Paper", "foreseen", "optimizer_bytes", "where_of"]
+__all__ = ["MetaSharding", "foreseen", "optimizer_bytes", "where_of"]
 
 _STEP = 4  # bytes of a counter of steps
 
@@ -32,15 +32,15 @@ class _OnPaper:
 
 def where_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
-) -> Where:
+) -> RankTraits:
     """A rank that exchanges on NCCL, or on gloo where it computes on the CPU."""
     grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
-    return Where(
+    return RankTraits(
         grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
     )
 
 
-class Paper:
+class MetaSharding:
     """A model, cut into units once, to be sharded in many ways."""
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
@@ -51,7 +51,7 @@ class Paper:
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )
 
-    def units(self, config: LayerZeroConfig, where: Where) -> list[UnitSpec]:
+    def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
         """The root first."""
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
@@ -64,7 +64,7 @@ class Paper:
 
 def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Memory of the rank that `units` are planned for."""
-    where = units[0].where
+    where = units[0].traits
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
     return estimate_memory(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
 
@@ -73,10 +73,10 @@ def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
     """Of the state of an optimizer that keeps so many numbers for an element, and one for each parameter."""
     total = 0
     for unit in units:
-        grid = unit.where.grid
+        grid = unit.traits.grid
         for handle in unit.handles:
             if handle.trainable:
-                mine = grid.range_of(handle.layout, Extent.RANK)
+                mine = grid.range_of(handle.layout, Extent.ZERO1)
                 sizes = [len(range(max(s.offset, mine.start), min(s.end, mine.stop))) for s in handle.layout.slots]
                 total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
     return total

@@ -9,7 +9,7 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
-from layerzero.planning.estimator import LAYERZERO, Row
+from layerzero.planning.estimator import LAYERZERO, Estimate
 from layerzero.planning.plan_report import HEADER, Plan, call_text, cells, yaml_text
 from layerzero.planning.simulator import simulate
 from layerzero.utils.text_tables import rate, seconds, size
@@ -108,13 +108,13 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _is_comparable(peer: Row, row: Row) -> bool:
+def _is_comparable(peer: Estimate, row: Estimate) -> bool:
     """Return whether both rows have the same number of micro-batches and reduce dtype."""
     mine, other = row.choice, peer.choice
     return (mine.micro_batches, mine.reduce_dtype) == (other.micro_batches, other.reduce_dtype)
 
 
-def _name(row: Row) -> str:
+def _name(row: Estimate) -> str:
     choice = row.choice
     if choice.scheme != LAYERZERO:
         return choice.scheme
@@ -136,9 +136,9 @@ def _svg(figure: Figure, label: str) -> str:
     return f'<figure role="img" aria-label="{escape(label)}">{drawing[drawing.index("<svg") :]}</figure>'
 
 
-def _plot_memory(rows: Sequence[Row], plan: Plan) -> str:
+def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     """Plot the peak memory of each row by kind, as stacked bars, and the limit."""
-    named: dict[str, Row] = {}
+    named: dict[str, Estimate] = {}
     for row in rows:
         named.setdefault(_name(row), row)
     bars = {}
@@ -160,7 +160,7 @@ def _plot_memory(rows: Sequence[Row], plan: Plan) -> str:
     return _svg(figure, "Peak memory by kind")
 
 
-def _plot_step(plan: Plan, row: Row) -> str:
+def _plot_step(plan: Plan, row: Estimate) -> str:
     """Plot the first and the last micro-batch of a step as a timeline; those between are like the first."""
     machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)
@@ -178,7 +178,7 @@ def _plot_step(plan: Plan, row: Row) -> str:
     return _svg(figure, "Timeline of a step")
 
 
-def _plot_nodes(plan: Plan, row: Row, peers: Sequence[Row], nodes: Sequence[int]) -> str:
+def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
     """Plot the time of a micro-batch over the number of nodes, of a row and of its peers."""
     figure = _figure(3.5)
     axes = figure.subplots()
@@ -196,7 +196,7 @@ def _plot_nodes(plan: Plan, row: Row, peers: Sequence[Row], nodes: Sequence[int]
     return _svg(figure, "Time of a micro-batch by number of nodes")
 
 
-def _table(rows: Sequence[Row], best: Row | None) -> str:
+def _table(rows: Sequence[Estimate], best: Estimate | None) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
     for row in rows:
         kind = ' class="best"' if row is best else "" if row.fits else ' class="over"'

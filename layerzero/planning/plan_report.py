@@ -10,7 +10,7 @@ import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import LAYERZERO, Choice, Row, Workshop
+from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate, Estimator
 from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
@@ -40,10 +40,10 @@ class Plan:
     cluster: Cluster
     numel: int
     units: int
-    rows: tuple[Row, ...]
-    peers: tuple[Row, ...]
-    best: Row | None
-    workshop: Workshop
+    rows: tuple[Estimate, ...]
+    peers: tuple[Estimate, ...]
+    best: Estimate | None
+    workshop: Estimator
 
     @property
     def why(self) -> str:
@@ -71,7 +71,7 @@ class Plan:
         """The recommended settings; None if nothing fits."""
         return None if self.best is None else self.workshop.config(self.best.choice)
 
-    def over_nodes(self, nodes: Sequence[int], choice: Choice) -> Iterator[Row]:
+    def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the row of `choice` for each number of nodes whose ranks ``zero3_size`` divides."""
         for count in nodes:
             shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
@@ -82,7 +82,7 @@ class Plan:
         return plan_text(self)
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Estimate) -> tuple[str, ...]:
     """Return the texts of a row, in the order of :data:`HEADER`."""
     choice = row.choice
     of_layerzero = choice.scheme == LAYERZERO
@@ -145,13 +145,13 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _kinds_text(row: Row) -> str:
+def _kinds_text(row: Estimate) -> str:
     said = {"activations": "estimated"}
     kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
 
 
-def _parts_text(row: Row) -> str:
+def _parts_text(row: Estimate) -> str:
     named = {
         "forward": "forward",
         "backward": "backward",
@@ -164,7 +164,7 @@ def _parts_text(row: Row) -> str:
     return f"a step of {seconds(row.step)}: " + ", ".join(texts)
 
 
-def _settings_text(choice: Choice) -> str:
+def _settings_text(choice: Candidate) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "

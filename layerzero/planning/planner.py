@@ -15,16 +15,16 @@ from torch import nn
 from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Units
 from layerzero.config.yaml_file import dtype_named
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.compute_cost import Load
-from layerzero.planning.estimator import LAYERZERO, PEERS, Choice, Row, Workshop
-from layerzero.planning.meta_sharding import Paper
+from layerzero.planning.compute_cost import ComputeCost
+from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator
+from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
-from layerzero.planning.transformer_shapes import Sizes, TransformerBlock, read_config
+from layerzero.planning.transformer_shapes import TransformerBlock, TransformerShape, read_config
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["plan"]
 
-Model = nn.Module | Callable[[], nn.Module] | Sizes | str | os.PathLike[str]
+Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
 _ALIKE = 0.03  # seconds that differ by no more are called equal: the simpler settings win
 
 
@@ -52,7 +52,7 @@ def plan(
 
     Args:
         model: a module, best on meta; a function without arguments that builds one, which is called on meta; or
-            :class:`layerzero.planning.Sizes`; or the path of a Hugging Face ``config.json``.
+            :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face ``config.json``.
         cluster: :class:`layerzero.planning.Cluster`.
         units: as in :func:`layerzero.shard_model`; None: the blocks of sizes, ``"auto"`` where that finds some.
         tokens: of a rank's micro-batch.
@@ -82,24 +82,24 @@ def plan(
     built = _built(model if sizes is None else sizes)
     if units is None:
         units = {TransformerBlock} if sizes is not None else "auto" if block_classes(built) else None
-    called = "" if sizes is None else "Block" if isinstance(model, Sizes) else "auto"
-    paper = Paper(built, LayerZeroConfig(units=units))
+    called = "" if sizes is None else "Block" if isinstance(model, TransformerShape) else "auto"
+    paper = MetaSharding(built, LayerZeroConfig(units=units))
     if sizes is not None:
-        load = Load.of_sizes(
+        load = ComputeCost.of_sizes(
             sizes, paper.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
         )
         load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
     else:
-        load = Load.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    shop = Workshop(paper, load, cluster, dtype, units, called)
+        load = ComputeCost.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
+    shop = Estimator(paper, load, cluster, dtype, units, called)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts}; give numbers of at least 1")
     reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
-    rows: list[Row] = []
+    rows: list[Estimate] = []
     for size in _sizes_to_try(zero3_sizes, cluster):
         for mode, wire, count in itertools.product(_modes(accumulations, size), reduce, counts):
-            choice = Choice(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
+            choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
             rows.append(shop.row(choice))
             if offload or (offload is None and not rows[-1].fits):
                 combined = [
@@ -113,7 +113,7 @@ def plan(
     rows.sort(key=lambda row: (not row.fits, -row.tokens))
     peers = [
         shop.row(
-            Choice(name, 1 if name == "ZeRO-1" else cluster.accelerators, "full", reduce_dtype=wire, micro_batches=n)
+            Candidate(name, 1 if name == "ZeRO-1" else cluster.accelerators, "full", reduce_dtype=wire, micro_batches=n)
         )
         for name in PEERS
         for n in counts
@@ -123,14 +123,14 @@ def plan(
     return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), _best(rows), shop)
 
 
-def _best(rows: Sequence[Row]) -> Row | None:
+def _best(rows: Sequence[Estimate]) -> Estimate | None:
     """The fastest that fits; of those that are hardly slower, the fewest micro-batches, then extras, then bytes."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None
     fast = [row for row in fitting if row.tokens >= (1 - _ALIKE) * fitting[0].tokens]
 
-    def simplicity(row: Row) -> tuple[object, ...]:
+    def simplicity(row: Estimate) -> tuple[object, ...]:
         choice = row.choice
         return (
             choice.micro_batches,
@@ -159,8 +159,8 @@ def _modes(asked: Iterable[str], zero3_size: int) -> list[str]:
     return modes if zero3_size > 1 else modes[:1]  # they are the same there
 
 
-def _sizes_of(model: Model) -> Sizes | None:
-    if isinstance(model, Sizes):
+def _sizes_of(model: Model) -> TransformerShape | None:
+    if isinstance(model, TransformerShape):
         return model
     if isinstance(model, (str, os.PathLike)):
         return read_config(Path(model))
@@ -168,12 +168,14 @@ def _sizes_of(model: Model) -> Sizes | None:
 
 
 def _built(model: Any) -> nn.Module:
-    if isinstance(model, Sizes):
+    if isinstance(model, TransformerShape):
         return model.build()
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
-        raise TypeError(f"model must be a module, a function that builds one, Sizes or a path, got {model!r}")
+        raise TypeError(
+            f"model must be a module, a function that builds one, TransformerShape or a path, got {model!r}"
+        )
     with torch.device("meta"):
         built = model()
     if not isinstance(built, nn.Module):

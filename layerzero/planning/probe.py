@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Communicator, Exchange, all_gather
+from layerzero.comm.collectives import Collective, Communicator, all_gather
 from layerzero.comm.mesh_info import MeshInfo, init_mesh
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import finish_copies, host_memory
 from layerzero.planning.cluster import Cluster
 
-__all__ = ["Probed", "probe", "speeds_of"]
+__all__ = ["ProbeResult", "probe", "speeds_of"]
 
 _ROUNDS = 7  # of each measurement; the median counts
 _SMALL = 1  # element that each rank sends, for latencies
@@ -32,7 +32,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What :func:`probe` returns, the same on all ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ class Probed:
         return "\n".join(lines)
 
 
-def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> Probed:
+def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
     """Measure the cluster that this job runs on, as :func:`layerzero.plan` wants to know it.
 
     Every rank must call this, after ``torch.distributed.init_process_group``. It takes seconds, and the memory of a
@@ -91,15 +91,15 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
             dist.destroy_process_group(group)
 
 
-def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> Probed:
+def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
     device = topology.device
-    inside, between = topology.zero3_gather, topology.replica
+    inside, between = topology.zero3_gather_comm, topology.replica_comm
     found: dict[str, float | int | str] = {
         "nodes": topology.replicas,
         "accelerators": topology.zero3_size,
         "device": "cpu" if device.type == "cpu" else "cuda",
     }
-    meet = _meeting(topology.control_lanes)
+    meet = _meeting(topology.control_comms)
     if inside.size > 1:
         latency, speed = _link(inside, nbytes, device, meet)
         found |= {"inside_latency": 1e6 * latency, "inside": speed / 1e9}
@@ -113,8 +113,8 @@ def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> Probed:
         found["launch"] = 1e6 * _launch(lane, device, meet)
     found["tflops"] = _flops(device, dtype, meet) / 1e12
     found |= _memory(device, topology.zero3_size, nbytes, meet)
-    agreed = _slowest(found, topology.control_lanes)
-    return Probed(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
+    agreed = _slowest(found, topology.control_comms)
+    return ProbeResult(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
 
 
 def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
@@ -128,7 +128,7 @@ def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
     word = torch.zeros(1)
 
     def meet() -> None:
-        reduce_over(lanes, word, dist.ReduceOp.SUM, Exchange.AGREE)
+        reduce_over(lanes, word, dist.ReduceOp.SUM, Collective.METADATA)
 
     return meet
 
@@ -151,7 +151,7 @@ def _gather(lane: Communicator, numel: int, device: torch.device) -> Callable[[]
     shard = out.view(lane.size, -1)[lane.rank].clone()
 
     def gather() -> None:
-        all_gather(lane, Exchange.GATHER, out, shard, name="probe").wait()
+        all_gather(lane, Collective.GATHER, out, shard, name="probe").wait()
 
     return gather
 
@@ -188,7 +188,7 @@ def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) 
     for _ in range(_ROUNDS + 1):
         meet()
         began = time.perf_counter()
-        work = all_gather(lane, Exchange.GATHER, out, shard, name="probe")
+        work = all_gather(lane, Collective.GATHER, out, shard, name="probe")
         times.append(time.perf_counter() - began)
         work.wait()
     return statistics.median(times[1:])
@@ -248,5 +248,5 @@ def _slowest(found: dict[str, float | int | str], lanes: Sequence[Communicator])
     names = [name for name in found if types[name] == "float"]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
-    reduce_over(lanes, worst, dist.ReduceOp.MAX, Exchange.AGREE)
+    reduce_over(lanes, worst, dist.ReduceOp.MAX, Collective.METADATA)
     return found | dict(zip(names, (signs * worst).tolist(), strict=True))

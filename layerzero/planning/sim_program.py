@@ -5,8 +5,8 @@ A program comes from the schedule that the engine recorded (:func:`layerzero.tra
 [Note: What a recording leaves open]
 When an exchange is added up and the next one launched, and for how long the host waits for it, depends on the machine
 where a recording was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of it, and the
-simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`Reduce` starts a reduction, which
-goes on by itself, and :class:`Settle` waits for all.
+simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`StartReduction` starts a
+reduction, which goes on by itself, and :class:`WaitReductions` waits for all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from layerzero.reports.trace_file import TraceEvent
 
 __all__ = [
-    "Compute",
-    "Exchange",
-    "Launch",
     "Operation",
     "Recording",
-    "Reduce",
-    "Settle",
+    "SimCollective",
+    "SimCompute",
+    "SimLaunch",
+    "SimWait",
+    "StartReduction",
     "StepEnd",
-    "Wait",
+    "WaitReductions",
     "What",
     "computations_in",
     "exchanges_in",
@@ -47,7 +47,7 @@ _FIRST = ("hop1", "node_sum")  # inside a node, by exchanges or in its memory
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
@@ -57,7 +57,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Compute:
+class SimCompute:
     """The host's rank computes."""
 
     seconds: float
@@ -66,26 +66,26 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Launch:
-    exchange: Exchange
+class SimLaunch:
+    exchange: SimCollective
     number: int
 
 
 @dataclass(frozen=True)
-class Wait:
+class SimWait:
     number: int
 
 
 @dataclass(frozen=True)
-class Reduce:
+class StartReduction:
     """Start a reduction; see [Note: What a recording leaves open]. Each exchange is followed by additions."""
 
-    exchanges: tuple[Exchange, ...]
-    additions: tuple[Compute, ...]
+    exchanges: tuple[SimCollective, ...]
+    additions: tuple[SimCompute, ...]
 
 
 @dataclass(frozen=True)
-class Settle:
+class WaitReductions:
     pass
 
 
@@ -94,7 +94,7 @@ class StepEnd:
     """The optimizer's update is done."""
 
 
-Operation = Compute | Launch | Wait | Reduce | Settle | StepEnd
+Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions | StepEnd
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
         if not event.beside:
             if event.start > cursor:
                 phase, name, number = spans[-1] if spans else (f"after {last[0]}", last[1], last[2])
-                program.append(Compute((event.start - cursor) / 1e6, (phase, name), number))
+                program.append(SimCompute((event.start - cursor) / 1e6, (phase, name), number))
             cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
         if owed and event.kind in ("wait", "begin") and not event.beside and not backward:
-            program.append(Settle())
+            program.append(WaitReductions())
             owed = False
         if event.kind == "begin":
             spans.append((event.phase, event.name, begun))
@@ -156,38 +156,38 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
                 program.append(reductions[event.number])
                 owed = True
         elif event.kind == "launch":
-            program.append(Launch(_exchange(event), event.number))
+            program.append(SimLaunch(_exchange(event), event.number))
         elif event.number in launched and event.kind == "wait":
-            program.append(Wait(event.number))
+            program.append(SimWait(event.number))
     return program
 
 
-def _reductions(events: Sequence[TraceEvent]) -> dict[int, Reduce]:
+def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     """By the number of their first exchange. A hop 2 belongs to the hop 1 that was added up just before it."""
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
-    found: dict[int, Reduce] = {}
+    found: dict[int, StartReduction] = {}
     added = -1  # the last hop 1 that was added up, until its hop 2 is launched
     for event in events:
         if event.exchange in _FIRST and event.kind == "add":
             added = event.number
         elif event.exchange in (*_FIRST, "hop2") and event.kind == "launch":
             exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
-            addition = Compute(additions.get(event.number, 0.0), what, event.number)
+            addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)
             if before is not None and event.exchange == "hop2" and before.exchanges[0].unit == event.name:
-                found[added] = Reduce((*before.exchanges, exchange), (*before.additions, addition))
+                found[added] = StartReduction((*before.exchanges, exchange), (*before.additions, addition))
                 added = -1
             else:
-                found[event.number] = Reduce((exchange,), (addition,))
+                found[event.number] = StartReduction((exchange,), (addition,))
     return found
 
 
-def _exchange(event: TraceEvent) -> Exchange:
-    return Exchange(event.exchange, event.name, event.axis, event.lane, event.ranks, event.bytes)
+def _exchange(event: TraceEvent) -> SimCollective:
+    return SimCollective(event.exchange, event.name, event.axis, event.lane, event.ranks, event.bytes)
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
-    """Mean seconds of each kind of computation, by forward, backward, ..., that is, by :attr:`Compute.span`."""
+    """Mean seconds of each kind of computation, by forward, backward, ..., that is, by :attr:`SimCompute.span`."""
     total: Counter[What] = Counter()
     spans: defaultdict[What, set[int]] = defaultdict(set)
     for operation in program:
@@ -209,11 +209,11 @@ def retimed(
     """
     parts: defaultdict[tuple[What, int], list[float]] = defaultdict(list)
     for operation in program:
-        if isinstance(operation, Compute):
+        if isinstance(operation, SimCompute):
             parts[operation.what, operation.span].append(operation.seconds)
     done: Counter[tuple[What, int]] = Counter()
 
-    def share(operation: Compute) -> float:
+    def share(operation: SimCompute) -> float:
         key = operation.what, operation.span
         mine, done[key] = done[key], done[key] + 1
         where = place(operation.what)
@@ -223,9 +223,9 @@ def retimed(
 
     result: list[Operation] = []
     for operation in program:
-        if isinstance(operation, Compute):
+        if isinstance(operation, SimCompute):
             result.append(replace(operation, seconds=seconds(operation.what) * share(operation)))
-        elif isinstance(operation, Reduce):
+        elif isinstance(operation, StartReduction):
             additions = tuple(replace(each, seconds=seconds(each.what)) for each in operation.additions)
             result.append(replace(operation, additions=additions))
         else:
@@ -233,26 +233,26 @@ def retimed(
     return result
 
 
-def resized(program: Iterable[Operation], bytes_of: Callable[[Exchange], Exchange]) -> list[Operation]:
+def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]) -> list[Operation]:
     """The same program with other exchanges."""
     result: list[Operation] = []
     for operation in program:
-        if isinstance(operation, Launch):
+        if isinstance(operation, SimLaunch):
             result.append(replace(operation, exchange=bytes_of(operation.exchange)))
-        elif isinstance(operation, Reduce):
+        elif isinstance(operation, StartReduction):
             result.append(replace(operation, exchanges=tuple(bytes_of(each) for each in operation.exchanges)))
         else:
             result.append(operation)
     return result
 
 
-def computations_in(operation: Operation) -> tuple[Compute, ...]:
-    if isinstance(operation, Compute):
+def computations_in(operation: Operation) -> tuple[SimCompute, ...]:
+    if isinstance(operation, SimCompute):
         return (operation,)
-    return operation.additions if isinstance(operation, Reduce) else ()
+    return operation.additions if isinstance(operation, StartReduction) else ()
 
 
-def exchanges_in(operation: Operation) -> tuple[Exchange, ...]:
-    if isinstance(operation, Launch):
+def exchanges_in(operation: Operation) -> tuple[SimCollective, ...]:
+    if isinstance(operation, SimLaunch):
         return (operation.exchange,)
-    return operation.exchanges if isinstance(operation, Reduce) else ()
+    return operation.exchanges if isinstance(operation, StartReduction) else ()

@@ -12,24 +12,24 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from layerzero.planning.sim_program import (
-    Compute,
-    Exchange,
-    Launch,
     Operation,
-    Reduce,
-    Settle,
+    SimCollective,
+    SimCompute,
+    SimLaunch,
+    SimWait,
+    StartReduction,
     StepEnd,
-    Wait,
+    WaitReductions,
 )
 
-__all__ = ["Peer", "Sharding", "Work", "layerzero_program", "peer_program"]
+__all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
 
 _MASTER = 4  # bytes of an element of masters, accumulators and final gradients
 _PARTS = 8  # of an optimizer's step, behind each of which some units are refreshed; see optimizers/pipelined_step.py
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitCost:
     """A unit: what it holds, and the seconds that it computes in a micro-batch. The root comes first."""
 
     name: str
@@ -39,7 +39,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ScheduleSettings:
     """The settings that decide a schedule; dtypes in bytes of an element."""
 
     ranks: int
@@ -73,7 +73,7 @@ class Sharding:
         return self.accumulation == "full" or self.zero3_size == 1
 
 
-def layerzero_program(units: Sequence[Work], sharding: Sharding, *, steps: int = 2) -> Iterator[Operation]:
+def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:
     """Steps one after the other; the first one has nothing from before to wait for."""
     rank = _Rank(units, sharding)
     for _ in range(steps):
@@ -81,7 +81,7 @@ def layerzero_program(units: Sequence[Work], sharding: Sharding, *, steps: int =
 
 
 class _Rank:
-    def __init__(self, units: Sequence[Work], sharding: Sharding) -> None:
+    def __init__(self, units: Sequence[UnitCost], sharding: ScheduleSettings) -> None:
         self.units = list(units)
         self.how = sharding
         self._number = 0
@@ -100,12 +100,14 @@ class _Rank:
             yield from self._backward(first=index == 0, last=last)
         yield from self._settle()
         for number in self._agreement:
-            yield Wait(number)
+            yield SimWait(number)
         self._agreement = []
         for axis, ranks in (("node", how.zero3_size), ("replica", how.replicas)):
             if ranks > 1:
                 self._agreement.append(self._take())
-                yield Launch(Exchange("agree", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1])
+                yield SimLaunch(
+                    SimCollective("agree", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
+                )
         yield from self._update()
         yield StepEnd()
 
@@ -137,39 +139,39 @@ class _Rank:
     def _gathering(self) -> bool:
         return self.how.zero3_size > 1 or self.how.offload_params
 
-    def _gather_ahead(self, order: Sequence[Work], begun: int, index: int) -> Generator[Operation, None, int]:
+    def _gather_ahead(self, order: Sequence[UnitCost], begun: int, index: int) -> Generator[Operation, None, int]:
         """Launch the gathers of the units up to `index`, and of those ahead of it; how many have begun."""
         how = self.how
         until = min(index + 1 + (how.prefetch if self._gathering else 0), len(order))
         for unit in order[begun:until]:
             if unit.name in self._refreshes:
-                yield Wait(self._refreshes.pop(unit.name))
+                yield SimWait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._take()
                 if how.offload_params:  # on the lane of the gather, which comes after it
-                    up = Exchange(
+                    up = SimCollective(
                         "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
                     )
-                    yield Launch(up, self._gathers[unit.name])
+                    yield SimLaunch(up, self._gathers[unit.name])
                     if how.zero3_size == 1:
                         continue
                     self._gathers[unit.name] = self._take()
                 sent = unit.numel * how.compute * _share(how.zero3_size)
-                exchange = Exchange("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
-                yield Launch(exchange, self._gathers[unit.name])
+                exchange = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
+                yield SimLaunch(exchange, self._gathers[unit.name])
         return max(begun, until)
 
-    def _wait_for(self, unit: Work) -> Iterator[Operation]:
+    def _wait_for(self, unit: UnitCost) -> Iterator[Operation]:
         number = self._gathers.pop(unit.name, -1)
         if number >= 0:
-            yield Wait(number)
+            yield SimWait(number)
 
-    def _reduce(self, unit: Work, *, first: bool, last: bool) -> Iterator[Operation]:
+    def _reduce(self, unit: UnitCost, *, first: bool, last: bool) -> Iterator[Operation]:
         how = self.how
         if last or not how.waits_whole:
             chain, additions = self._hops(unit, last=last)
             if chain:
-                yield Reduce(tuple(chain), tuple(additions))
+                yield StartReduction(tuple(chain), tuple(additions))
                 self._owes = True
         if how.offload_grads and (how.waits_whole or how.replicas > 1):
             # In before they are added to, out before the next micro-batch; two slabs, so that two units are under way.
@@ -179,37 +181,37 @@ class _Rank:
             if not last:
                 yield from self._copy("store", unit, waits, "to host")
 
-    def _copy(self, kind: str, unit: Work, nbytes: float, lane: str) -> Iterator[Operation]:
+    def _copy(self, kind: str, unit: UnitCost, nbytes: float, lane: str) -> Iterator[Operation]:
         if len(self._stores) == 2:
-            yield Wait(self._stores.pop(0))
+            yield SimWait(self._stores.pop(0))
         self._stores.append(self._take())
-        yield Launch(Exchange(kind, unit.name, "host", lane, 1, nbytes), self._stores[-1])
+        yield SimLaunch(SimCollective(kind, unit.name, "host", lane, 1, nbytes), self._stores[-1])
 
-    def _hops(self, unit: Work, *, last: bool) -> tuple[list[Exchange], list[Compute]]:
+    def _hops(self, unit: UnitCost, *, last: bool) -> tuple[list[SimCollective], list[SimCompute]]:
         how = self.how
-        chain: list[Exchange] = []
+        chain: list[SimCollective] = []
         node = unit.numel / how.zero3_size
         if how.zero3_size > 1:
             sent = unit.numel * how.hop1 * _share(how.zero3_size)
-            chain.append(Exchange("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
+            chain.append(SimCollective("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
         if last and how.replicas > 1:
             sent = node * how.replica_reduce * _share(how.replicas)
-            chain.append(Exchange("hop2", unit.name, "replica", "replica", how.replicas, sent))
+            chain.append(SimCollective("hop2", unit.name, "replica", "replica", how.replicas, sent))
         additions = [self._addition(each, node if each.kind == "hop1" else node / how.replicas) for each in chain]
         if last and how.offload_optimizer and chain:
             own = unit.numel / how.ranks
-            chain.append(Exchange("down", unit.name, "host", "to host", 1, own * _MASTER))
-            additions.append(Compute(0.0, ("add", f"down {unit.name}"), self._next_span()))
+            chain.append(SimCollective("down", unit.name, "host", "to host", 1, own * _MASTER))
+            additions.append(SimCompute(0.0, ("add", f"down {unit.name}"), self._next_span()))
         return chain, additions
 
-    def _addition(self, exchange: Exchange, numel: float) -> Compute:
+    def _addition(self, exchange: SimCollective, numel: float) -> SimCompute:
         """Reads what has come and the sum, writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
-        return Compute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
+        return SimCompute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:
         if self._owes:
-            yield Settle()
+            yield WaitReductions()
         self._owes = False
 
     def _update(self) -> Iterator[Operation]:
@@ -222,29 +224,29 @@ class _Rank:
             waiting.append(unit)
             if part < total / _PARTS and index + 1 < len(units):
                 continue
-            yield Compute(how.update * part / total, ("update", "optimizer"), span)
+            yield SimCompute(how.update * part / total, ("update", "optimizer"), span)
             for each in waiting:
                 yield from self._refresh(each)
             part, waiting = 0.0, []
 
-    def _refresh(self, unit: Work) -> Iterator[Operation]:
+    def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         how = self.how
         if how.offload_optimizer:  # on the lane of the refresh, which comes after it
             self._refreshes[unit.name] = self._take()
-            up = Exchange("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
-            yield Launch(up, self._refreshes[unit.name])
+            up = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
+            yield SimLaunch(up, self._refreshes[unit.name])
         if how.replicas > 1:
             self._refreshes[unit.name] = self._take()
             sent = unit.numel / how.zero3_size * how.compute * _share(how.replicas)
-            refresh = Exchange("refresh", unit.name, "replica", "replica", how.replicas, sent)
-            yield Launch(refresh, self._refreshes[unit.name])
+            refresh = SimCollective("refresh", unit.name, "replica", "replica", how.replicas, sent)
+            yield SimLaunch(refresh, self._refreshes[unit.name])
         if how.offload_params:
             self._refreshes[unit.name] = self._take()
-            down = Exchange("store", unit.name, "host", "replica", 1, unit.numel / how.zero3_size * how.compute)
-            yield Launch(down, self._refreshes[unit.name])
+            down = SimCollective("store", unit.name, "host", "replica", 1, unit.numel / how.zero3_size * how.compute)
+            yield SimLaunch(down, self._refreshes[unit.name])
 
-    def _compute(self, phase: str, unit: Work, seconds: float) -> Compute:
-        return Compute(seconds, (phase, unit.name), self._next_span())
+    def _compute(self, phase: str, unit: UnitCost, seconds: float) -> SimCompute:
+        return SimCompute(seconds, (phase, unit.name), self._next_span())
 
     def _next_span(self) -> int:
         self._span += 1
@@ -272,21 +274,21 @@ class Peer:
     update: float = 0.0
 
 
-def peer_program(units: Sequence[Work], peer: Peer, *, steps: int = 2) -> Iterator[Operation]:
+def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> Iterator[Operation]:
     root = units[0]
     number = span = 0
 
-    def gather(unit: Work) -> Launch:
+    def gather(unit: UnitCost) -> SimLaunch:
         sent = peer.compute * unit.numel * _share(peer.over)
-        return Launch(Exchange("gather", unit.name, "zero3", "gather", peer.over, sent), number)
+        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", peer.over, sent), number)
 
-    def reduction(unit: Work, *, last: bool) -> Reduce:
+    def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
         sent = peer.reduce * unit.numel * _share(peer.over)
-        chain = [Exchange("reduce", unit.name, "zero3", "reduce", peer.over, sent)]
+        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", peer.over, sent)]
         if last and peer.replicas > 1:
             crossing = 2 * peer.reduce * unit.numel / peer.over * _share(peer.replicas)
-            chain.append(Exchange("all-reduce", unit.name, "replica", "replica", peer.replicas, crossing))
-        return Reduce(tuple(chain), tuple(Compute(0.0) for _ in chain))
+            chain.append(SimCollective("all-reduce", unit.name, "replica", "replica", peer.replicas, crossing))
+        return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 
     for _ in range(steps):
         for micro_batch in range(peer.micro_batches):
@@ -298,18 +300,18 @@ def peer_program(units: Sequence[Work], peer: Peer, *, steps: int = 2) -> Iterat
                     for ahead in range(number - first, min(index + 2, len(order))):
                         yield gather(order[ahead])
                         number += 1
-                    yield Wait(first + index)
+                    yield SimWait(first + index)
                     if phase == "backward" and not index:
-                        yield Compute(root.backward, ("backward", root.name), span)
+                        yield SimCompute(root.backward, ("backward", root.name), span)
                     if unit is not root:
                         seconds = unit.forward if phase == "forward" else unit.backward
-                        yield Compute(seconds, (phase, unit.name), span)
+                        yield SimCompute(seconds, (phase, unit.name), span)
                     span += 1
                     if phase == "backward":
                         yield reduction(unit, last=last)
                 if phase == "forward":
-                    yield Compute(root.forward, ("forward", root.name), span)
+                    yield SimCompute(root.forward, ("forward", root.name), span)
             yield reduction(root, last=last)
-            yield Settle()
-        yield Compute(peer.update, ("update", "optimizer"), span)
+            yield WaitReductions()
+        yield SimCompute(peer.update, ("update", "optimizer"), span)
         yield StepEnd()

@@ -22,25 +22,25 @@ from typing import NamedTuple
 
 from layerzero.engine.reduction_queue import IN_FLIGHT
 from layerzero.planning.sim_program import (
-    Compute,
-    Exchange,
-    Launch,
     Operation,
-    Reduce,
-    Settle,
+    SimCollective,
+    SimCompute,
+    SimLaunch,
+    SimWait,
+    StartReduction,
     StepEnd,
-    Wait,
+    WaitReductions,
     What,
 )
 
-__all__ = ["Machine", "Outcome", "Span", "simulate"]
+__all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "norm")
 _IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of an exchange; those beyond it go their way
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimMachine:
     """Speeds in bytes and seconds.
 
     Attributes:
@@ -68,19 +68,19 @@ class Machine:
     zero3_size: int = 0
     host: float = math.inf
 
-    def crosses(self, exchange: Exchange) -> bool:
+    def crosses(self, exchange: SimCollective) -> bool:
         """It leaves the node."""
         apart = (self.zero3_size or self.node_size) if exchange.axis == "replica" else 1
         return exchange.ranks * apart > self.node_size
 
-    def sent_between(self, exchange: Exchange) -> float:
+    def sent_between(self, exchange: SimCollective) -> float:
         """Bytes that a node sends to others for an exchange of all of its ranks."""
         if not self.crosses(exchange):
             return 0.0
         groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
         return groups * exchange.bytes
 
-    def latency(self, exchange: Exchange) -> float:
+    def latency(self, exchange: SimCollective) -> float:
         n = exchange.ranks
         if exchange.axis == "host":
             return 0.0
@@ -88,7 +88,7 @@ class Machine:
         passes = 2 if exchange.kind in _ALL_REDUCES else 1
         return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
 
-    def demands(self, exchange: Exchange) -> dict[str, float]:
+    def demands(self, exchange: SimCollective) -> dict[str, float]:
         """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
         if not exchange.bytes:
             return {}
@@ -102,7 +102,7 @@ class Machine:
         return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
 
 
-class Span(NamedTuple):
+class SimSpan(NamedTuple):
     """Something that the machine did; seconds since the start."""
 
     what: str  # "compute", or the kind of an exchange
@@ -112,11 +112,11 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class SimResult:
     seconds: float = 0.0  # until the host has ended its program
     step_ends: list[float] = field(default_factory=list)
     waits: list[Counter[str]] = field(default_factory=list)  # by step: seconds that were waited for a kind of exchange
-    spans: list[Span] = field(default_factory=list)  # in the order of their ends
+    spans: list[SimSpan] = field(default_factory=list)  # in the order of their ends
     computed: float = 0.0  # seconds of computations, by themselves
     waited: float = 0.0  # seconds in which the host waited for exchanges
     busy: Counter[str] = field(default_factory=Counter)  # by resource: seconds in which it was used
@@ -134,7 +134,7 @@ class Outcome:
         return self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
 
 
-def simulate(program: Iterable[Operation], machine: Machine) -> Outcome:
+def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
     """Run a program; the same program on the same machine gives the same outcome."""
     host = _Host(machine)
     for operation in program:
@@ -144,7 +144,7 @@ def simulate(program: Iterable[Operation], machine: Machine) -> Outcome:
 
 
 @dataclass(eq=False)
-class _Task:
+class _SimTask:
     """Something that takes time: a latency, then seconds of each of some resources, all at once."""
 
     latency: float
@@ -159,21 +159,21 @@ class _Task:
         return not self.latency and not self.demands
 
 
-class _World:
+class _Simulation:
     """Virtual time, and what is under way in it."""
 
-    def __init__(self, machine: Machine, outcome: Outcome) -> None:
+    def __init__(self, machine: SimMachine, outcome: SimResult) -> None:
         self.now = 0.0
         self._machine = machine
         self._outcome = outcome
-        self._active: list[_Task] = []
-        self._lanes: defaultdict[str, deque[_Task]] = defaultdict(deque)
+        self._active: list[_SimTask] = []
+        self._lanes: defaultdict[str, deque[_SimTask]] = defaultdict(deque)
 
-    def launch(self, exchange: Exchange, then: Callable[[], None] | None = None) -> _Task:
+    def launch(self, exchange: SimCollective, then: Callable[[], None] | None = None) -> _SimTask:
         self._outcome.calls[exchange.kind] += 1
         self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
         latency, demands = self._machine.latency(exchange), self._machine.demands(exchange)
-        task = _Task(latency, demands, exchange.kind, exchange.unit, then=then)
+        task = _SimTask(latency, demands, exchange.kind, exchange.unit, then=then)
         self._queue(exchange.lane, task)
         return task
 
@@ -188,14 +188,14 @@ class _World:
         task.then = then
         self._queue(thread, task)
 
-    def _queue(self, lane: str, task: _Task) -> None:
+    def _queue(self, lane: str, task: _SimTask) -> None:
         waiting = self._lanes[lane]
         waiting.append(task)
         if len(waiting) == 1:
             self._begin(task)
             self._drop_done()
 
-    def _begin(self, task: _Task) -> None:
+    def _begin(self, task: _SimTask) -> None:
         task.began = self.now
         self._active.append(task)
 
@@ -238,7 +238,7 @@ class _World:
             self._active = [task for task in self._active if not task.done]
             for task in ended:
                 if self.now > task.began:
-                    self._outcome.spans.append(Span(task.what, task.name, task.began, self.now))
+                    self._outcome.spans.append(SimSpan(task.what, task.name, task.began, self.now))
             for lane in self._lanes.values():
                 while lane and lane[0].done:
                     lane.popleft()
@@ -251,8 +251,8 @@ class _World:
             ended = [task for task in self._active if task.done]
 
 
-def _computing(seconds: float, what: What) -> _Task:
-    return _Task(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
+def _computing(seconds: float, what: What) -> _SimTask:
+    return _SimTask(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
 
 
 class _Running:
@@ -262,7 +262,7 @@ class _Running:
         landed: exchanges that have been added up.
     """
 
-    def __init__(self, reduction: Reduce, world: _World, launch: float) -> None:
+    def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
         self.landed = 0
         self.exchanges = reduction.exchanges
         self._additions = reduction.additions
@@ -286,31 +286,31 @@ class _Running:
 
 
 class _Host:
-    def __init__(self, machine: Machine) -> None:
-        self.outcome = Outcome()
-        self.world = _World(machine, self.outcome)
+    def __init__(self, machine: SimMachine) -> None:
+        self.outcome = SimResult()
+        self.world = _Simulation(machine, self.outcome)
         self._machine = machine
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, _SimTask] = {}
         self._running: list[_Running] = []
         self._waits: Counter[str] = Counter()
 
     def do(self, operation: Operation) -> None:
-        if isinstance(operation, Compute):
+        if isinstance(operation, SimCompute):
             self._compute(operation)
-        elif isinstance(operation, Launch):
+        elif isinstance(operation, SimLaunch):
             self.world.compute(self._machine.launch)
             self._tasks[operation.number] = self.world.launch(operation.exchange)
-        elif isinstance(operation, Wait):
+        elif isinstance(operation, SimWait):
             task = self._tasks.pop(operation.number)
             self._wait(lambda: task.done, task.what)
-        elif isinstance(operation, Reduce):
+        elif isinstance(operation, StartReduction):
             if operation.exchanges[0].kind == "hop2":  # one order on its lane
                 self._wait_for([each for each in self._under_way(0) if each.exchanges[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
             for place in range(len(operation.exchanges)):
                 self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
-        elif isinstance(operation, Settle):
+        elif isinstance(operation, WaitReductions):
             for place in range(max((len(running.exchanges) for running in self._running), default=0)):
                 self._make_room(place, 0)
             self._running.clear()
@@ -319,7 +319,7 @@ class _Host:
             self.outcome.waits.append(self._waits)
             self._waits = Counter()
 
-    def _compute(self, operation: Compute) -> None:
+    def _compute(self, operation: SimCompute) -> None:
         self.outcome.computed += operation.seconds
         self.world.compute(operation.seconds, operation.what)
 

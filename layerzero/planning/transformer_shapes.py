@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sizes", "TransformerBlock", "read_config"]
+__all__ = ["TransformerBlock", "TransformerShape", "read_config"]
 
 _LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 _KNOWN = (*_LLAMAS, "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TransformerShape:
     """A decoder-only transformer by its sizes.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sizes:
 
     Example::
 
-        sizes = Sizes(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
+        sizes = TransformerShape(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
         print(sizes.numel)
     """
 
@@ -126,7 +126,7 @@ class _Norm(nn.Module):
 class TransformerBlock(nn.Module):
     """The parameters of a block, in the order in which the usual implementations register them."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
         hidden, inner, turned = sizes.hidden, sizes.inner, sizes.conv1d
 
@@ -164,7 +164,7 @@ class TransformerBlock(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
         self.embed = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
         if sizes.positions:
@@ -175,7 +175,7 @@ class _Transformer(nn.Module):
             self.head = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
 
 
-def read_config(path: str | os.PathLike[str]) -> Sizes:
+def read_config(path: str | os.PathLike[str]) -> TransformerShape:
     """The sizes in a Hugging Face ``config.json``, or in a folder that has one. Nothing is downloaded.
 
     Raises:
@@ -201,11 +201,11 @@ def read_config(path: str | os.PathLike[str]) -> Sizes:
         raise ValueError(f"{path} lacks {error}, which a {kind} has") from None
 
 
-def _of_llama(content: Mapping[str, Any], kind: str) -> Sizes:
+def _of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
     biases = {bool(content.get(name)) for name in ("attention_bias", "mlp_bias")}
     if len(biases) > 1:
         raise ValueError("attention_bias and mlp_bias differ, which is not known here: plan from module:function")
-    return Sizes(
+    return TransformerShape(
         layers=content["num_hidden_layers"],
         hidden=content["hidden_size"],
         ffn=content["intermediate_size"],
@@ -222,8 +222,8 @@ def _of_llama(content: Mapping[str, Any], kind: str) -> Sizes:
     )
 
 
-def _of_gpt2(content: Mapping[str, Any]) -> Sizes:
-    return Sizes(
+def _of_gpt2(content: Mapping[str, Any]) -> TransformerShape:
+    return TransformerShape(
         layers=content["n_layer"],
         hidden=content["n_embd"],
         ffn=content.get("n_inner") or 0,

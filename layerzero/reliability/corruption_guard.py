@@ -30,7 +30,7 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.bits import sum64
 from layerzero.reliability.fingerprint import Corruption, compare
 
-__all__ = ["BitGuard", "SilentCorruption", "guard_bits"]
+__all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
 
 _LOG = logging.getLogger("layerzero")
 _MADE_ANEW = ("compute weights", "gradient")  # of masters, and of the batches of a step
@@ -39,13 +39,13 @@ _LOAD = "Load the last checkpoint, and look at the memory of that machine"
 _LOGGED = "The step goes on with them, as the guard only logs: load the last checkpoint"
 
 
-class SilentCorruption(RuntimeError):
+class SilentDataCorruption(RuntimeError):
     """Raised on all ranks, before the next step.
 
     Attributes:
         corruptions: what was found, the same on all ranks.
         recoverable: masters and optimizer state are sound, and only the step that was refused has computed with what is
-            wrong: :meth:`BitGuard.recover`, and repeat the step.
+            wrong: :meth:`CorruptionGuard.recover`, and repeat the step.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class SilentCorruption(RuntimeError):
         super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
 
     def __reduce__(self) -> Any:
-        return partial(SilentCorruption, **self._how), (self.corruptions,)
+        return partial(SilentDataCorruption, **self._how), (self.corruptions,)
 
 
-def guard_bits(
+def guard_corruption(
     model: nn.Module, *optimizers: ShardedOptimizer, every: int = 100, on_found: Literal["raise", "log"] = "raise"
-) -> BitGuard:
+) -> CorruptionGuard:
     """From here on, look for flipped bits in every `every`-th step.
 
     Before that step updates anything, all replicas' compute weights are compared with each other and with the masters
@@ -80,11 +80,11 @@ def guard_bits(
 
     Example::
 
-        guard = layerzero.guard_bits(model, optimizer, every=100)
+        guard = layerzero.guard_corruption(model, optimizer, every=100)
         ...
         try:
             optimizer.step()
-        except layerzero.SilentCorruption:
+        except layerzero.SilentDataCorruption:
             guard.recover()  # raises again where that cannot be
             ...  # the same batches again, forward and backward
             optimizer.step()
@@ -94,11 +94,11 @@ def guard_bits(
     if on_found not in ("raise", "log"):
         raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError("guard_bits takes optimizers from layerzero.shard_optimizer")
+        raise TypeError("guard_corruption takes optimizers from layerzero.shard_optimizer")
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model")
-    return BitGuard(runtime, optimizers, every, on_found == "raise")
+    return CorruptionGuard(runtime, optimizers, every, on_found == "raise")
 
 
 class _Resting(NamedTuple):
@@ -113,7 +113,7 @@ class _Resting(NamedTuple):
 def _graded(gradient: Tensor) -> _Resting:
     """A final gradient, of which everybody who writes it tells its watch."""
     rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-    edits = rows.watch.edits if isinstance(rows, LocalShard) and rows.watch is not None else 0
+    edits = rows.tracker.write_count if isinstance(rows, LocalShard) and rows.tracker is not None else 0
     tensor = plain(gradient)
     return _Resting(tensor.data_ptr(), 0, edits, sum64(tensor))
 
@@ -127,8 +127,8 @@ def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
     return found.kind, found.ranks, found.parameter
 
 
-class BitGuard:
-    """Made by :func:`guard_bits`.
+class CorruptionGuard:
+    """Made by :func:`guard_corruption`.
 
     Attributes:
         looked: how often so far.
@@ -146,7 +146,7 @@ class BitGuard:
         self._raises = raises
         self._steps = 0
         self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
-        self._refused: SilentCorruption | None = None  # the last step, with this
+        self._refused: SilentDataCorruption | None = None  # the last step, with this
         self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # for the step that is to be repeated
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
         self._hooks: list[Any] = [
@@ -163,40 +163,40 @@ class BitGuard:
         self._hooks.clear()
 
     def recover(self) -> None:
-        """After :class:`SilentCorruption`: make compute weights anew from the masters, and forget the gradients.
+        """After :class:`SilentDataCorruption`: make compute weights anew from the masters, and forget the gradients.
 
         Repeat the step then, with the same batches: it has the bits that it should have had, where the loop draws no
         random numbers and forwards change no buffers. All ranks must call this.
 
         Raises:
-            SilentCorruption: masters or optimizer state are wrong; weights that steps do not write may have been wrong
-                for longer than this step; or compute weights are wrong again, as memory that does not keep what is
-                written is.
+            SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been
+                wrong for longer than this step; or compute weights are wrong again, as memory that does not keep what
+                is written is.
             RuntimeError: nothing was found, or the guard only logs.
         """
         refused = self._refused
         if refused is None:
-            raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentCorruption")
+            raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentDataCorruption")
         if not refused.recoverable:
             raise refused
         for optimizer in self._runtime.optimizers:
             optimizer.zero_grad()
         for member in self._runtime.members.values():
-            member.parameter.grad = None
+            member.sharded.grad = None
         self._runtime.refreshes.launch()
         self._made_anew |= {_place(each) for each in refused.corruptions}
         self._refused = self._look()
         if self._refused is not None:
             raise self._refused
-        if dist.get_rank() == self._runtime.everyone.ranks[0]:
+        if dist.get_rank() == self._runtime.ranks.ranks[0]:
             names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
             _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
 
     def _listen(self) -> None:
         """To final gradients, of whatever is trained by now: torch takes no hooks on what is frozen."""
         for name, member in self._runtime.members.items():
-            if member.parameter.requires_grad and name not in self._listened:
-                self._hooks.append(_hook_on(member.parameter, self._on_gradient(name)))
+            if member.sharded.requires_grad and name not in self._listened:
+                self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
                 self._listened.add(name)
 
     @property
@@ -219,12 +219,12 @@ class BitGuard:
             if self._refused is not None:
                 raise self._refused
             self._made_anew.clear()
-            if found is not None and dist.get_rank() == self._runtime.everyone.ranks[0]:
+            if found is not None and dist.get_rank() == self._runtime.ranks.ranks[0]:
                 _LOG.error("%s", found)
         self._steps += 1
         self._resting.clear()
 
-    def _look(self) -> SilentCorruption | None:
+    def _look(self) -> SilentDataCorruption | None:
         same = self._at_rest_since()
         sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
         found = compare(self._runtime, self._changed(same), sound).corruptions
@@ -232,7 +232,7 @@ class BitGuard:
         if not found:
             return None
         if not self._raises:
-            return SilentCorruption(found, way_out=_LOGGED)
+            return SilentDataCorruption(found, way_out=_LOGGED)
         again = any(_place(each) in self._made_anew for each in found)
         # Steps refresh what they may update: of the rest nobody knows since when it is wrong.
         kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
@@ -241,8 +241,10 @@ class BitGuard:
                 f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
                 "checkpoint from before, and look at the memory of that machine"
             )
-            return SilentCorruption(found, way_out=way_out)
-        return SilentCorruption(found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again)
+            return SilentDataCorruption(found, way_out=way_out)
+        return SilentDataCorruption(
+            found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again
+        )
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
@@ -264,7 +266,7 @@ class BitGuard:
 
     def _at_rest(self, tensor: Tensor, name: str) -> _Resting:
         handle = self._handle_of.get(name)
-        edits = 0 if handle is None else handle.watch.edits
+        edits = 0 if handle is None else handle.tracker.write_count
         return _Resting(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
@@ -296,8 +298,8 @@ class BitGuard:
 
     def _gradient(self, name: str) -> Tensor | None:
         """None while it is not final: another backward has begun to add to it, inside no_sync."""
-        gradient = self._runtime.members[name].parameter.grad
+        gradient = self._runtime.members[name].sharded.grad
         rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-        if not isinstance(rows, LocalShard) or rows.watch is None or rows.watch.forbidden is not None:
+        if not isinstance(rows, LocalShard) or rows.tracker is None or rows.tracker.access_error is not None:
             return None
         return gradient

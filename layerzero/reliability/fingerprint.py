@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.comm.collectives import Exchange, all_gather
+from layerzero.comm.collectives import Collective, all_gather
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.engine.handle import Handle
@@ -115,24 +115,24 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
         places = [index for index, handle in enumerate(handles) if handle.topology is topology]
         own_sums = sums[places]
         copies = own_sums.expand(topology.replicas, -1).contiguous()
-        if topology.replica.size > 1:
-            all_gather(topology.replica, Exchange.AGREE, copies.view(-1), own_sums).wait()
+        if topology.replica_comm.size > 1:
+            all_gather(topology.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for place, handle in enumerate(handles[index] for index in places):
             if not handle.shares_master and not _is_due(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
-        reduce_over([topology.replica], flags, dist.ReduceOp.MAX)  # on a further axis others may have more handles
+        reduce_over([topology.replica_comm], flags, dist.ReduceOp.MAX)  # on a further axis others may have more handles
         suspect[places] = flags.bool()
     wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
-    runtime.everyone.reduce(wrong, dist.ReduceOp.MAX)
+    runtime.ranks.reduce(wrong, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
     if wrong.item():
         mine = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
                 mine += _locate(handle, handle.topology, sound)
-        told = runtime.everyone.all_gather_text(json.dumps([asdict(each) for each in mine]))
+        told = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
@@ -141,7 +141,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
 
 def _is_due(handle: Handle) -> bool:
     """Masters have changed since the last refresh."""
-    return handle.outdated or handle.watch.edited
+    return handle.refresh_due or handle.tracker.dirty
 
 
 def _sum(handle: Handle) -> Tensor:
@@ -152,7 +152,7 @@ def _sum(handle: Handle) -> Tensor:
 
 def _own_part(handle: Handle) -> Tensor:
     """This rank's part of its ZeRO-3 shard: where its masters are carried."""
-    return handle.read_zero3()[handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)]
+    return handle.read_zero3()[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
 def _cast(handle: Handle) -> Tensor:
@@ -165,21 +165,21 @@ def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> li
     replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends know few integers
     everyone = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
-    parts = topology.grid.parts(handle.layout)
+    parts = topology.grid.replica_part_sizes(handle.layout)
     if replicas > 1:
-        all_gather(topology.replica, Exchange.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
+        all_gather(topology.replica_comm, Collective.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
     copies = everyone.view(as_integers(zero3).dtype)
     if not handle.shares_master:
         whole = torch.empty_like(zero3)
-        own = whole[topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)].copy_(_cast(handle))
+        own = whole[topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
         if replicas > 1:
-            all_gather(topology.replica, Exchange.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
+            all_gather(topology.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
         truth = as_integers(whole)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
     told = known.expand(replicas, -1).contiguous()  # by replica and slot
     if replicas > 1:
-        all_gather(topology.replica, Exchange.AGREE, told.view(-1), known, name=handle.label).wait()
+        all_gather(topology.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
     knows = told.tolist()
     differs = (copies != copies[0]).any(dim=0)
     if truth is not None:
@@ -192,7 +192,7 @@ def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> li
         (parameter, element), owner = owner_of.parameter(place), owner_of.replica(place)
         says = knows[owner][names[parameter]] if parameter in names else _SOUND
         kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner, says)
-        ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.s] for r in wrong)
+        ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.zero3_rank] for r in wrong)
         found.setdefault((kind, ranks, parameter), []).append(element)
     return [
         Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, truth is not None)}")
@@ -244,8 +244,8 @@ class _Owners:
 
     def __init__(self, handle: Handle, topology: MeshInfo) -> None:
         self._layout = handle.layout
-        self._start = topology.grid.range_of(handle.layout, Extent.NODE).start
-        self._first = topology.grid.s * topology.replicas
+        self._start = topology.grid.range_of(handle.layout, Extent.ZERO3).start
+        self._first = topology.grid.zero3_rank * topology.replicas
         self._replicas = topology.replicas
 
     def replica(self, place: int) -> int:

@@ -16,7 +16,7 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.own_gradients import OwnGradients, whose
+from layerzero.reliability.own_gradients import LocalGradientCheck, whose
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
@@ -94,11 +94,11 @@ class StepGuard:
         self.found = ""
         self._optimizers = optimizers
         self._patience = patience  # this many in a row are an error
-        self._everyone = runtime.everyone
+        self._everyone = runtime.ranks
         self._asked: list[ShardedOptimizer] = []  # in this round: since a forward, each of them once
         self._refusing = False  # in this round, one has been told to skip
         self._extra_groups = extra_groups
-        self._own = OwnGradients(runtime.handles) if locate else None
+        self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
         self._due = runtime.gradients.due
         self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
@@ -118,9 +118,9 @@ class StepGuard:
         if torch.is_grad_enabled():
             self._asked.clear()
         if self._own is not None:
-            self._due.settle()
+            self._due.resolve()
             with plain_access():
-                if all(member.parameter.grad is None for member in self._members):
+                if all(member.sharded.grad is None for member in self._members):
                     self._own.forget()
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class StepGuard:
         if self._refusing:
             return False
         gradients = self._gradients()
-        bad = any_not_finite(gradients, self._everyone.topology.device).to(torch.int32)
+        bad = any_not_finite(gradients, self._everyone.mesh_info.device).to(torch.int32)
         self._everyone.reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)

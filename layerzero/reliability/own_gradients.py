@@ -18,10 +18,10 @@ from torch import Tensor
 from layerzero.engine.handle import Handle
 from layerzero.utils.nonfinite import few_names, magnitudes
 
-__all__ = ["OwnGradients", "whose"]
+__all__ = ["LocalGradientCheck", "whose"]
 
 
-class OwnGradients:
+class LocalGradientCheck:
     """Which gradients of this rank were not finite when they were sent."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:

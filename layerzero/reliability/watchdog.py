@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.watchdog import Watchdog, new_scope
 from layerzero.engine.hooks import get_state
 
@@ -35,17 +35,17 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     if not limit > 0:
         raise ValueError(f"limit must be positive, got {limit!r}")
     runtime = get_state(model)
-    before = runtime.topology.ledger.watching
+    before = runtime.mesh_info.counters.on_launch
     replaced = before if isinstance(before, Watchdog) and before.is_default else None
     failure = None
     if before is not None and replaced is None:
         failure = RuntimeError("the model is watched already; close() the first watchdog")
-    ranks = runtime.everyone.ranks
+    ranks = runtime.ranks.ranks
     scope = new_scope(ranks)
-    agree("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
+    require_equal("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
     if replaced is not None:
         replaced.close()
-    started = Watchdog(runtime.topology, scope, limit, owner=runtime)
+    started = Watchdog(runtime.mesh_info, scope, limit, owner=runtime)
     runtime.on_close.append(started.close)
     for optimizer in list(runtime.optimizers)[:1]:  # with several, steps are counted once
         started.count_steps_of(optimizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.engine.hooks import runtimes_of
+from layerzero.engine.hooks import get_states
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.estimates.memory_estimate import estimate_memory, on_device, predicted_traffic
 from layerzero.estimates.specs import specs_of
@@ -116,7 +116,7 @@ def memory(model: nn.Module) -> MemoryReport:
         print(report.measured["zero1_shard"], report.predicted["zero1_shard"])
         print(report)  # a table
     """
-    reports = [_memory(runtime) for runtime in runtimes_of(model).values()]
+    reports = [_memory(runtime) for runtime in get_states(model).values()]
     if len(reports) == 1:
         return reports[0]
     return MemoryReport(
@@ -145,7 +145,7 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
     return MemoryReport(
         predicted=foreseen.kinds,
         measured=measured,
-        node=0 if shared is None else shared.hand_over.memory.held_bytes,
+        node=0 if shared is None else shared.barrier.memory.held_bytes,
         predicted_peak=foreseen.peak + measured["optimizer"],
         measured_peak=on_device(measured)
         - measured["idle_buffer"]
@@ -160,7 +160,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
     hop 2 (n-1)/n of the buffer. For a module that holds sharded models, returns sums.
     """
-    reports = [_traffic(runtime, reset=reset) for runtime in runtimes_of(model).values()]
+    reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
     if len(reports) == 1:
         return reports[0]
     predicted = [report.predicted for report in reports]
@@ -174,7 +174,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
 
 
 def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
-    ledger = runtime.topology.ledger
+    ledger = runtime.mesh_info.counters
     by_exchange: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
     for (exchange, axis), sent in ledger.bytes.items():
@@ -202,14 +202,14 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
     buffers = runtime.buffers
     for handle in runtime.handles:
         weights = "host_zero3_shard" if handle.in_host is not None else "zero3_shard"
-        measured[weights] += _bytes(handle.zero3) if handle.shared is None else handle.zero3.nbytes
+        measured[weights] += _bytes(handle.zero3_shard) if handle.shared is None else handle.zero3_shard.nbytes
         where = "host_" if handle.to_host is not None else ""
         measured[f"{where}zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
         measured["full_buffer"] += handle.full_bytes + handle.whole.nbytes
         if handle.gradients is not None:
-            final = handle.gradients.final.place
+            final = handle.gradients.final.storage
             measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
-    measured["idle_buffer"] = buffers.full.parked_bytes
+    measured["idle_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
     measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in _pools(runtime))

@@ -10,7 +10,7 @@ from statistics import median
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.traffic_counters import GATHERS, Exchange, TrafficCounters
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters
 from layerzero.engine.hooks import get_state
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.reports.memory_and_traffic import measure
@@ -20,8 +20,8 @@ __all__ = ["metrics"]
 
 _SHOWN = 3  # ranks that were waited for most
 _ALONG = {  # exchanges by the axis that carries them
-    "zero3": (*GATHERS, Exchange.HOP1, Exchange.NODE_SUM, Exchange.HAND_OVER),
-    "replica": (Exchange.HOP2, Exchange.REFRESH),
+    "zero3": (*GATHERS, Collective.HOP1, Collective.NODE_SUM, Collective.HAND_OVER),
+    "replica": (Collective.HOP2, Collective.REFRESH),
 }
 
 
@@ -69,7 +69,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
             writer.add_scalar(name, value, step)
     """
     runtime = get_state(model)
-    ledger = runtime.topology.ledger
+    ledger = runtime.mesh_info.counters
     sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
     for (_, axis), nbytes in ledger.bytes.items():
         sent[axis] += nbytes
@@ -85,11 +85,11 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
 
 def _compared(runtime: LayerZeroState, ledger: TrafficCounters) -> dict[str, float]:
-    everyone, topology = runtime.everyone, runtime.topology
+    everyone, topology = runtime.ranks, runtime.mesh_info
     by_axis = {axis: sum(ledger.waited.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
-        "zero3": dist.get_process_group_ranks(topology.zero3_gather.group),
-        "replica": dist.get_process_group_ranks(topology.replica.group),
+        "zero3": dist.get_process_group_ranks(topology.zero3_gather_comm.group),
+        "replica": dist.get_process_group_ranks(topology.replica_comm.group),
     }
     told = [json.loads(text) for text in everyone.all_gather_text(json.dumps([by_axis, groups]))]
     waited = {rank: waits for rank, (waits, _) in zip(everyone.ranks, told, strict=True)}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.trace_recorder import CollectiveTrace, Recorder
+from layerzero.comm.trace_recorder import CollectiveTrace, TraceRecorder
 from layerzero.device.accelerator import Clock
 from layerzero.engine.hooks import get_state
 
@@ -120,7 +120,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     if observer.recorder is not None:
         raise RuntimeError("layerzero.trace is already active for this model")
     observer.end_all()  # ranges of torch's profiler that this recorder has not seen begin
-    recorder = observer.recorder = Recorder(Clock.of(runtime.topology.device))
+    recorder = observer.recorder = TraceRecorder(Clock.of(runtime.mesh_info.device))
     completed = False
     try:
         yield result
@@ -133,23 +133,23 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
         else:  # other ranks may never come
             atexit.register(recorder.drain, _PATIENCE)
         result.events = _events(recorder)
-        _write(result, runtime.topology, rank, recorder.clock.epoch)
+        _write(result, runtime.mesh_info, rank, recorder.clock.epoch)
 
 
-def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
+def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     time = recorder.clock.microseconds
     marks = recorder.marks
     if recorder.clock.sees_other_threads:  # each thread's marks are in its order
         marks = sorted(marks, key=lambda mark: time(mark.began))
-    launched = (mark.flight for mark in marks if mark.kind == "launch" and mark.flight is not None)
+    launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
     number = {flight: place for place, flight in enumerate(launched)}
     waited: dict[CollectiveTrace, float] = {}  # when each was first waited for
     for mark in marks:
-        if mark.kind == "wait" and mark.flight is not None:
-            waited.setdefault(mark.flight, time(mark.ended))
+        if mark.kind == "wait" and mark.trace is not None:
+            waited.setdefault(mark.trace, time(mark.ended))
     events = []
     for mark in marks:
-        flight, start, end = mark.flight, time(mark.began), time(mark.ended)
+        flight, start, end = mark.trace, time(mark.began), time(mark.ended)
         if flight is None:
             events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
             continue
@@ -164,13 +164,13 @@ def _events(recorder: Recorder) -> tuple[TraceEvent, ...]:
                 start,
                 end,
                 number=number.get(flight, -1),
-                exchange=flight.exchange,
+                exchange=flight.collective,
                 axis=flight.axis,
-                lane=flight.lane,
+                lane=flight.communicator,
                 ranks=flight.ranks,
                 bytes=flight.bytes,
                 completed=completed if mark.kind == "launch" else None,
-                beside=mark.beside,
+                beside=mark.in_background,
             )
         )
     return tuple(events)
@@ -201,11 +201,11 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
 
 
 def _chrome_events(events: Sequence[TraceEvent], topology: MeshInfo, rank: int, epoch: float) -> list[dict[str, Any]]:
-    lanes = (topology.zero3_gather, topology.zero3_reduce, topology.replica, *topology.control_lanes)
+    lanes = (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm, *topology.control_comms)
     bars = [*_span_bars(events), *_exchange_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(lane.name for lane in lanes), *(bar[0] for bar in bars)])
     rows = {name: number for number, name in enumerate(names)}
-    node = f"node {topology.grid.r}, {topology.grid.s} of {topology.zero3_size} in it"
+    node = f"node {topology.grid.replica_rank}, {topology.grid.zero3_rank} of {topology.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():

@@ -41,10 +41,10 @@ class UnitParameter:
 
     @classmethod
     def of(cls, member: ManagedParam) -> UnitParameter:
-        span, first = member.span, member.span.box[0]
+        span, first = member.spec, member.spec.global_slices[0]
         rows = range(first.start, first.stop)
         master = member.master
-        return cls(member.name, span.true_shape, master.dtype, member.parameter.requires_grad, rows, master.numel())
+        return cls(member.name, span.true_shape, master.dtype, member.sharded.requires_grad, rows, master.numel())
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def units(model: nn.Module) -> UnitList:
             gathered_bytes=sum(each.layout.numel * each.precision.compute.itemsize for each in unit.handles),
             zero3_size=unit.topology.zero3_size,
             data_parallel=unit.topology.data_parallel,
-            reshard_after_forward=unit.reshards,
+            reshard_after_forward=unit.reshard_after_forward,
         )
         for unit in runtime.units
     )

@@ -11,25 +11,25 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.transport.process_group import GatherOptions, coded_bytes, coded_sizes, travels_coded
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module
-from layerzero.device.gradient_offload import Buffers
+from layerzero.device.gradient_offload import ModelPools
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
-from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, part_held
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import carry_over
 from layerzero.dtensor.strided import keeps_order
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.handle import Handle
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit
-from layerzero.estimates.specs import HandleSpec, Where
+from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
-from layerzero.sharding.meta_init import UninitializedTensor, bears_mark, mark
+from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.shared_segment import Node
-from layerzero.sharding.unit_meshes import Site
-from layerzero.sharding.unit_selection import Found, UnitDefinition, is_plain_storage, kind_of
+from layerzero.sharding.unit_meshes import UnitMesh
+from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, is_plain_storage, storage_kind
 
 __all__ = [
     "agree_on_codec",
@@ -37,17 +37,19 @@ __all__ = [
     "check_buffers",
     "check_codec",
     "check_meta",
-    "describe",
-    "parts_of",
+    "parts_to_compare",
     "plan_handles",
+    "settings_to_compare",
 ]
 
 InitFn = Callable[[nn.Module], None]
 
 
-def describe(model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> dict[str, object]:
+def settings_to_compare(
+    model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
+) -> dict[str, object]:
     """Everything about a model and its settings that must be equal on all ranks of it."""
-    fields = config.fingerprint()
+    fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
         chosen = config.of_unit(plan.name, plan.called[0], plan.mesh.shape[-1])
@@ -73,7 +75,7 @@ def describe(model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZer
     return fields
 
 
-def parts_of(plans: Sequence[UnitDefinition]) -> dict[str, object]:
+def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     """Which parts of the parameters on axes beside the root's mesh this rank has: equal on the ranks of that mesh."""
     return {
         f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
@@ -90,7 +92,7 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not is_plain_storage(buffer):
                     raise ValueError(
-                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {kind_of(buffer)}, which cannot be "
+                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {storage_kind(buffer)}, which cannot be "
                         "broadcast from rank 0: pass sync_module_states=False, and make ranks start equal"
                     )
 
@@ -121,19 +123,19 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
 
 
 def agree_on_codec(
-    plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: Site
+    plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
     """Raise on every rank of a mesh where codecs of one class would send unequal numbers of bytes."""
     if config.gather_codec is None:
         return
-    size = site.topology.zero3_size
+    size = site.mesh_info.zero3_size
     told = {
         f"bytes of gather_codec for unit {plan.name!r}": [
             coded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
         ]
         for plan, unit in zip(plans, handles, strict=True)
     }
-    agree("shard_model", told, ranks=site.topology.ranks)
+    require_equal("shard_model", told, ranks=site.mesh_info.ranks)
 
 
 def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
@@ -166,7 +168,7 @@ def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) ->
 def plan_handles(
     plan: UnitDefinition,
     config: LayerZeroConfig,
-    where: Where,
+    where: RankTraits,
     *,
     averaged: int,
     has_face: Callable[[nn.Parameter], bool],
@@ -180,7 +182,7 @@ def plan_handles(
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
     factor = config.gradient_divide_factor or averaged
-    kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[ParamInfo]] = {}
     for found in plan.parameters:
         if has_extension(found.parameter):
             continue
@@ -200,16 +202,16 @@ def plan_handles(
         )
         layouts = plan_layouts(
             [
-                (found.name, tuple(part_held(found.parameter).shape) or (1,)) for found in members
+                (found.name, tuple(local_part(found.parameter).shape) or (1,)) for found in members
             ],  # a 0-dim one is a row
             num_shards=where.grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
         in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
         strided = {
-            found.name: part_held(found.parameter).numel() * precision.compute.itemsize
+            found.name: local_part(found.parameter).numel() * precision.compute.itemsize
             for found in members
-            if not keeps_order(part_held(found.parameter))
+            if not keeps_order(local_part(found.parameter))
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
@@ -252,8 +254,8 @@ def build_unit(
     plan: UnitDefinition,
     planned: Sequence[HandleSpec],
     config: LayerZeroConfig,
-    site: Site,
-    buffers: Buffers,
+    site: UnitMesh,
+    buffers: ModelPools,
     node: Node | None,
     param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[UninitializedTensor]]:
@@ -261,7 +263,7 @@ def build_unit(
 
     No more than this unit is ever whole.
     """
-    topology = site.topology
+    topology = site.mesh_info
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
@@ -275,7 +277,7 @@ def build_unit(
     root_stays = not plan.name and device_module(topology.device) is not None
     # Also where this node shares memory: another one may not, and all ranks make the same groups.
     keeping = None if root_stays or isinstance(reshards, bool) else topology.subgroup_comm(reshards)
-    gathers = Where.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
+    gathers = RankTraits.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
     travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
     handles = [
         Handle(
@@ -284,7 +286,7 @@ def build_unit(
             [_original(by_name[slot.name], site) for slot in each.layout.slots],
             label=plan.name or "the root",
             precision=each.precision,
-            route=each.route,
+            route=each.reduction_spec,
             topology=topology,
             buffers=buffers,
             shared=None
@@ -319,17 +321,17 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
             plain, extensions[found.name] = Extension.take(found.parameter, module, policy)
             for owner, attribute in found.owners:
                 owner._parameters[attribute] = plain
-            plan.parameters[index] = Found(found.name, plain, found.owners)
+            plan.parameters[index] = ParamInfo(found.name, plain, found.owners)
     return extensions
 
 
 def _original(
-    found: Found, site: Site
+    found: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
     """What a handle is made of: the part of a parameter that this rank holds, its owners, and its face."""
     whole, part = found.parameter, found.parameter
     if isinstance(whole, DTensor):
-        part = nn.Parameter(part_held(whole).detach(), requires_grad=whole.requires_grad)
+        part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
         carry_over(whole, gathered=part, sharded=part)
     return part, found.owners, site.face_of(whole)
 
@@ -356,14 +358,14 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
     left = []
     for each in was_on_meta:
         held = parameters[each.name] if each.is_parameter else each.owner._buffers.get(each.attribute)
-        if held is not None and bears_mark(part_held(held)):
+        if held is not None and has_sentinel(local_part(held)):
             left.append(each)
     return left
 
 
-def _materialise_together(plan: UnitDefinition, site: Site, param_init_fn: InitFn | None) -> None:
+def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
     """Materialise on every rank of the model, or raise on every one."""
-    device = site.topology.device
+    device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
         _materialise(plan, device, param_init_fn)
         return
@@ -372,7 +374,7 @@ def _materialise_together(plan: UnitDefinition, site: Site, param_init_fn: InitF
         _materialise(plan, device, param_init_fn)
     except Exception as error:
         failure = error
-    agree(f"initialisation of unit {plan.name!r}", {}, ranks=site.everyone.ranks, failure=failure)
+    require_equal(f"initialisation of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
 def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
@@ -381,18 +383,18 @@ def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: Init
     for index, found in enumerate(plan.parameters):
         if found.parameter.is_meta:
             empty = torch.empty_like(found.parameter, device=device)
-            mark(part_held(empty))
+            fill_sentinel(local_part(empty))
             parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
             carry_over(found.parameter, gathered=parameter, sharded=parameter)
             for owner, attribute in found.owners:
                 owner._parameters[attribute] = parameter
-            plan.parameters[index] = Found(found.name, parameter, found.owners)
+            plan.parameters[index] = ParamInfo(found.name, parameter, found.owners)
     for module in plan.modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 if buffer.is_meta:
-                    mark(moved)
+                    fill_sentinel(moved)
                 module._buffers[name] = moved
     for module in on_meta:
         if param_init_fn is not None:
@@ -414,7 +416,7 @@ def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastB
 
 
 @torch.no_grad()
-def _take_rank_0(plan: UnitDefinition, site: Site) -> None:
+def _take_rank_0(plan: UnitDefinition, site: UnitMesh) -> None:
     for found in plan.parameters:
         site.take_from_first(found.parameter)
     for module in plan.modules:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import kept_for_release, released_everywhere
 from layerzero.dtensor.outside import in_backward
-from layerzero.engine.hooks import detach, get_state, is_closed
+from layerzero.engine.hooks import get_state, is_closed, remove_hooks
 
 __all__ = ["close"]
 
@@ -47,17 +47,19 @@ def close(model: nn.Module) -> None:
         failure = RuntimeError(
             "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
         )
-    elif runtime.views:
+    elif runtime.active_views:
         failure = RuntimeError(
-            f"layerzero.close was called inside {runtime.views[-1].value}, which must restore the model when it ends. "
-            "Leave the context first"
+            f"layerzero.close was called inside {runtime.active_views[-1].value}, which must restore the model when it "
+            "ends. Leave the context first"
         )
-    if not runtime.topology.zero3_reduce.held.is_local:  # see [Note: Release of groups] in comm/process_groups.py
-        agree("close", {}, ranks=runtime.everyone.ranks, failure=failure)
+    if (
+        not runtime.mesh_info.zero3_reduce_comm.held_group.is_local
+    ):  # see [Note: Release of groups] in comm/process_groups.py
+        require_equal("close", {}, ranks=runtime.ranks.ranks, failure=failure)
     if failure is not None:
         raise failure
-    everyone = runtime.everyone
-    detach(model)
-    if not runtime.topology.zero3_reduce.held.is_local:
+    everyone = runtime.ranks
+    remove_hooks(model)
+    if not runtime.mesh_info.zero3_reduce_comm.held_group.is_local:
         released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
     runtime.close()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["UninitializedTensor", "bears_mark", "mark", "refusal_of"]
+__all__ = ["UninitializedTensor", "fill_sentinel", "has_sentinel", "initialization_check"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 8  # names in an error
@@ -44,11 +44,11 @@ class UninitializedTensor:
         if held is None:
             return False
         # A cast may have made another NaN of the mark.
-        return bool(held.isnan().any()) if _is_inexact(held) else bears_mark(held)
+        return bool(held.isnan().any()) if _is_inexact(held) else has_sentinel(held)
 
 
 @torch.no_grad()
-def mark(fresh: Tensor) -> None:
+def fill_sentinel(fresh: Tensor) -> None:
     """Fill a tensor of any dtype with the mark: a NaN, or an unlikely integer."""
     if _takes_mark(fresh):
         bits = _bits(fresh)
@@ -56,7 +56,7 @@ def mark(fresh: Tensor) -> None:
 
 
 @torch.no_grad()
-def bears_mark(tensor: Tensor) -> bool:
+def has_sentinel(tensor: Tensor) -> bool:
     """It has elements that nothing has written; all of them, where an element has too few bits for a mark."""
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
@@ -65,7 +65,7 @@ def bears_mark(tensor: Tensor) -> bool:
     return bool(marked.any() if _is_inexact(tensor) and bits.element_size() > 1 else marked.all())
 
 
-def refusal_of(
+def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
     """What the first forward calls, on all ranks: raises while something is still unwritten."""
@@ -73,7 +73,7 @@ def refusal_of(
     def refuse() -> None:
         left = [each for each in unwritten if each.is_left(members)]
         failure = RuntimeError(_describe(left)) if left else None
-        agree("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
+        require_equal("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
 
     return refuse
 

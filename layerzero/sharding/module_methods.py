@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.dtensor.outside import call_between
-from layerzero.engine.hooks import forward_hooks, get_state, runtimes_of, units_within
+from layerzero.dtensor.outside import call_with_hooks
+from layerzero.engine.hooks import forward_hooks, get_state, get_states, units_within
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.unit import Unit
 
@@ -54,14 +54,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. For a module that holds sharded
     models, it applies to all of them.
     """
-    before = [(runtime, runtime.reduces) for runtime in runtimes_of(model).values()]
+    before = [(runtime, runtime.requires_gradient_sync) for runtime in get_states(model).values()]
     for runtime, _ in before:
-        runtime.reduces = False
+        runtime.requires_gradient_sync = False
     try:
         yield
     finally:
         for runtime, reduces in before:
-            runtime.reduces = reduces
+            runtime.requires_gradient_sync = reduces
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
         ValueError: ``recurse=False``, for the root without the units inside it.
     """
     runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
-    runtime.reduces = runtime.all_reduces = bool(requires_gradient_sync)
+    runtime.requires_gradient_sync = runtime.requires_all_reduce = bool(requires_gradient_sync)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -130,7 +130,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
     """
-    _whole(model, "set_requires_all_reduce", recurse=recurse).all_reduces = bool(requires_all_reduce)
+    _whole(model, "set_requires_all_reduce", recurse=recurse).requires_all_reduce = bool(requires_all_reduce)
 
 
 def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
@@ -203,7 +203,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
         )
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
-        unit.reshards, unit.is_told = reshard_after_forward, True
+        unit.reshard_after_forward, unit.is_told = reshard_after_forward, True
     runtime.heed_control()
 
 
@@ -215,7 +215,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
     """
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
-        unit.reshards_after_backward = bool(reshard_after_backward)
+        unit.reshard_after_backward = bool(reshard_after_backward)
     runtime.heed_control()
 
 
@@ -318,7 +318,7 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
         held = weak()
         assert held is not None
         call = functools.partial(method, held) if takes_module else method
-        return call_between(held, call, args, kwargs, *forward_hooks(held))
+        return call_with_hooks(held, call, args, kwargs, *forward_hooks(held))
 
     as_forward.is_layerzeros = True  # type: ignore[attr-defined]
     return as_forward

@@ -40,7 +40,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             continue  # an optimizer around a sharded one, which it steps; what else it does is seen by the parameters
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                member = runtime.parameters.member_of(parameter)
+                member = runtime.parameters.managed_param(parameter)
                 if member is not None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded; "

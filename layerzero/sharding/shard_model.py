@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.agreement import agree, has_peers
+from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import timeout_of
 from layerzero.comm.mesh_info import AXES, as_data_parallel
@@ -28,14 +28,14 @@ from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.device.gradient_offload import Accumulators, Buffers
+from layerzero.device.gradient_offload import AccumulatorAllocator, ModelPools
 from layerzero.dtensor.quiet import quieten
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.engine.hooks import attach
+from layerzero.engine.hooks import register_hooks
 from layerzero.engine.runtime import LayerZeroState
 from layerzero.estimates.memory_estimate import held_bytes
-from layerzero.estimates.scratch_buffers import Scratch, plan_scratch
-from layerzero.estimates.specs import Where, specs_of
+from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
+from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
     agree_on_codec,
     build_unit,
@@ -43,16 +43,24 @@ from layerzero.sharding.build_units import (
     check_codec,
     check_meta,
     check_offload,
-    describe,
-    parts_of,
+    parts_to_compare,
     plan_handles,
+    settings_to_compare,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
-from layerzero.sharding.meta_init import UninitializedTensor, refusal_of
+from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
 from layerzero.sharding.module_methods import bind_methods, mark_units
 from layerzero.sharding.optimizer_hook import guard_optimizers
 from layerzero.sharding.shared_segment import Node, share_node
-from layerzero.sharding.unit_meshes import Further, MeshOf, agree_beside, further_axes, root_mesh, sites_of, unit_meshes
+from layerzero.sharding.unit_meshes import (
+    Further,
+    MeshOf,
+    agree_model_parallel,
+    meshes_of_units,
+    model_parallel_axes,
+    root_mesh,
+    unit_meshes,
+)
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_wrappers, refuse_fully_shard
 
@@ -214,19 +222,19 @@ def shard_model(
             ignored_params=ignored_params,
             ignored_modules=ignored_modules,
         )
-        further = further_axes(plans)
+        further = model_parallel_axes(plans)
         check_meta(plans, param_init_fn)
         check_codec(plans, config)
         check_offload(plans, config)
         if sync_module_states:
             check_buffers(plans)
-        fields = describe(model, plans, config)
+        fields = settings_to_compare(model, plans, config)
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
-    failure = agree_beside(model, root, fields, failure)
+    failure = agree_model_parallel(model, root, fields, failure)
     settle_releases()
     made = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
-    agree("shard_model", fields | parts_of(plans), ranks=ranks, groups=made, failure=failure)
+    require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=made, failure=failure)
 
     groups = ModelGroups()
     try:
@@ -247,25 +255,25 @@ def _build(
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
     """Build the runtime, units and handles of the plans. All ranks of the model must call this, with equal plans."""
-    everyone, sites = sites_of(further, groups)
-    topology = everyone.topology
-    if not topology.zero3_reduce.held.is_local:
+    everyone, sites = meshes_of_units(further, groups)
+    topology = everyone.mesh_info
+    if not topology.zero3_reduce_comm.held_group.is_local:
         released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
     averaged = topology.data_parallel
     handles = [
         plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
         for plan in plans
         for site in (sites[plan.mesh],)
-        for where in (Where.of(site.topology, in_node=False, offload_params=config.offload_params),)
+        for where in (RankTraits.of(site.mesh_info, in_node=False, offload_params=config.offload_params),)
     ]
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
         agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
     node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
-    scratch = Scratch(Counter(), Counter())
+    scratch = ScratchBuffers(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
-        where = Where.of(site.topology, in_node=node is not None, offload_params=config.offload_params)
+        where = RankTraits.of(site.mesh_info, in_node=node is not None, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, where))
     buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
@@ -282,7 +290,7 @@ def _build(
     runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not config.sync_module_states):
-        runtime.before_first_forward = refusal_of(unwritten, runtime.members, everyone.ranks)
+        runtime.first_forward_check = initialization_check(unwritten, runtime.members, everyone.ranks)
     return runtime
 
 
@@ -293,21 +301,21 @@ def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size:
     except (TypeError, ValueError) as error:
         ranks = sorted(ranks_in(mesh)) if isinstance(mesh, DeviceMesh) else []
         if dist.get_rank() in ranks:  # otherwise the calling ranks are unknown
-            agree("shard_model", {}, ranks=ranks, failure=error)
+            require_equal("shard_model", {}, ranks=ranks, failure=error)
         raise
 
 
 def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     """To its users, and not to other wrappers and optimizers."""
-    attach(runtime)
+    register_hooks(runtime)
     guard_optimizers(runtime)
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(runtime)
     mark_units(runtime.units)
     quieten()
-    topology = runtime.topology
-    if runtime.everyone.is_first:
+    topology = runtime.mesh_info
+    if runtime.ranks.is_first:
         size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20
         _log.info(
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
@@ -321,16 +329,16 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 def _watch(runtime: LayerZeroState) -> None:
     """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
-    topology, ranks = runtime.topology, runtime.everyone.ranks
+    topology, ranks = runtime.mesh_info, runtime.ranks.ranks
     if CurrentStream.of(topology.device) is None or not has_peers(ranks):
         return
-    groups = {each.zero3_gather.group for each in (topology, *(handle.topology for handle in runtime.handles))}
+    groups = {each.zero3_gather_comm.group for each in (topology, *(handle.topology for handle in runtime.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
     watchdog = Watchdog(topology, new_scope(ranks), limit, owner=runtime, is_default=True)
     runtime.on_close.append(watchdog.close)
 
 
-def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> Buffers:
+def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> ModelPools:
     device, full = scratch.device, FullBufferPool(scratch.device)
     asked = [name for name in OFFLOADS if getattr(config, name)]
     transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if asked else None
@@ -343,7 +351,7 @@ def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) ->
         warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
     outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
-    accumulators = Accumulators(device, of_grads, keep)
+    accumulators = AccumulatorAllocator(device, of_grads, keep)
     of_masters = transfers if config.offload_optimizer else None
     of_weights = transfers if config.offload_params else None
-    return Buffers(scratch, outgoing, full, accumulators, of_masters, of_weights)
+    return ModelPools(scratch, outgoing, full, accumulators, of_masters, of_weights)

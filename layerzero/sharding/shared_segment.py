@@ -8,15 +8,21 @@ from functools import partial
 
 import torch
 
-from layerzero.comm.collectives import Exchange, lost
+from layerzero.comm.collectives import Collective, collective_error
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.shared_memory import WriteBarrier, room_of, words_for
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, room_for, room_of_all
-from layerzero.comm.transport.shm_rendezvous import share_memory
-from layerzero.comm.transport.shm_segment import Region, SharedSegment
+from layerzero.comm.transport.shm_buffers import (
+    RING_BYTES,
+    NodePlace,
+    SharedBufferPool,
+    aligned_bytes,
+    aligned_bytes_of_all,
+)
+from layerzero.comm.transport.shm_rendezvous import map_shared_segment
+from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
 from layerzero.config import LayerZeroConfig
 from layerzero.estimates.scratch_buffers import plan_scratch
-from layerzero.estimates.specs import HandleSpec, Where
+from layerzero.estimates.specs import HandleSpec, RankTraits
 
 __all__ = ["Node", "share_node"]
 
@@ -38,21 +44,21 @@ class Node:
 
 def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
     """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
-    lane = topology.zero3_reduce
+    lane = topology.zero3_reduce_comm
     if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
         return None
-    sums = [room_for(each.layout.numel * each.precision.master.itemsize) for each in handles]
+    sums = [aligned_bytes(each.layout.numel * each.precision.master.itemsize) for each in handles]
     kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
-    rotating = plan_scratch(handles, config, Where.of(topology, in_node=True, offload_params=False)).outgoing
-    foreseen = RING_BYTES + room_of_all(rotating) + kept
-    region = Region(
+    rotating = plan_scratch(handles, config, RankTraits.of(topology, in_node=True, offload_params=False)).outgoing
+    foreseen = RING_BYTES + aligned_bytes_of_all(rotating) + kept
+    region = SegmentSizes(
         words=words_for(len(handles)),
         common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
         part=foreseen + sum(sums) * _MORE,
         foreseen=foreseen,
     )
-    memory = share_memory(topology.node_control, region)
+    memory = map_shared_segment(topology.zero3_control_comm, region)
     if memory is None:
         return None
-    explain = partial(lost, lane, Exchange.NODE_SUM, "")
-    return Node(memory, WriteBarrier(memory, topology.zero3_gather), SharedBufferPool(memory, explain, rotating))
+    explain = partial(collective_error, lane, Collective.NODE_SUM, "")
+    return Node(memory, WriteBarrier(memory, topology.zero3_gather_comm), SharedBufferPool(memory, explain, rotating))

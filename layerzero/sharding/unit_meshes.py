@@ -13,16 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Communicator
 from layerzero.comm.mesh_info import MeshInfo, check_mesh, init_mesh, mesh_of_ranks
 from layerzero.comm.model_ranks import ModelParallelAxes, ModelRanks, broadcast_over
 from layerzero.comm.process_groups import ModelGroups
-from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, part_held
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.unit_selection import UnitDefinition, ranks_in
 
-__all__ = ["Further", "MeshOf", "Site", "agree_beside", "further_axes", "root_mesh", "sites_of", "unit_meshes"]
+__all__ = [
+    "Further",
+    "MeshOf",
+    "UnitMesh",
+    "agree_model_parallel",
+    "meshes_of_units",
+    "model_parallel_axes",
+    "root_mesh",
+    "unit_meshes",
+]
 
 
 MeshOf = Callable[[str, nn.Module], DeviceMesh]
@@ -93,7 +102,7 @@ def _around(beside: DeviceMesh) -> list[int]:
 Further = dict[DeviceMesh, DeviceMesh | None]
 
 
-def further_axes(plans: Sequence[UnitDefinition]) -> Further:
+def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
     """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
 
     Raises:
@@ -124,7 +133,7 @@ def further_axes(plans: Sequence[UnitDefinition]) -> Further:
     return {plan.mesh: found[plan.mesh][1] if plan.mesh in found else None for plan in plans}
 
 
-def agree_beside(
+def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
     """Compare what must be equal with the ranks beside the root's; what is wrong, on any of them, is returned."""
@@ -132,64 +141,70 @@ def agree_beside(
     if axes is None or axes.size() == 1:
         return failure
     try:
-        agree("shard_model", fields, ranks=sorted(ranks_in(axes)), failure=failure)
+        require_equal("shard_model", fields, ranks=sorted(ranks_in(axes)), failure=failure)
     except Exception as error:
         return error
     return failure
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class UnitMesh:
     """Where some units are sharded."""
 
-    everyone: ModelRanks
-    topology: MeshInfo
-    beside: ModelParallelAxes | None  # the axes on which their parameters are DTensors, if there are any
+    ranks: ModelRanks
+    mesh_info: MeshInfo
+    model_parallel: ModelParallelAxes | None  # the axes on which their parameters are DTensors, if there are any
     holds_copies: bool  # plain parameters are copies on each of those axes; else they may differ there
 
     def has_face(self, parameter: nn.Parameter) -> bool:
-        return self.beside is not None and (self.holds_copies or isinstance(parameter, DTensor))
+        return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
     def face_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
         """See [Note: Faces]."""
-        if self.beside is None or not self.has_face(parameter):
+        if self.model_parallel is None or not self.has_face(parameter):
             return None
-        return ModelParallelSpec.of(parameter, self.beside.mesh, self.beside.shown)
+        return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
         """Give the values that the first of all ranks with the same part has to all of these."""
         face = self.face_of(parameter)
-        copied = () if face is None or self.beside is None else zip(self.beside.lanes, face.placements, strict=True)
+        copied = (
+            ()
+            if face is None or self.model_parallel is None
+            else zip(self.model_parallel.communicators, face.placements, strict=True)
+        )
         across = [lane for lane, placement in copied if isinstance(placement, Replicate)]
-        self.send(part_held(parameter).detach(), across)
+        self.send(local_part(parameter).detach(), across)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Give a tensor of the first rank to all data-parallel ones, and to those `across`."""
-        lanes = (*across, self.topology.replica, self.topology.zero3_gather)
+        lanes = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
         if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
             return
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sent = sent.to(self.topology.device).contiguous()
+        sent = sent.to(self.mesh_info.device).contiguous()
         broadcast_over(lanes, sent)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
-def sites_of(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, Site]]:
+def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Where the units of a model are sharded, by mesh; the root's first. All ranks of the model must call this."""
     root, *_ = further
     topology = MeshInfo.from_mesh(root, groups=groups)
     everyone = ModelRanks.around(topology, further[root])
-    topology = everyone.topology
+    topology = everyone.mesh_info
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
             _compare(everyone, mesh, axes)
         own = (
-            topology if mesh == root else everyone.seen_from(MeshInfo.from_mesh(mesh, topology.ledger, topology.groups))
+            topology
+            if mesh == root
+            else everyone.seen_from(MeshInfo.from_mesh(mesh, topology.counters, topology.groups))
         )
         beside = None if axes is None else ModelParallelAxes.of(own, axes, everyone)
-        sites[mesh] = Site(everyone, own, beside, holds_copies=mesh == root)
+        sites[mesh] = UnitMesh(everyone, own, beside, holds_copies=mesh == root)
     return everyone, sites
 
 
@@ -222,7 +237,7 @@ def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None)
                 f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes are not all "
                 f"of {list(everyone.ranks)} between them"
             )
-        if beside is None and everyone.across and len(ranks) != everyone.size:
+        if beside is None and everyone.model_parallel and len(ranks) != everyone.size:
             raise ValueError(
                 f"units on the mesh {ranks} have plain parameters, and others are tensor parallel: which ranks have "
                 "copies of them is not known. Make them DTensors on the axes of that mesh"

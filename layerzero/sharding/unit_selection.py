@@ -20,11 +20,11 @@ from layerzero.dtensor.model_parallel_spec import misplaced
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
-__all__ = ["Found", "UnitDefinition", "block_classes", "is_plain_storage", "kind_of", "partition", "ranks_in"]
+__all__ = ["ParamInfo", "UnitDefinition", "block_classes", "is_plain_storage", "partition", "ranks_in", "storage_kind"]
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ParamInfo:
     """One parameter of the model, under its first name."""
 
     name: str
@@ -39,7 +39,7 @@ class UnitDefinition:
     name: str  # "" for the root
     mesh: DeviceMesh  # that it is sharded over
     called: list[nn.Module]  # any of which, when called, calls the unit
-    parameters: list[Found] = field(default_factory=list)
+    parameters: list[ParamInfo] = field(default_factory=list)
     modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
 
 
@@ -144,7 +144,7 @@ def _ignored(
     return ignored
 
 
-def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], Found]]:
+def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
     """Every parameter once, with the names of all modules that hold it."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -159,7 +159,7 @@ def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ..
     for key, (full_name, parameter) in first.items():
         places = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
         module_names = tuple(module_name for module_name, _, _ in owners[key])
-        result.append((module_names, Found(full_name, parameter, tuple(places.values()))))
+        result.append((module_names, ParamInfo(full_name, parameter, tuple(places.values()))))
     return result
 
 
@@ -418,7 +418,7 @@ def _refuse_sharded_twice(model: nn.Module) -> None:
             )
 
 
-def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
+def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
     parameter, name = found.parameter, found.name
     if is_lazy(parameter):
         raise ValueError(
@@ -432,7 +432,7 @@ def _refuse_unsupported(found: Found, ranks: Sequence[int]) -> None:
         raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
 
 
-def _refuse_shared_values(found: Sequence[Found]) -> None:
+def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
     """Raise if a parameter of a tensor subclass shares its inner tensor with another parameter."""
     plain = [each for each in found if is_plain_storage(each.parameter)]
     names = {_memory_of(each.parameter): each.name for each in plain}
@@ -498,7 +498,7 @@ def is_plain_storage(tensor: torch.Tensor) -> bool:
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def kind_of(tensor: torch.Tensor) -> str:
+def storage_kind(tensor: torch.Tensor) -> str:
     """For messages about a tensor that is not plain."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"

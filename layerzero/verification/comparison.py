@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "ParameterDifference", "Snapshot", "VerifyReport"]
+__all__ = ["Comparison", "ParameterDifference", "StepRecord", "VerifyReport"]
 
 FLOOR = 1e-2
 _SHOWN = 20  # rows in the text of a report
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StepRecord:
     """What one optimizer step saw and left: whole tensors in host memory, by parameter name."""
 
     gradients: Mapping[str, Tensor | None]
@@ -133,7 +133,7 @@ class Comparison:
         self._weight: dict[str, tuple[float, int]] = {}
         self._note: dict[str, str] = {}
 
-    def add(self, step: int, plain: Snapshot, ours: Snapshot) -> None:
+    def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
         """Compare the states of one step."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
@@ -148,7 +148,7 @@ class Comparison:
             distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
             self._worse(self._weight, name, _relative(distance, scale), step)
 
-    def _compare_gradient(self, step: int, name: str, plain: Snapshot, ours: Snapshot, floor: float) -> None:
+    def _compare_gradient(self, step: int, name: str, plain: StepRecord, ours: StepRecord, floor: float) -> None:
         theirs, mine = plain.gradients.get(name), ours.gradients.get(name)
         if theirs is None and mine is None:
             self._worse(self._gradient, name, 0.0, step)

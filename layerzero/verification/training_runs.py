@@ -27,16 +27,24 @@ from layerzero.comm.mesh_info import init_mesh
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.training_loop import no_sync
-from layerzero.verification.comparison import Snapshot
+from layerzero.verification.comparison import StepRecord
 
-__all__ = ["PER_MODEL", "PlainRun", "Task", "loss_of_output", "preserved_rng", "train_plain", "train_sharded"]
+__all__ = [
+    "PER_MODEL",
+    "ReferenceRun",
+    "TrainingTask",
+    "loss_of_output",
+    "preserved_rng",
+    "train_plain",
+    "train_sharded",
+]
 
 
 PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that hold parts of one model
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What is trained; see :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
@@ -98,18 +106,18 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-class PlainRun:
+class ReferenceRun:
     """What the plain run left: the weights before it, a snapshot per step if kept, the losses of all ranks' batches."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[StepRecord] = []
         self.losses: list[float] = []
         self.edited: set[str] = set()  # weights that were changed by anything but the optimizer; known on rank 0
         self.dtypes: set[torch.dtype] = set()  # of the parameters
 
 
-def train_plain(task: Task, *, world_size: int, device: torch.device, rank: int) -> PlainRun:
+def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> ReferenceRun:
     """Train without layerzero. See [Note: What the plain run is].
 
     Args:
@@ -122,7 +130,7 @@ def train_plain(task: Task, *, world_size: int, device: torch.device, rank: int)
     parameters = dict(models[0].named_parameters())
     masters = {name: _master(parameter) for name, parameter in parameters.items()}
     optimizer = task.optimizer(masters.values())
-    run = PlainRun()
+    run = ReferenceRun()
     run.start = _weights(masters, models[rank])
     run.dtypes = {parameter.dtype for parameter in parameters.values()}
     for step in range(task.steps):
@@ -145,13 +153,13 @@ def train_plain(task: Task, *, world_size: int, device: torch.device, rank: int)
         for name, parameter in parameters.items():
             parameter.data.copy_(masters[name])
         if rank == 0:
-            run.snapshots.append(Snapshot(gradients, _weights(masters, models[rank])))
+            run.snapshots.append(StepRecord(gradients, _weights(masters, models[rank])))
     return run
 
 
 def train_sharded(
-    task: Task, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
-) -> Iterator[Snapshot]:
+    task: TrainingTask, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
+) -> Iterator[StepRecord]:
     """Train with layerzero on this rank's batches; a snapshot per step, with empty tensors on ranks other than 0.
 
     All ranks must exhaust it together.
@@ -173,10 +181,10 @@ def train_sharded(
         gradients = {name: None if p.grad is None else _whole(p.grad, rank) for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        yield Snapshot(gradients, {name: _whole(tensor, rank) for name, tensor in _trained(model)})
+        yield StepRecord(gradients, {name: _whole(tensor, rank) for name, tensor in _trained(model)})
 
 
-def _require_repeatable(task: Task) -> None:
+def _require_repeatable(task: TrainingTask) -> None:
     once, again = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
     if len(once) != len(again) or not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
         raise ValueError(
@@ -185,7 +193,7 @@ def _require_repeatable(task: Task) -> None:
         )
 
 
-def _models_of_ranks(task: Task, world_size: int, device: torch.device) -> list[nn.Module]:
+def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) -> list[nn.Module]:
     models: list[nn.Module] = []
     for _ in range(world_size):
         model = task.build()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from layerzero.comm.agreement import agree
+from layerzero.comm.agreement import require_equal
 from layerzero.comm.texts import need_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.device.accelerator import compute_device, default_device_type
@@ -24,8 +24,8 @@ from layerzero.verification.comparison import Comparison, ParameterDifference, V
 from layerzero.verification.local_processes import pickled, run_on_local_ranks
 from layerzero.verification.training_runs import (
     PER_MODEL,
-    PlainRun,
-    Task,
+    ReferenceRun,
+    TrainingTask,
     loss_of_output,
     preserved_rng,
     train_plain,
@@ -224,18 +224,18 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
     """On every rank, with the default group initialised."""
     given = dict(arguments)
     sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
-    task = Task(**given)
+    task = TrainingTask(**given)
     world = dist.get_world_size()
     numbers = {"steps": task.steps, "micro_batches": task.micro_batches, "seed": task.seed}
-    agree("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
+    require_equal("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
     device = compute_device(device_type)
     with preserved_rng(device):
-        plain, failure = PlainRun(), None
+        plain, failure = ReferenceRun(), None
         try:
             plain = train_plain(task, world_size=world, device=device, rank=rank)
         except Exception as error:
             failure = error
-        agree("verify, plain run", {}, ranks=range(world), failure=failure)
+        require_equal("verify, plain run", {}, ranks=range(world), failure=failure)
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
         for trial in _trials(sizes, tolerance, settings, plain.dtypes):
@@ -247,7 +247,9 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
     return report
 
 
-def _compare(task: Task, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str) -> list[ParameterDifference]:
+def _compare(
+    task: TrainingTask, trial: _Trial, plain: ReferenceRun, *, rank: int, device_type: str
+) -> list[ParameterDifference]:
     """A row per parameter on rank 0, none on the others."""
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
@@ -298,7 +300,7 @@ def _epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
+def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
     """What the plain run says about the model; on rank 0 all of it."""
     notes = []
     if plain.edited:

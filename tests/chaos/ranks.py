@@ -44,7 +44,7 @@ def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, 
         layerzero.watchdog(model, LIMIT)
     request = checkpoint.on_signal(signal.SIGTERM, model, deadline=20) if plan.get("what") == "term" else None
     if flips:
-        layerzero.guard_bits(model, optimizer, every=1)
+        layerzero.guard_corruption(model, optimizer, every=1)
     for step in range(first, STEPS):
         (place / f"step.{rank}").write_text(str(step))
         meets = attempt == 0 and step == plan.get("step")
@@ -55,7 +55,7 @@ def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, 
             _flip(plan, model, optimizer)
         try:
             optimizer.step()
-        except layerzero.SilentCorruption as error:
+        except layerzero.SilentDataCorruption as error:
             said = [[each.kind, list(each.ranks)] for each in error.corruptions]
             (place / f"corruption.{rank}").write_text(json.dumps(said))
             os._exit(5)
@@ -188,7 +188,7 @@ def _meet(plan: dict[str, Any], rank: int, model: Any) -> None:
     elif what == "late" and is_mine:
         time.sleep(LIMIT + 6)
     elif what == "skip" and not is_mine:
-        get_state(model).everyone.all_gather_text("all but one say this")
+        get_state(model).ranks.all_gather_text("all but one say this")
 
 
 def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
@@ -198,13 +198,13 @@ def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
     member = draw.choice([each for each in runtime.members.values() if each.master.numel()])
     if plan["flip"] == "compute weights":
         handle = next(each for each in runtime.handles if member in each.members)
-        own = handle.zero3[handle.topology.grid.place(handle.layout, Extent.RANK, Extent.NODE)]
+        own = handle.zero3_shard[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
         start = (member.master.data_ptr() - handle.master.data_ptr()) // member.master.element_size()
         flip(own, start + draw.randrange(member.master.numel()), draw.randrange(16))
         return
     tensor = {
         "masters": lambda: member.master,
         "moments": lambda: optimizer.state_by_name()[member.name]["momentum_buffer"],
-        "gradients": lambda: plain(member.parameter.grad),
+        "gradients": lambda: plain(member.sharded.grad),
     }[plan["flip"]]()
     flip(tensor, draw.randrange(tensor.numel()), draw.randrange(32))

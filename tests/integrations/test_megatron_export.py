@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import layerzero
 import layerzero.megatron
 from layerzero.cli import app
-from layerzero.megatron.export_parts import export_model
+from layerzero.megatron.export_parts import export_parts
 from tests.support.megatron_checkpoints import load, save
 from tests.support.megatron_ranks import (
     Case,
@@ -145,13 +145,13 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="has no parts of a checkpoint"):
-        export_model(tmp_path / "empty", tmp_path / "two.safetensors")
+        export_parts(tmp_path / "empty", tmp_path / "two.safetensors")
     one = next((tmp_path / "run").glob("layout-*"))
     run_ranks(_save_other_extra, str(tmp_path / "other"), world_size=1)
     shutil.rmtree(one)
     shutil.move(tmp_path / "other", one)
     with pytest.raises(ValueError, match=r"was not saved by layerzero\.megatron\.save"):
-        export_model(tmp_path / "run", tmp_path / "two.safetensors")
+        export_parts(tmp_path / "run", tmp_path / "two.safetensors")
 
 
 def _save_other_extra(rank: int, path: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files
-from layerzero.checkpoint.checksums import Scheme, sums_of
+from layerzero.checkpoint.checksums import ChecksumScheme, sums_of
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
 
@@ -40,11 +40,15 @@ def nested(depth: int) -> Any:
 
 
 def sign(
-    path: Path, listed: dict[str, str] | None = None, sequence: Any = 0, scheme: Scheme | None = None, **more: Any
+    path: Path,
+    listed: dict[str, str] | None = None,
+    sequence: Any = 0,
+    scheme: ChecksumScheme | None = None,
+    **more: Any,
 ) -> None:
     """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
     listed = listed or {file.name: file.name for file in path.iterdir() if file.name != atomic_files.MANIFEST}
-    scheme = scheme or Scheme.best()
+    scheme = scheme or ChecksumScheme.best()
     table = {}
     for name, file in listed.items():
         content = (path / file).read_bytes()

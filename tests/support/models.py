@@ -186,7 +186,7 @@ def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tenso
     mine = torch.cat([local.cpu().reshape(-1).view(torch.uint8) for local in rows.values()])
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
     everyone = padded
-    for lane in topology.control_lanes:
+    for lane in topology.control_comms:
         pieces = [torch.empty_like(everyone) for _ in range(lane.size)]
         dist.all_gather(pieces, everyone, group=lane.group)
         everyone = torch.cat(pieces)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import layerzero
 from layerzero.comm.collectives import Communicator
 from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool
-from layerzero.comm.transport.shm_rendezvous import share_memory
-from layerzero.comm.transport.shm_segment import Region
+from layerzero.comm.transport.shm_rendezvous import map_shared_segment
+from layerzero.comm.transport.shm_segment import SegmentSizes
 from layerzero.engine.hooks import get_state
 from tests.support.models import integer_net
 
@@ -19,12 +19,14 @@ __all__ = ["node_pool", "numbered"]
 def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
     """The lane of hop 1 of all ranks, and buffers in the memory that they share."""
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
-    topology = get_state(model).topology
-    memory = share_memory(topology.node_control, Region(words=4, common=0, part=part, foreseen=RING_BYTES))
+    topology = get_state(model).mesh_info
+    memory = map_shared_segment(
+        topology.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, foreseen=RING_BYTES)
+    )
     assert memory is not None
     pool = SharedBufferPool(memory, lambda error: error)
     pool.model = model  # type: ignore[attr-defined]  # its groups are released with it
-    return topology.zero3_reduce, pool
+    return topology.zero3_reduce_comm, pool
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Communicator, PendingCollective, all_gather
-from layerzero.comm.traffic_counters import Exchange
+from layerzero.comm.traffic_counters import Collective
 from layerzero.device.buffer_pools import FullBufferPool
 
 __all__ = ["PostForwardShard", "kept_bytes"]
@@ -33,7 +33,7 @@ class PostForwardShard:
         self._shard = torch.empty(numel, dtype=full.dtype, device=full.device)  # 1-D [G / k]
         self._storage = self._shard.untyped_storage()
         self.size = self._storage.nbytes()  # bytes, when it is there
-        storages.reclaim(self._storage)
+        storages.free(self._storage)
 
     @property
     def nbytes(self) -> int:
@@ -44,18 +44,18 @@ class PostForwardShard:
     def keep(self) -> None:
         """Take this rank's part of what has been gathered, unless it is there."""
         if self._lane is not None and self.size > self.nbytes:
-            self._storages.lend(self._storage, self.size)
+            self._storages.allocate(self._storage, self.size)
             self._shard.copy_(self._full.chunk(self._lane.size)[self._lane.rank])
 
     def gather(self, *, name: str) -> PendingCollective | None:
         """Start filling the full buffer again; None: nothing is kept."""
         if self._lane is None or not self.nbytes:
             return None
-        return all_gather(self._lane, Exchange.REGATHER, self._full, self._shard, name=name)
+        return all_gather(self._lane, Collective.REGATHER, self._full, self._shard, name=name)
 
     def drop(self) -> None:
         if self.nbytes:
-            self._storages.reclaim(self._storage)
+            self._storages.free(self._storage)
 
 
 def kept_bytes(numel: int, element: int, ranks: int) -> int:

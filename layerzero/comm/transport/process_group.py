@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import Block, GatherCodec
-from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, all_gather
+from layerzero.comm.codecs import GatherCodec, RowBlock
+from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather
 from layerzero.comm.transport.post_forward_shard import PostForwardShard
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import overlap
 
-__all__ = ["GatherOptions", "Gathers", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
+__all__ = ["GatherOptions", "GatheredFullBuffer", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
 
 _ALIGNED = 16  # bytes: where a rank's part begins
 
@@ -58,20 +58,20 @@ def coded_bytes(sizes: Sequence[int]) -> int:
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
-def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[Block]]:
+def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
     """Of each ZeRO-3 shard."""
-    found: list[list[Block]] = []
+    found: list[list[RowBlock]] = []
     for s in range(zero3_size):
         shard, blocks = layout.zero3_range(s, zero3_size), []
         for slot in layout.slots:
             place, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
             if place.stop > place.start:
-                blocks.append(Block(place.start, rows, slot.row_numel))
+                blocks.append(RowBlock(place.start, rows, slot.row_numel))
         found.append(blocks)
     return found
 
 
-class Gathers:
+class GatheredFullBuffer:
     """The gathers of one handle; see [Note: Encoded gathers].
 
     Args:
@@ -98,7 +98,7 @@ class Gathers:
         self._bytes = torch.empty(coded_bytes(self._sizes), dtype=torch.uint8, device=full.device)  # 1-D [S * each]
         self._storage = self._bytes.untyped_storage()
         self.size = self._storage.nbytes()  # while it travels
-        storages.reclaim(self._storage)
+        storages.free(self._storage)
 
     @property
     def nbytes(self) -> int:
@@ -106,17 +106,17 @@ class Gathers:
         return self._storage.nbytes()
 
     @torch.no_grad()
-    def gather(self, *, name: str) -> PendingCollective | Decoding:
+    def gather(self, *, name: str) -> PendingCollective | PendingDecode:
         """Start gathering the shards of all ranks into the full buffer."""
         if self._codec is None or not self.size:
-            return all_gather(self._lane, Exchange.GATHER, self._full, self._shard, name=name)
-        self._storages.lend(self._storage, self.size)
+            return all_gather(self._lane, Collective.GATHER, self._full, self._shard, name=name)
+        self._storages.allocate(self._storage, self.size)
         rank = self._lane.rank
         own = self._bytes.chunk(self._lane.size)[rank]
         if self._blocks[rank]:  # a shard may be padding alone
             self._codec.encode(self._shard, self._blocks[rank], own[: self._sizes[rank]])
-        works = all_gather(self._lane, Exchange.GATHER, self._bytes, own, name=name)
-        return Decoding(works, self)
+        works = all_gather(self._lane, Collective.GATHER, self._bytes, own, name=name)
+        return PendingDecode(works, self)
 
     @torch.no_grad()
     def decode(self) -> None:
@@ -125,15 +125,15 @@ class Gathers:
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):
             if blocks:
                 self._codec.decode(part[:size], blocks, out)
-        self._storages.reclaim(self._storage)
+        self._storages.free(self._storage)
 
 
 @dataclass(frozen=True)
-class Decoding:
+class PendingDecode:
     """A gather of encoded shards."""
 
     works: PendingCollective
-    code: Gathers
+    code: GatheredFullBuffer
 
     def wait(self) -> None:
         self.works.wait()
@@ -142,7 +142,7 @@ class Decoding:
 
 def gathers_of(
     layout: FlatLayout, full: Tensor, shard: Tensor, lane: Communicator, travel: GatherOptions, storages: FullBufferPool
-) -> tuple[PostForwardShard, Gathers]:
+) -> tuple[PostForwardShard, GatheredFullBuffer]:
     """Among the few ranks that keep a handle for its backward, and among all ranks of a ZeRO-3 group."""
     kept = PostForwardShard(full, travel.keeping, storages)
-    return kept, Gathers(travel.codec, layout, full, shard, lane, storages)
+    return kept, GatheredFullBuffer(travel.codec, layout, full, shard, lane, storages)

@@ -2,8 +2,8 @@
 
 [Note: Rounds of writing]
 The full buffer of a handle is one piece of memory for all ranks of a node, each of which writes its own ZeRO-3 shard
-and reads all. Writes come in rounds, which are the same on all ranks: a round is one call of `WeightRefresher.launch`. A
-rank that comes to a round says so (COME): its passes through the weights before are over, and the next one comes
+and reads all. Writes come in rounds, which are the same on all ranks: a round is one call of `WeightRefresher.launch`.
+A rank that comes to a round says so (COME): its passes through the weights before are over, and the next one comes
 after. Nobody writes before all have come to the round. Where the master lies in the shared memory itself (fp32), the
 update of an optimizer or an edit of the user is the first write, so that whoever is about to make it comes to the
 round then.
@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Communicator, Exchange, PendingCollective, lost
+from layerzero.comm.collectives import Collective, Communicator, PendingCollective, collective_error
 from layerzero.comm.transport.shm_buffers import FIRST_FREE_WORD
 from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.streams import ThreadStream
@@ -71,22 +71,22 @@ class WriteBarrier:
         self._handles += 1
         return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
 
-    def come(self) -> None:
+    def arrive(self) -> None:
         """Return when no rank reads any more what it has read so far; what is then written must be refreshed."""
         if self._come == self._rounds:
             self._come += 1
-            self.memory.signals.advance(_COME)
+            self.memory.signals.increment(_COME)
         self.wait(_COME, self._come, "")
 
     def end_round(self) -> None:
         """All of the round has been launched."""
-        self._lane.ledger.record(Exchange.HAND_OVER, self._lane.axis, 0)
+        self._lane.counters.record(Collective.HAND_OVER, self._lane.axis, 0)
         self._rounds = self._come
 
-    def land(self, works: PendingCollective | None, word: int) -> None:
+    def publish_shard(self, works: PendingCollective | None, word: int) -> None:
         """This rank's shard is written, or will be when `works` have ended."""
         if works is None:
-            self.memory.signals.advance(word)
+            self.memory.signals.increment(word)
         else:
             self._landings.run(partial(_land, works, self.memory, word))
 
@@ -95,9 +95,9 @@ class WriteBarrier:
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
-            raise lost(self._lane, Exchange.HAND_OVER, name, error) from error
+            raise collective_error(self._lane, Collective.HAND_OVER, name, error) from error
         finally:
-            self._lane.ledger.waited[Exchange.HAND_OVER.value] += time.perf_counter() - began
+            self._lane.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
@@ -109,7 +109,7 @@ def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
                 with suppress(RuntimeError):
                     work.wait(_SLICE)  # type: ignore[call-arg]  # refreshes are the backend's
             work.wait()
-        memory.signals.advance(word)
+        memory.signals.increment(word)
 
 
 class SharedFullBuffer:
@@ -120,21 +120,21 @@ class SharedFullBuffer:
     """
 
     def __init__(self, hand_over: WriteBarrier, full: Tensor, word: int) -> None:
-        self.hand_over = hand_over
+        self.barrier = hand_over
         self.full = full
         self._word = word
         self._launched = 0
         self._read = 0  # the refresh that all are known to have landed
 
-    def land(self, works: PendingCollective | None) -> None:
+    def publish_shard(self, works: PendingCollective | None) -> None:
         """This rank's shard is written for the next time, or will be when `works` have ended."""
         self._launched += 1
-        self.hand_over.land(works, self._word)
+        self.barrier.publish_shard(works, self._word)
 
     def wait(self, name: str) -> None:
         """Return when the shards of all ranks have landed as often as this one's was launched."""
         if self._read < self._launched:
-            self.hand_over.wait(self._word, self._launched, name)
+            self.barrier.wait(self._word, self._launched, name)
             self._read = self._launched
 
 

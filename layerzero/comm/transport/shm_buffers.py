@@ -31,7 +31,7 @@ from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.gradient_storage import GradientStorage, SendLease
 
-__all__ = ["RING_BYTES", "Arrival", "NodePlace", "SharedBufferPool", "room_for", "room_of_all"]
+__all__ = ["RING_BYTES", "NodePlace", "PeersReady", "SharedBufferPool", "aligned_bytes", "aligned_bytes_of_all"]
 
 SENT, ADDED = 1, 2  # words of the node's memory; the next one is free
 FIRST_FREE_WORD = 3
@@ -40,14 +40,14 @@ _USUAL = 4  # buffers of a size that nothing was foreseen of, before one is take
 RING_BYTES = _RING * 2 * 8
 
 
-def room_for(nbytes: int) -> int:
+def aligned_bytes(nbytes: int) -> int:
     """Bytes of a part that a buffer takes."""
     return -(-nbytes // LINE) * LINE
 
 
-def room_of_all(buffers: Mapping[Size, int]) -> int:
+def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
     """The same of several."""
-    return sum(count * room_for(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
+    return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
 class SharedBufferPool(BufferPool):
@@ -90,29 +90,29 @@ class SharedBufferPool(BufferPool):
 
     # Buffers
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` with unspecified contents, which nobody reads."""
         size = numel, dtype
         with self._lock:
             idle = self._idle[size]
             buffer = None
-            if idle and self._made[size] >= self.foreseen.get(size, _USUAL):
+            if idle and self._made[size] >= self.expected.get(size, _USUAL):
                 buffer = idle.popleft()[0]  # the one that the others have most likely read
             else:
                 self._made[size] += 1
         if buffer is None:
             return self._grow(numel, dtype)
-        self.await_readers(buffer)
+        self.wait_consumed(buffer)
         return buffer
 
     def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D buffer ``[numel]`` of zeros that does not come back."""
         buffer = self._grow(numel, dtype)
-        self.kept_bytes += room_for(buffer.nbytes)
+        self.kept_bytes += aligned_bytes(buffer.nbytes)
         self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
-    def await_readers(self, buffer: Tensor) -> None:
+    def wait_consumed(self, buffer: Tensor) -> None:
         """Return when a buffer may be written: all have added what was sent from it."""
         self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
 
@@ -123,7 +123,7 @@ class SharedBufferPool(BufferPool):
     def _grow(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         try:
-            self._memory.commit(self._used + nbytes)
+            self._memory.mark_committed(self._used + nbytes)
         except OSError as error:
             raise RuntimeError(
                 f"no room for {nbytes} more bytes of gradients in the memory that the ranks of a node share ({error}): "
@@ -131,13 +131,13 @@ class SharedBufferPool(BufferPool):
             ) from error
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
         self._offsets[buffer.data_ptr()] = self._used
-        self._used += room_for(nbytes)
+        self._used += aligned_bytes(nbytes)
         self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     # Sums
 
-    def send(self, buffer: Tensor) -> int:
+    def publish(self, buffer: Tensor) -> int:
         """Tell the others where this rank's next sum lies; its number. It must not be written before :meth:`add`."""
         number = self._sent + 1
         self._wait(ADDED, max(0, number - _RING))
@@ -145,7 +145,7 @@ class SharedBufferPool(BufferPool):
         mine = self._rings[self._memory.rank]
         mine[place], mine[place + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
         self._sent_as[buffer.data_ptr()] = self._sent = number
-        self._signals.advance(SENT)
+        self._signals.increment(SENT)
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -159,24 +159,24 @@ class SharedBufferPool(BufferPool):
             parts.append(self._memory.part_of(rank, numel, dtype, offset))
         return tuple(parts)
 
-    def add(self, number: int) -> None:
+    def mark_consumed(self, number: int) -> None:
         """This rank has added up what it needs of a sum."""
         assert number == self._added + 1, "sums are added in the order in which they are sent"
         self._added = number
-        self._signals.advance(ADDED)
+        self._signals.increment(ADDED)
 
-    def arrival(self, number: int) -> Arrival:
-        return Arrival(self, number)
+    def peers_ready(self, number: int) -> PeersReady:
+        return PeersReady(self, number)
 
-    def is_sent(self, number: int) -> bool:
+    def is_published(self, number: int) -> bool:
         """By all ranks."""
-        return not self._signals.behind(SENT, number)
+        return not self._signals.ranks_below(SENT, number)
 
-    def await_sent(self, number: int) -> None:
+    def wait_published(self, number: int) -> None:
         self._signals.wait(SENT, number)
 
     def _wait(self, word: int, target: int) -> None:
-        if not self._signals.behind(word, target):
+        if not self._signals.ranks_below(word, target):
             return
         try:
             self._signals.wait(word, target)
@@ -199,7 +199,7 @@ class NodePlace(GradientStorage):
     def open(self, *, keep: bool) -> Tensor:
         if self._tensor is None:
             self._tensor = self._pool.keep(self.numel, self.dtype)
-        self._pool.await_readers(self._tensor)
+        self._pool.wait_consumed(self._tensor)
         return self._tensor
 
     def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
@@ -208,7 +208,7 @@ class NodePlace(GradientStorage):
         return SendLease(self._end_loan, self.open(keep=True))
 
 
-class Arrival:
+class PeersReady:
     """That all ranks have sent a sum, as a transfer that may be waited for."""
 
     def __init__(self, pool: SharedBufferPool, number: int) -> None:
@@ -216,10 +216,10 @@ class Arrival:
         self._number = number
 
     def is_completed(self) -> bool:
-        return self._pool.is_sent(self._number)
+        return self._pool.is_published(self._number)
 
     def wait(self) -> Any:
-        self._pool.await_sent(self._number)
+        self._pool.wait_published(self._number)
 
     def get_future(self) -> NoReturn:
         raise RuntimeError("nobody is told of the end of it")

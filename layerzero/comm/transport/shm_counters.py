@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["LINE", "Signals", "refuse_platform"]
+__all__ = ["LINE", "SharedCounters", "refuse_platform"]
 
 LINE = 64  # bytes: a cache line
 _SLICE = 0.05  # seconds
@@ -56,7 +56,7 @@ def refuse_platform() -> str | None:
     return None
 
 
-class Signals:
+class SharedCounters:
     """The numbers of all ranks of a node.
 
     Args:
@@ -91,11 +91,11 @@ class Signals:
         """From here on this rank counts as alive. See [Note: Life and death]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
-    def advance(self, word: int) -> None:
+    def increment(self, word: int) -> None:
         """Raise a number of this rank by one. See [Note: Signals]."""
         self._add(word, 1)
 
-    def behind(self, word: int, target: int) -> list[int]:
+    def ranks_below(self, word: int, target: int) -> list[int]:
         """The other ranks whose number has not reached `target`."""
         return [rank for rank in self._others if self._is_behind(rank, word, target)]
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.agreement import agree, has_peers
-from layerzero.comm.collectives import Communicator, Exchange, broadcast, timeout_of
+from layerzero.comm.agreement import has_peers, require_equal
+from layerzero.comm.collectives import Collective, Communicator, broadcast, timeout_of
 from layerzero.comm.transport.shm_counters import refuse_platform
-from layerzero.comm.transport.shm_segment import Call, Region, SharedSegment
+from layerzero.comm.transport.shm_segment import SegmentDescriptor, SegmentSizes, SharedSegment
 
-__all__ = ["boot_id", "share_memory"]
+__all__ = ["boot_id", "map_shared_segment"]
 
 _LOG = logging.getLogger("layerzero")
 _SUBJECT = "the memory of the node"
 
 
-def share_memory(lane: Communicator, region: Region) -> SharedSegment | None:
+def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegment | None:
     """Memory that all ranks of a lane have mapped and proved to share; None on all of them where one could not.
 
     Every rank of `lane`, which carries tensors of the CPU, must call this. Nothing that existed before is touched.
@@ -29,15 +29,15 @@ def share_memory(lane: Communicator, region: Region) -> SharedSegment | None:
     ranks = dist.get_process_group_ranks(lane.group)
     if not has_peers(ranks):
         return None
-    file, call, problem = -1, Call(0, -1, 0), refuse_platform()
+    file, call, problem = -1, SegmentDescriptor(0, -1, 0), refuse_platform()
     if lane.rank == 0 and problem is None:
         try:
             file, call = SharedSegment.create(region, lane.size)
         except OSError as error:
             problem = str(error)
     told = torch.tensor([call.process, call.file, call.token])
-    broadcast(lane, Exchange.AGREE, told)
-    call = Call(*told.tolist())
+    broadcast(lane, Collective.METADATA, told)
+    call = SegmentDescriptor(*told.tolist())
     memory = None
     if problem is None and call.file >= 0:
         try:
@@ -50,7 +50,7 @@ def share_memory(lane: Communicator, region: Region) -> SharedSegment | None:
     reason = _objection({**here, "problem": problem}, ranks, problem)
     if reason is None:
         assert memory is not None
-        problem = memory.doubt()
+        problem = memory.check_visible()
         reason = _objection({"problem": problem}, ranks, problem)
     if reason is None:
         return memory
@@ -62,7 +62,7 @@ def share_memory(lane: Communicator, region: Region) -> SharedSegment | None:
 def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
     """Why the ranks cannot share memory, the same on all of them; None if they can so far."""
     try:
-        agree(_SUBJECT, fields, ranks=ranks)
+        require_equal(_SUBJECT, fields, ranks=ranks)
     except ValueError as error:
         return str(error)
     return problem

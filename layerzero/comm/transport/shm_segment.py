@@ -28,16 +28,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerzero.comm.transport.shm_counters import Signals
+from layerzero.comm.transport.shm_counters import SharedCounters
 
-__all__ = ["Call", "Region", "SharedSegment", "left_of_container", "pages"]
+__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "left_of_container", "pages"]
 
 _OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of the first version of cgroups
 _PROOF = 0  # the first word of each rank
 
 
 @dataclass(frozen=True)
-class Region:
+class SegmentSizes:
     """What is shared, in bytes; the same on all ranks."""
 
     words: int  # signals of each rank
@@ -47,7 +47,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Call:
+class SegmentDescriptor:
     """What the first rank of a node tells the others: where they find the memory."""
 
     process: int
@@ -68,39 +68,41 @@ class SharedSegment:
         signals: words from 1 on are the user's.
     """
 
-    def __init__(self, file: int, region: Region, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
+    def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self.size = len(ranks)
         self.rank = rank
         self.region = region
         self._file = file
         self._close = weakref.finalize(self, os.close, file)
-        self._common_start = pages(Signals.nbytes(self.size, region.words))
+        self._common_start = pages(SharedCounters.nbytes(self.size, region.words))
         self._parts_start = self._common_start + pages(region.common)
         self._committed = 0  # bytes of this rank's part
         total = _length(region, self.size)
         if os.fstat(file).st_size != total:
             raise OSError(f"the shared memory has {os.fstat(file).st_size} bytes, not {total}")
         self._mapping = mmap.mmap(file, total)
-        self.signals = Signals(self._mapping, 0, file=file, ranks=ranks, rank=rank, words=region.words, timeout=timeout)
+        self.signals = SharedCounters(
+            self._mapping, 0, file=file, ranks=ranks, rank=rank, words=region.words, timeout=timeout
+        )
 
     @staticmethod
-    def create(region: Region, size: int) -> tuple[int, Call]:
+    def create(region: SegmentSizes, size: int) -> tuple[int, SegmentDescriptor]:
         """The descriptor of new memory for `size` ranks, and what to tell them."""
         token = secrets.randbits(62)
-        call = Call(os.getpid(), -1, token)
+        call = SegmentDescriptor(os.getpid(), -1, token)
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
         try:
             os.fchmod(file, 0o600)  # it is born open to all who come to the descriptor
             _require(region.common + size * region.foreseen)
             os.ftruncate(file, _length(region, size))
-            os.posix_fallocate(file, 0, pages(Signals.nbytes(size, region.words)))
+            os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.words)))
         except OSError:
             os.close(file)
             raise
-        return file, Call(call.process, file, token)
+        return file, SegmentDescriptor(call.process, file, token)
 
     @staticmethod
-    def open(call: Call) -> int:
+    def open(call: SegmentDescriptor) -> int:
         """The descriptor of memory that another rank has made."""
         path = f"/proc/{call.process}/fd/{call.file}"
         found = os.readlink(path)
@@ -116,19 +118,19 @@ class SharedSegment:
         start, stop = share * self.rank, min(share * (self.rank + 1), pages(self.region.common))
         if start < stop:
             os.posix_fallocate(self._file, self._common_start + start, stop - start)
-        self.commit(self.region.foreseen)
-        self.signals.advance(_PROOF)
+        self.mark_committed(self.region.foreseen)
+        self.signals.increment(_PROOF)
 
     def close(self) -> None:
         """Close the file. The other ranks of the ZeRO-3 group then treat this rank as ended."""
         self._close()
 
-    def doubt(self) -> str | None:
+    def check_visible(self) -> str | None:
         """What speaks against the others having this very memory, once they have reserved it; None: nothing."""
-        behind = self.signals.behind(_PROOF, 1)
+        behind = self.signals.ranks_below(_PROOF, 1)
         return f"what others wrote is not here (places {behind} in the node)" if behind else None
 
-    def commit(self, nbytes: int) -> None:
+    def mark_committed(self, nbytes: int) -> None:
         """Allocate the first `nbytes` of this rank's part.
 
         Raises:
@@ -212,5 +214,5 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _length(region: Region, size: int) -> int:
-    return pages(Signals.nbytes(size, region.words)) + pages(region.common) + size * pages(region.part)
+def _length(region: SegmentSizes, size: int) -> int:
+    return pages(SharedCounters.nbytes(size, region.words)) + pages(region.common) + size * pages(region.part)
