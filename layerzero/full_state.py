@@ -196,9 +196,11 @@ def _final_gradients(
         gradient = member.sharded.grad
         if gradient is None:
             continue
-        watch = gradient._local_tensor.watch  # type: ignore[attr-defined]
-        if watch is not None and watch.forbidden is not None:
-            raise RuntimeError(f"{subject}: the gradient of parameter {member.name!r} is not final: {watch.forbidden}")
+        watch = gradient._local_tensor.tracker  # type: ignore[attr-defined]
+        if watch is not None and watch.access_error is not None:
+            raise RuntimeError(
+                f"{subject}: the gradient of parameter {member.name!r} is not final: {watch.access_error}"
+            )
         found[member] = gradient
     return found
 
@@ -248,7 +250,7 @@ def _write_back(
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
         assert full is not None
         with torch.no_grad():
-            member.parameter.grad._local_tensor.copy_(rows_of(full.detach(), member.span))  # type: ignore[attr-defined]
+            member.sharded.grad._local_tensor.copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
 
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:

@@ -130,11 +130,11 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         member = chosen.choice(members if what == "moments" else _graded(handle))
         parameter = member.name
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
-        tensor = state if what == "moments" else member.parameter.grad.to_local()
+        tensor = state if what == "moments" else member.sharded.grad.to_local()
         if what == "gradients":
             from layerzero.dtensor.sharded_tensor import plain  # noqa: PLC0415
 
-            tensor = plain(member.parameter.grad)
+            tensor = plain(member.sharded.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)
         kind = "gradient" if what == "gradients" else "optimizer state 'momentum_buffer'"
     flip(tensor, element, bit)

@@ -114,7 +114,7 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
 def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, context: int, ending: str) -> None:
     args = Namespace(tensor_model_parallel_size=tensor, context_parallel_size=context, overlap_param_gather=True)
     with ExitStack() as stack:
-        for name in ("_refuse", "agree"):
+        for name in ("_refuse", "require_equal"):
             stack.enter_context(mock.patch.object(flags, name))
         stack.enter_context(mock.patch.object(flags, "_translated", lambda *_: flags.ParsedArguments({}, (), None)))
         stack.enter_context(mock.patch.object(flags, "default_device_type", lambda: "cuda"))

@@ -85,7 +85,7 @@ def test_the_part_of_a_slot_is_what_it_shares_with_an_extent(data_parallel: int,
 def test_a_grid_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="zero3_size=3 does not divide the 4"):
         ShardGrid(4, 3, 0, 0)
-    with pytest.raises(ValueError, match=r"no rank \(r, s\) = \(2, 0\) among 2 x 2"):
+    with pytest.raises(ValueError, match=r"no rank \(2, 0\) among 2 x 2"):
         ShardGrid.of_rank(4, data_parallel=4, zero3_size=2)
 
 
@@ -250,7 +250,7 @@ def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...
             lease.end()
         for rank in ranks:
             own = rank.grid.slice_within(layout, leg.target, leg.source)
-            same = "r" if leg.collective is Collective.HOP1 else "s"
+            same = "replica_rank" if leg.collective is Collective.HOP1 else "zero3_rank"
             peers = [i for i, each in enumerate(ranks) if getattr(each.grid, same) == getattr(rank.grid, same)]
             pending = brought(*(sent[i][own] for i in peers))
             if leg.target is RANK:
@@ -344,17 +344,17 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
     ours.add(a, torch.ones(2, 2), 0.5)
     ours.add(a, torch.ones(2, 2).bfloat16(), 2.0)
     assert ours[a] is SlotState.WRITTEN and ours[b] is SlotState.EMPTY and not ours.empty
-    ours.hand_over()
-    whole = ours.place.open(keep=True)
+    ours.seal()
+    whole = ours.storage.open(keep=True)
     assert whole[layout.slots[a].offset] == 2.5 and not whole[layout.slots[b].offset : layout.slots[b].end].any()
     assert ours.empty
     ours.add(b, torch.ones(3))
     ours.add_exchange(brought(torch.ones(7), torch.ones(7)), scale=2.0)
     assert ours.part(a).eq(4).all() and ours.part(b).eq(5).all(), "holes are zero before an exchange is added"
-    ours.forget([b])
+    ours.clear([b])
     ours.add_exchange(brought(torch.ones(7)), scale=1.0)
     assert ours.part(a).eq(5).all() and ours.part(b).eq(1).all()
-    ours.forget()
+    ours.clear()
     ours.add_exchange(brought(torch.ones(7)), scale=3.0)
     assert ours.part(a).eq(3).all() and ours.part(b).eq(3).all()
 
@@ -366,13 +366,13 @@ def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> N
     ours.mark_written(0)
     ours.expose(0).add_(1)
     assert ours[0] is SlotState.WRITTEN and ours.part(0).eq(2).all(), "what is there is kept"
-    ours.offer(1).add_(1)
+    ours.expose(1).add_(1)
     with pytest.raises(RuntimeError, match="its gradient never came"):
-        ours.hand_over()
+        ours.seal()
     ours.withdraw([0, 1])
     assert ours[0] is SlotState.WRITTEN and ours[1] is SlotState.EMPTY
     with pytest.raises(RuntimeError, match="was kept from a forward"):
-        ours.take(1)
+        ours.mark_written(1)
     ours.zero(1)
     assert ours[1] is SlotState.WRITTEN and not ours.part(1).any()
 
@@ -388,10 +388,10 @@ def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
     assert not kept.leased
     allocated = pool.allocated_bytes
     copied.end()
-    assert pool.take(4, torch.bfloat16).data_ptr() == copied.tensor.data_ptr() and pool.allocated_bytes == allocated
+    assert pool.acquire(4, torch.bfloat16).data_ptr() == copied.tensor.data_ptr() and pool.allocated_bytes == allocated
     scratch = PooledStorage(4, torch.float32, pool)
     first = scratch.open(keep=False)
-    lease = scratch.lend(torch.float32, pool)
+    lease = scratch.lend_send_buffer(torch.float32, pool)
     assert lease.tensor is first and scratch.open(keep=False) is not first, "what comes meanwhile lies elsewhere"
 
 
@@ -406,11 +406,11 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
     inside.set_aside(keep=True)  # it has left
     around.open(keep=True).fill_(7)
     assert inside.state is AliasState.SET_ASIDE and inside.open(keep=True).eq(3).all()
-    inside.settle(keep=True)
-    assert inside.stay is AliasState.IN_PLACE and around.open(keep=True).tolist() == [7, 3, 3, 7]
+    inside.restore(keep=True)
+    assert inside.state is AliasState.IN_PLACE and around.open(keep=True).tolist() == [7, 3, 3, 7]
     assert inside.nbytes == 8, "it stays, to be used again"
-    inside.vacate(keep=True)
-    inside.settle(keep=False)
+    inside.set_aside(keep=True)
+    inside.restore(keep=False)
     around.open(keep=True).fill_(5)
     assert inside.open(keep=True).tolist() == [5, 5]
 
@@ -424,14 +424,14 @@ def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come(
     each.mark_arrived(0)
     assert each.ready
     each.end()
-    assert not each.begun and not each.ready
+    assert not each.has_begun and not each.ready
     for slot in range(3):
-        each.arrive(slot)
+        each.mark_arrived(slot)
     assert not each.ready, "no rank launches before the backward has passed the unit"
     each.close(lambda slot: True)
     assert each.ready
     each.end()
     each.train([False, True, False])
-    each.arrive(1)
+    each.mark_arrived(1)
     each.close(lambda slot: False)
     assert each.ready

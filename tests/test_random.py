@@ -114,7 +114,7 @@ def _as_one_process(rank: int, size: int) -> None:
                         else:
                             fill(target, generator if seeded else None)
                     states.append((torch.get_rng_state(), generator.get_state()))
-                rows = ours.to_local().span.rows
+                rows = ours.to_local().spec.rows
                 expected = whole[rows.start : rows.stop]
                 assert torch.equal(plain(ours), expected), f"{name} of {path}, S = {size}, {seeded}: {ours.to_local()}"
                 assert all(torch.equal(a, b) for a, b in zip(*states, strict=True)), f"{name}: generators"

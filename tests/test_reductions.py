@@ -148,7 +148,7 @@ def _read(rank: int) -> None:
         whole = tensor.detach().full_tensor()
         norm = tensor.norm().full_tensor().item()
         assert norm == pytest.approx(whole.norm().item()) and f"{tensor.norm()}"
-        rows = tensor.to_local().span.rows
+        rows = tensor.to_local().spec.rows
         mine = whole[rows.start : rows.stop]
         for of_rows in (tensor.to_local().detach(), tensor.detach().to_local(), tensor.data.to_local()):
             assert of_rows.sum().item() == mine.sum().item() and len(of_rows) == len(mine)

@@ -324,7 +324,7 @@ def _closed(rank: int) -> None:
     ):
         _refuses(action)
     for name, parameter in model.named_parameters():
-        rows = parameter._local_tensor.span.rows
+        rows = parameter._local_tensor.spec.rows
         assert torch.equal(parameter.to_local(), expected[name][rows.start : rows.stop])
     watchdog.close()
     assert guard is not None

@@ -283,7 +283,7 @@ def _full_at_once(rank: int) -> None:
         seen: list[int] = []
 
         def look(*_: object, units=units, seen=seen) -> None:
-            seen.append(sum(handle.full.untyped_storage().nbytes() > 0 for handle in units.values()))
+            seen.append(sum(handle.full_buffer.untyped_storage().nbytes() > 0 for handle in units.values()))
 
         for unit in model.blocks:
             unit.register_forward_hook(look)

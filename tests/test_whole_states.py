@@ -127,7 +127,7 @@ def _load_cut(rank: int) -> None:
                 value = {
                     "torch": lambda p=parameter, t=torchs: _like(p, t.to_local()),
                     "torch, with its own placements": lambda t=torchs: t,
-                    "layerzero": lambda p=parameter, w=whole: _like(p, w[p._local_tensor.span.rows]),
+                    "layerzero": lambda p=parameter, w=whole: _like(p, w[p._local_tensor.spec.rows]),
                 }[cut]()
                 with torch.no_grad():
                     parameter.copy_(value)
@@ -221,7 +221,7 @@ def _keep_the_best(rank: int) -> None:
     further = full_parameters(model)
     assert len(different(further, expected)) == 7, "the copies are copies"
     copied = best["first.weight"]
-    assert torch.equal(copied.full_tensor(), expected["first.weight"]) and copied.to_local().watch is None
+    assert torch.equal(copied.full_tensor(), expected["first.weight"]) and copied.to_local().tracker is None
     copied.add_(1)  # an edit of a copy is no edit of the model
     copied.sub_(1)
     model.load_state_dict(best)
@@ -245,7 +245,7 @@ def test_deep_copies_of_states_keep_the_best_and_load_back() -> None:
 def _look(rank: int) -> None:
     model = _sharded(integer_net())
     expected = integer_net().first.weight.detach()
-    rows = model.first.weight.to_local().span.rows
+    rows = model.first.weight.to_local().spec.rows
     for local in (model.first.weight.detach().to_local(), model.first.weight.data.to_local()):
         assert np.array_equal(local.numpy(), expected[rows.start : rows.stop].numpy())
         assert np.array_equal(np.asarray(local), expected[rows.start : rows.stop].numpy())

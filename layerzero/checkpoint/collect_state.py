@@ -46,7 +46,7 @@ def collect(
     apart: RankLocalNames | None = None,
 ) -> CollectedState:
     """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
-    if torn := runtime.load_error or (optimizer.torn if optimizer is not None else None):
+    if torn := runtime.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(torn)
     rank = runtime.ranks.rank
     document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)

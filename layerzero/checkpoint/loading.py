@@ -182,7 +182,7 @@ def _commit(
     except Exception as error:  # of a module's set_extra_state, perhaps on this rank alone
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    torn = runtime.load_error, optimizer.torn if optimizer is not None else None
+    torn = runtime.load_error, optimizer.load_error if optimizer is not None else None
     said = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
         "checkpoint before you go on"
@@ -204,4 +204,4 @@ def _mark(
 ) -> None:
     runtime.load_error = of_model
     if optimizer is not None:
-        optimizer.torn = of_optimizer
+        optimizer.load_error = of_optimizer

@@ -111,15 +111,15 @@ def note_empty(func: Any, made: Tensor) -> Tensor:
     """What ``torch.empty_like`` has made of a sharded tensor is watched until somebody writes it."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "tracker"):
-        local.watch = MutationTracker()
-        local.watch.empty = True
+        local.tracker = MutationTracker()
+        local.tracker.uninitialized = True
     return made
 
 
 def _is_empty(tensor: Any) -> bool:
     """``torch.empty_like`` has made it of a sharded tensor, and nobody has written it since."""
-    watch = getattr(getattr(tensor, "_local_tensor", None), "watch", None)
-    return watch is not None and watch.empty
+    watch = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
+    return watch is not None and watch.uninitialized
 
 
 def refuse_sharing(target: RowShardedTensor) -> NoReturn:

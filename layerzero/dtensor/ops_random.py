@@ -127,7 +127,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
     args, kwargs = tree_map_only(Tensor, make_whole, (args, kwargs))
     out = func(*args, **kwargs)
     first, first_rows = next(iter(wholes.values()))
-    here = first_rows.span.box
+    here = first_rows.spec.global_slices
 
     @torch.no_grad()
     def keep_rows(result: Tensor) -> Tensor:

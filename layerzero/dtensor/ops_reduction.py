@@ -106,8 +106,8 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
     """
     rows = [local_part(gradient) for gradient in gradients]
-    spans = [each.span for each in rows if hasattr(each, "spec")]
-    lanes, device = spans[0].topology.over_model, spans[0].topology.device
+    spans = [each.spec for each in rows if hasattr(each, "spec")]
+    lanes, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
     if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
         raise NotImplementedError(
             f"GradScaler on gradients that only some ranks share ({spans[0].name!r}, and no others): a rank whose "
@@ -121,7 +121,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.span))
+    raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.spec))
 
 
 # Functions of torch, and what takes their place for a sharded tensor, or a list in which there is one.

@@ -468,7 +468,7 @@ class LayerZeroState:
         for handle in handles:
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
-                gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].is_coming())  # type: ignore[misc]
+                gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
                 if gradients.pending_slots.ready and called:
                     backward.completed_handles[handle] = None
         self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)

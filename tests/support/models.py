@@ -163,9 +163,9 @@ def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     alike: dict[MeshInfo, dict[str, Tensor]] = {}
     whole = {}
     for name, tensor in tensors.items():
-        span = tensor._local_tensor.span
-        if span.face is None and span.topology.data_parallel > 1:
-            alike.setdefault(span.topology, {})[name] = tensor
+        span = tensor._local_tensor.spec
+        if span.model_parallel is None and span.mesh_info.data_parallel > 1:
+            alike.setdefault(span.mesh_info, {})[name] = tensor
         else:
             whole[name] = tensor.full_tensor()
     for topology, several in alike.items():
@@ -174,7 +174,7 @@ def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tensor]:
-    spans = {name: tensor._local_tensor.span for name, tensor in tensors.items()}
+    spans = {name: tensor._local_tensor.spec for name, tensor in tensors.items()}
     rows = {name: plain(tensor) for name, tensor in tensors.items()}
     row_bytes = {name: math.prod(spans[name].stored[1:]) * rows[name].element_size() for name in tensors}
 
