@@ -431,7 +431,7 @@ def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come(
     each.close(lambda slot: True)
     assert each.ready
     each.end()
-    each.train([False, True, False])
+    each.set_trainable([False, True, False])
     each.mark_arrived(1)
     each.close(lambda slot: False)
     assert each.ready

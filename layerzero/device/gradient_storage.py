@@ -177,7 +177,7 @@ class PooledStorage(GradientStorage):
             self._tensor = self._pool.acquire(self.numel, self.dtype)
         return self._tensor
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         if self.dtype != wire:
             return super().lend_send_buffer(wire, pool)
         tensor = self.open(keep=True)

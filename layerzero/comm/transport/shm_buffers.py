@@ -202,7 +202,7 @@ class NodePlace(GradientStorage):
         self._pool.wait_consumed(self._tensor)
         return self._tensor
 
-    def lend(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """As it is: whoever reads it rounds it to `wire`."""
         self._leases += 1
         return SendLease(self._end_loan, self.open(keep=True))
