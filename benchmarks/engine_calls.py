@@ -83,7 +83,7 @@ def main() -> None:
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=4)
     for accumulation in ("sharded", "full"):
         model = nn.Sequential(*(Block(16) for _ in range(args.units)))
-        layerzero.shard_model(model, zero3_size=2, units=Block, accumulation=accumulation, node_memory="off")
+        layerzero.shard_model(model, zero3_size=2, units=Block, accumulation=accumulation, shared_memory="off")
         watcher = Watcher()
         for step in range(4):
             loss = model(torch.ones(2, 16)).sum()

@@ -109,7 +109,7 @@ def ours(args: argparse.Namespace, accumulation: str) -> Contestant:
         units=Block,
         mp_policy=policy,
         accumulation=accumulation,
-        node_memory="off",  # as on a device
+        shared_memory="off",  # as on a device
     )
     inside = contextlib.ExitStack()
 

@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Case(NamedTuple):
     zero3_size: int
     accumulation: str
-    node_memory: str
+    shared_memory: str
     dtype: str
 
     def settings(self) -> dict[str, object]:
@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return {
             "zero3_size": self.zero3_size,
             "accumulation": self.accumulation,
-            "node_memory": self.node_memory,
+            "shared_memory": self.shared_memory,
             "mp_policy": policy,
         }
 
@@ -61,16 +61,16 @@ def main() -> None:
     args = parser.parse_args()
     print(f"MB, rank 0 of {RANKS}; {args.units} units, {8 * args.width**2 * args.units / 1e6:.1f} M parameters, AdamW")
     heads = ("predicted", "counted", "process")
-    print(f"{'S':>2} {'accumulates':>12} {'node memory':>12} {'dtype':>6}", *(f"{head:>10}" for head in heads))
+    print(f"{'S':>2} {'accumulates':>12} {'shared memory':>12} {'dtype':>6}", *(f"{head:>10}" for head in heads))
     for values in itertools.product((1, 2, 4), ("sharded", "full"), ("auto", "off"), ("fp32", "bf16")):
         case = Case(*values)
-        if case.zero3_size == 1 and (case.node_memory == "auto" or case.accumulation == "full"):
+        if case.zero3_size == 1 and (case.shared_memory == "auto" or case.accumulation == "full"):
             continue  # nothing is shared, and all of it waits whole
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_measure, args=(case, args.width, args.units, folder), nprocs=RANKS)
             predicted, counted, process = map(int, Path(folder, "result").read_text().split())
         print(
-            f"{case.zero3_size:>2} {case.accumulation:>12} {case.node_memory:>12} {case.dtype:>6} "
+            f"{case.zero3_size:>2} {case.accumulation:>12} {case.shared_memory:>12} {case.dtype:>6} "
             f"{predicted / 1e6:>10.1f} {counted / 1e6:>10.1f} {process / 1e6:>10.1f}",
             flush=True,
         )
@@ -92,7 +92,7 @@ def _measure(rank: int, case: Case, width: int, units: int, folder: str) -> None
                 model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    process = measure.peak_bytes(sharers=case.zero3_size if case.node_memory == "auto" else 1) - before
+    process = measure.peak_bytes(sharers=case.zero3_size if case.shared_memory == "auto" else 1) - before
     report = layerzero.memory(model)
     if rank == 0:
         Path(folder, "result").write_text(f"{report.predicted_peak} {report.measured_peak} {process}")

@@ -24,9 +24,9 @@ from torch.optim import optimizer as torch_optimizer
 import layerzero
 
 
-def _one(zero3_size: int, node_memory: str, *, closes: bool) -> None:
+def _one(zero3_size: int, shared_memory: str, *, closes: bool) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    layerzero.shard_model(model, zero3_size=zero3_size, units={nn.Linear}, node_memory=node_memory)
+    layerzero.shard_model(model, zero3_size=zero3_size, units={nn.Linear}, shared_memory=shared_memory)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
@@ -41,7 +41,7 @@ def _work(rank: int, args: argparse.Namespace, path: str) -> None:
     seconds: list[float] = []
     for number in range(1, args.models + 1):
         start = time.perf_counter()
-        _one(args.zero3_size, args.node_memory, closes=args.close)
+        _one(args.zero3_size, args.shared_memory, closes=args.close)
         seconds.append(time.perf_counter() - start)
         if number % part == 0:
             gc.collect()
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--zero3-size", type=int, default=2)
-    parser.add_argument("--node-memory", default="auto", choices=["auto", "off"])
+    parser.add_argument("--shared-memory", default="auto", choices=["auto", "off"])
     parser.add_argument("--close", action="store_true", help="call layerzero.close instead of dropping the model")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

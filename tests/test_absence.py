@@ -41,7 +41,7 @@ def _message(call: Callable[[], Any]) -> str:
 
 
 def _trained(steps: int = 2, size: int = 2) -> tuple[nn.Module, Any]:
-    model = shard(blocks(3), size=size, node_memory="off")  # of exchanges; test_node_memory.py has the rest
+    model = shard(blocks(3), size=size, shared_memory="off")  # of exchanges; test_shared_memory.py has the rest
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(steps):
         _step(model, optimizer, step)

@@ -47,10 +47,10 @@ def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
 
 # With S = 1 there is no memory that is shared.
 @pytest.mark.parametrize(
-    ("zero3_size", "node_memory"), [(1, "off"), (2, "off"), (4, "off"), (2, None), (4, None)], ids=str
+    ("zero3_size", "shared_memory"), [(1, "off"), (2, "off"), (4, "off"), (2, None), (4, None)], ids=str
 )
-def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int, node_memory: str | None) -> None:
-    run_ranks(_any_mix_of_backwards, zero3_size, node_memory=node_memory)
+def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: int, shared_memory: str | None) -> None:
+    run_ranks(_any_mix_of_backwards, zero3_size, shared_memory=shared_memory)
 
 
 def _accumulate_over_steps(rank: int) -> None:
@@ -117,12 +117,12 @@ def _forget_in_every_way(rank: int, way: str) -> None:
 
 # In shared memory one way of each kind: the others do the same to each parameter.
 @pytest.mark.parametrize(
-    ("way", "node_memory"),
+    ("way", "shared_memory"),
     [*((way, "off") for way in FORGET), ("p.grad = None", None), ("model.zero_grad(set_to_none=False)", None)],
     ids=str,
 )
-def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, node_memory: str) -> None:
-    run_ranks(_forget_in_every_way, way, node_memory=node_memory)
+def test_zero_grad_drops_everything_unreduced_contributions_too(way: str, shared_memory: str) -> None:
+    run_ranks(_forget_in_every_way, way, shared_memory=shared_memory)
 
 
 def _forget_one_parameter(rank: int) -> None:
@@ -198,9 +198,9 @@ def _clip(rank: int, sizes: tuple[tuple[int, str], ...]) -> None:
 
 
 @BOTH
-def test_clipping_uses_the_norm_of_the_whole_model(node_memory: str | None) -> None:
-    alone = () if node_memory is None else ((1, "sharded"),)  # where nothing is shared
-    run_ranks(_clip, (*alone, (2, "sharded"), (2, "full"), (4, "full")), node_memory=node_memory)
+def test_clipping_uses_the_norm_of_the_whole_model(shared_memory: str | None) -> None:
+    alone = () if shared_memory is None else ((1, "sharded"),)  # where nothing is shared
+    run_ranks(_clip, (*alone, (2, "sharded"), (2, "full"), (4, "full")), shared_memory=shared_memory)
 
 
 class Matrix(nn.Module):

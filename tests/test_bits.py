@@ -143,7 +143,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
 
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (4, True), (1, False), (2, False), (4, False)])
 def test_a_flipped_bit_is_noticed_before_the_next_step_and_located(size: int, low: bool) -> None:
-    missed = run_ranks(_flipped, size, low, 10 * size + low, node_memory="off" if size != 4 else None)
+    missed = run_ranks(_flipped, size, low, 10 * size + low, shared_memory="off" if size != 4 else None)
     assert missed == [[]] * 4, "\n".join(missed[0])
 
 
@@ -194,7 +194,7 @@ def _all_that_is_allowed(rank: int, folder: str, size: int, low: bool) -> None:
 
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (2, False), (4, False)])
 def test_what_users_may_do_is_no_corruption(tmp_path: Path, size: int, low: bool) -> None:
-    run_ranks(_all_that_is_allowed, str(tmp_path), size, low, node_memory=None)
+    run_ranks(_all_that_is_allowed, str(tmp_path), size, low, shared_memory=None)
 
 
 def _now_and_then(rank: int) -> None:

@@ -94,10 +94,10 @@ def _repeated(rank: int, size: int, low: bool) -> int:
     return repeated
 
 
-@pytest.mark.parametrize("node_memory", [None, "off"])
+@pytest.mark.parametrize("shared_memory", [None, "off"])
 @pytest.mark.parametrize(("size", "low"), [(1, True), (2, True), (1, False), (2, False)])
-def test_a_repeated_step_has_the_bits_of_one_without_a_fault(size: int, low: bool, node_memory: str | None) -> None:
-    assert run_ranks(_repeated, size, low, node_memory=node_memory) == [STEPS - 1] * 4
+def test_a_repeated_step_has_the_bits_of_one_without_a_fault(size: int, low: bool, shared_memory: str | None) -> None:
+    assert run_ranks(_repeated, size, low, shared_memory=shared_memory) == [STEPS - 1] * 4
 
 
 def _lost(rank: int, folder: str, what: str, low: bool) -> None:

@@ -101,7 +101,7 @@ def _steady(rank: int) -> None:
 
 
 def test_a_steady_state_allocates_no_full_buffer() -> None:
-    run_ranks(_steady, world_size=WORLD, node_memory="off")
+    run_ranks(_steady, world_size=WORLD, shared_memory="off")
 
 
 def _addresses(rank: int) -> None:
@@ -126,4 +126,4 @@ def _addresses(rank: int) -> None:
 
 @needs_parking
 def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself() -> None:
-    run_ranks(_addresses, world_size=WORLD, node_memory="off")
+    run_ranks(_addresses, world_size=WORLD, shared_memory="off")

@@ -30,7 +30,7 @@ pin_memory: false
 reshard_after_forward: false
 gather_codec: float8_rows
 prefetch: 2
-node_memory: "off"
+shared_memory: "off"
 ignored_modules: [head]
 sync_module_states: false
 """
@@ -75,7 +75,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         reshard_after_forward=False,
         gather_codec=Float8Rows(),
         prefetch=2,
-        node_memory="off",
+        shared_memory="off",
         ignored_modules=["head"],
         sync_module_states=False,
     )

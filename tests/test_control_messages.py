@@ -55,7 +55,7 @@ def run(rank):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", world), rank=rank, world_size=world)
     before = len(os.listdir("/proc/self/fd"))
-    model = layerzero.shard_model(Two(), zero3_size=size, node_memory="off")
+    model = layerzero.shard_model(Two(), zero3_size=size, shared_memory="off")
     descriptors = len(os.listdir("/proc/self/fd")) - before
     messages, all_gather_small = [], used_params.all_gather_small
     used_params.all_gather_small = lambda lane, *more: (messages.append(lane.size - 1), all_gather_small(lane,

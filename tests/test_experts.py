@@ -123,7 +123,7 @@ def _count_order(rank: int, evaluates: bool) -> list[int]:
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_loop_that_repeats_itself_is_foreseen(evaluates: bool) -> None:
-    counts = run_ranks(_count_order, evaluates, world_size=WORLD, node_memory="off")
+    counts = run_ranks(_count_order, evaluates, world_size=WORLD, shared_memory="off")
     assert all(each == counts[0] for each in counts)
     assert max(counts[0][2:]) <= (3 if evaluates else 0), counts[0]
 
@@ -149,7 +149,7 @@ def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders(steps: int, order: Any) -> None:
     for odd in (0, 1):
-        messages = run_ranks(_swap_on_one_rank, odd, steps, order, world_size=2, pg_timeout=3, node_memory="off")
+        messages = run_ranks(_swap_on_one_rank, odd, steps, order, world_size=2, pg_timeout=3, shared_memory="off")
         assert any("different orders" in message for message in messages), messages
         for rank, message in enumerate(messages):
             assert message != "nothing was raised", rank
@@ -169,7 +169,7 @@ def _experts_as_units(rank: int) -> str:
 
 
 def test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_to_do() -> None:
-    messages = run_ranks(_experts_as_units, world_size=2, pg_timeout=3, node_memory="off")
+    messages = run_ranks(_experts_as_units, world_size=2, pg_timeout=3, shared_memory="off")
     assert any("different orders" in message for message in messages), messages
     assert any("experts" in message and "zero3_size=1" in message for message in messages), messages
     assert "nothing was raised" not in messages

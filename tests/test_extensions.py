@@ -241,7 +241,7 @@ def test_its_masters_are_plain_in_states_and_checkpoints(tmp_path: Path) -> None
 def _reported(rank: int) -> None:
     for size in (1, 2, 4):
         for sharing in ("off", "auto"):
-            model = shard(wrap(nn.Sequential(Layer(Coded), Layer(Coded))), size=size, node_memory=sharing)
+            model = shard(wrap(nn.Sequential(Layer(Coded), Layer(Coded))), size=size, shared_memory=sharing)
             optimizer = layerzero.shard_optimizer(sgd(model), model)
             layerzero.traffic(model, reset=True)
             for step in range(3):

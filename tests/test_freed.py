@@ -71,8 +71,8 @@ def _forget(rank: int) -> None:
 
 
 @BOTH
-def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(node_memory: str | None) -> None:
-    run_ranks(_forget, world_size=WORLD, node_memory=node_memory)
+def test_a_model_and_its_optimizer_are_freed_without_the_garbage_collector(shared_memory: str | None) -> None:
+    run_ranks(_forget, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _part(rank: int) -> None:

@@ -112,8 +112,8 @@ def _evaluate(rank: int) -> None:
 
 
 @BOTH
-def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(node_memory: str | None) -> None:
-    run_ranks(_evaluate, world_size=WORLD, node_memory=node_memory, timeout=240)
+def test_outputs_are_those_of_one_process_in_fp32_and_training_goes_on_unchanged(shared_memory: str | None) -> None:
+    run_ranks(_evaluate, world_size=WORLD, shared_memory=shared_memory, timeout=240)
 
 
 def _count(rank: int) -> None:
@@ -145,8 +145,8 @@ def _count(rank: int) -> None:
 
 
 @BOTH
-def test_units_are_gathered_one_by_one_and_counted(node_memory: str | None) -> None:
-    run_ranks(_count, world_size=WORLD, node_memory=node_memory)
+def test_units_are_gathered_one_by_one_and_counted(shared_memory: str | None) -> None:
+    run_ranks(_count, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _between(rank: int) -> None:
@@ -287,6 +287,6 @@ def _disagree(rank: int) -> str:
 
 
 @BOTH
-def test_replicas_that_call_other_units_are_told(node_memory: str | None) -> None:
-    for message in run_ranks(_disagree, world_size=WORLD, node_memory=node_memory, pg_timeout=20):
+def test_replicas_that_call_other_units_are_told(shared_memory: str | None) -> None:
+    for message in run_ranks(_disagree, world_size=WORLD, shared_memory=shared_memory, pg_timeout=20):
         assert "different orders" in message and "all data-parallel ranks" in message, message

@@ -229,8 +229,8 @@ def _several_settings(rank: int, way: str, first: int, every: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("way", ["inside", "after"])
-def test_gradients_and_weights_are_those_of_one_process(way: str, node_memory: str | None) -> None:
-    run_ranks(_several_settings, way, 0, 1, world_size=WORLD, node_memory=node_memory)
+def test_gradients_and_weights_are_those_of_one_process(way: str, shared_memory: str | None) -> None:
+    run_ranks(_several_settings, way, 0, 1, world_size=WORLD, shared_memory=shared_memory)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("inside", "after")])

@@ -102,9 +102,9 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
 )
 @BOTH
 def test_a_final_gradient_and_later_contributions_never_mix(
-    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], node_memory: str
+    zero3_size: int, mode: str, settings: dict[str, Any], scripts: Sequence[str], shared_memory: str
 ) -> None:
-    run_ranks(_odd_orders, zero3_size, mode, settings, scripts, node_memory=node_memory)
+    run_ranks(_odd_orders, zero3_size, mode, settings, scripts, shared_memory=shared_memory)
 
 
 def _is_never_set_aside(
@@ -129,8 +129,8 @@ def _usual_loop(rank: int) -> None:
 
 
 @BOTH
-def test_the_usual_loop_moves_no_gradient(node_memory: str) -> None:
-    run_ranks(_usual_loop, node_memory=node_memory)
+def test_the_usual_loop_moves_no_gradient(shared_memory: str) -> None:
+    run_ranks(_usual_loop, shared_memory=shared_memory)
 
 
 def _keep_a_view(rank: int) -> None:

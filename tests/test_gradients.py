@@ -386,7 +386,7 @@ def _freeze_late(rank: int) -> None:
 
 @pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late])
 def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
-    run_ranks(what, world_size=WORLD, node_memory="off")
+    run_ranks(what, world_size=WORLD, shared_memory="off")
 
 
 def _hook_late(rank: int) -> None:

@@ -233,12 +233,12 @@ SHARED: tuple[dict[str, Any], ...] = (
 
 
 def _compare_modes(rank: int, name: str) -> None:
-    compare(rank, name, CASES[name], *(mode | {"node_memory": "off"} for mode in MODES), *SHARED)
+    compare(rank, name, CASES[name], *(mode | {"shared_memory": "off"} for mode in MODES), *SHARED)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_graph_has_the_gradients_of_one_process(name: str) -> None:
-    run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, node_memory=None)
+    run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, shared_memory=None)
 
 
 # --- the same bits, whatever happens between the steps ---
@@ -303,8 +303,8 @@ def _disturb(rank: int) -> None:
 
 
 @BOTH
-def test_evaluation_and_failures_between_the_steps_change_no_bit(node_memory: str) -> None:
-    run_ranks(_disturb, world_size=WORLD, pg_timeout=20, node_memory=node_memory)
+def test_evaluation_and_failures_between_the_steps_change_no_bit(shared_memory: str) -> None:
+    run_ranks(_disturb, world_size=WORLD, pg_timeout=20, shared_memory=shared_memory)
 
 
 def _count_gathers(rank: int) -> None:
@@ -324,7 +324,7 @@ def _count_gathers(rank: int) -> None:
 
 
 def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none() -> None:
-    run_ranks(_count_gathers, world_size=WORLD, node_memory="off")
+    run_ranks(_count_gathers, world_size=WORLD, shared_memory="off")
 
 
 def _count_gathered_units(rank: int) -> None:
@@ -350,7 +350,7 @@ def _count_gathered_units(rank: int) -> None:
 
 
 def test_a_backward_holds_few_units_also_under_checkpoints() -> None:
-    run_ranks(_count_gathered_units, world_size=WORLD, node_memory="off")
+    run_ranks(_count_gathered_units, world_size=WORLD, shared_memory="off")
 
 
 # --- several models, and their end ---
@@ -417,7 +417,7 @@ def _train_and_forget(rank: int) -> None:
 
 def test_nothing_grows_over_steps_and_a_deleted_model_is_freed() -> None:
     # In shared memory, how many buffers wait for others to read them is a matter of timing.
-    run_ranks(_train_and_forget, world_size=WORLD, node_memory="off")
+    run_ranks(_train_and_forget, world_size=WORLD, shared_memory="off")
 
 
 def _one_backward(rank: int) -> None:

@@ -104,13 +104,13 @@ def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "accumulation", "node_memory"),
+    ("size", "accumulation", "shared_memory"),
     [(1, "full", "off"), (2, "sharded", None), (2, "full", "off"), (4, "sharded", "off")],
 )
 def test_a_step_is_skipped_on_all_ranks_and_whose_it_was_is_said(
-    size: int, accumulation: str, node_memory: Any
+    size: int, accumulation: str, shared_memory: Any
 ) -> None:
-    lines = run_ranks(_skipped, size, {"accumulation": accumulation}, node_memory=node_memory)
+    lines = run_ranks(_skipped, size, {"accumulation": accumulation}, shared_memory=shared_memory)
     assert len(lines[0]) == 5 and all("a step is skipped" in line and "rank 1: 'second." in line for line in lines[0])
     assert lines[1:] == [[], [], []], "it is logged once"
 

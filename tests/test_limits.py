@@ -327,9 +327,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_apex.py::test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optimizer_is_wrapped",
     ),
     # --- settings and platforms ---
-    '`node_memory="auto"` shares memory': (
+    '`shared_memory="auto"` shares memory': (
         "test_node_weights.py::test_an_edit_in_a_forward_is_an_error",
-        "test_node_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
+        "test_shared_memory.py::test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to",
     ),
     "Inside Megatron": (
         "integrations/test_megatron_schedules.py::test_what_is_not_supported_is_refused_with_a_way_out",

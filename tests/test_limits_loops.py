@@ -284,7 +284,7 @@ def _surprise(rank: int) -> None:
 
 
 def test_a_surprise_in_the_order_of_units_costs_16_bytes() -> None:
-    run_ranks(_surprise, world_size=WORLD, node_memory="off")
+    run_ranks(_surprise, world_size=WORLD, shared_memory="off")
 
 
 def _offload_with_one_replica(rank: int) -> None:

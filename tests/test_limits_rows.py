@@ -264,6 +264,6 @@ def _load_on_one_rank_later(rank: int) -> str:
 def test_loading_on_one_rank_only_is_an_error_on_both() -> None:
     for on in (0, 1):  # before the first forward, where all ranks meet, at once: before the groups' timeout
         run_ranks(_load_on_one_rank_first, on, world_size=WORLD, pg_timeout=60, timeout=30)
-    first, second = run_ranks(_load_on_one_rank_later, world_size=WORLD, pg_timeout=3, timeout=60, node_memory="off")
+    first, second = run_ranks(_load_on_one_rank_later, world_size=WORLD, pg_timeout=3, timeout=60, shared_memory="off")
     assert "changed outside optimizer.step()" in first and "ranks [1] did not take part" in first, first
     assert "rank 0" in second and "changed outside optimizer.step()" in second, second

@@ -195,11 +195,11 @@ def _edit_on_one_rank(rank: int, size: int, odd: int) -> str | None:
     return _message_of(go_on)
 
 
-@pytest.mark.parametrize(("size", "odd", "node_memory"), [(1, 0, "auto"), (2, 3, "auto"), (2, 3, "off")])
+@pytest.mark.parametrize(("size", "odd", "shared_memory"), [(1, 0, "auto"), (2, 3, "auto"), (2, 3, "off")])
 def test_edit_on_one_rank_only_is_an_error_there_that_names_the_other_ranks(
-    size: int, odd: int, node_memory: str
+    size: int, odd: int, shared_memory: str
 ) -> None:
-    called = {"world_size": WORLD, "pg_timeout": 3, "timeout": 30, "node_memory": node_memory}
+    called = {"world_size": WORLD, "pg_timeout": 3, "timeout": 30, "shared_memory": shared_memory}
     message = run_ranks(_edit_on_one_rank, size, odd, **called)[odd]
     assert "refresh" in message and re.search(rf"\b{3 - odd}\b", message), message
 

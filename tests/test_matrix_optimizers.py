@@ -194,8 +194,8 @@ def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize(("world", "zero3_size"), GRIDS)
-def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: int, node_memory: str) -> None:
-    run_ranks(_follow_one_process, world, zero3_size, world_size=world, node_memory=node_memory)
+def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: int, shared_memory: str) -> None:
+    run_ranks(_follow_one_process, world, zero3_size, world_size=world, shared_memory=shared_memory)
 
 
 def _tied_and_frozen(rank: int, world: int, zero3_size: int, name: str) -> None:

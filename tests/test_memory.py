@@ -44,8 +44,8 @@ POLICIES = (
 MODES = {1: ("sharded",), 2: ("sharded", "full"), 4: ("sharded", "full")}
 
 
-def _sizes_of(node_memory: str | None) -> tuple[int, ...]:
-    return (1, 2, 4) if node_memory == "off" else (2, 4)
+def _sizes_of(shared_memory: str | None) -> tuple[int, ...]:
+    return (1, 2, 4) if shared_memory == "off" else (2, 4)
 
 
 def _layouts(sizes: Iterable[int]) -> list[tuple[int, str]]:
@@ -156,8 +156,8 @@ def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
 
 
 @BOTH
-def test_memory_is_predicted_between_micro_batches_whatever_the_loop(node_memory: str | None) -> None:
-    run_ranks(_predicted_within_a_step, _sizes_of(node_memory), node_memory=node_memory, timeout=240)
+def test_memory_is_predicted_between_micro_batches_whatever_the_loop(shared_memory: str | None) -> None:
+    run_ranks(_predicted_within_a_step, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
 
 def _seeded(count: int) -> nn.Module:
@@ -166,8 +166,8 @@ def _seeded(count: int) -> nn.Module:
 
 
 @BOTH
-def test_every_kind_of_memory_is_predicted(node_memory: str | None) -> None:
-    run_ranks(_predicted, _sizes_of(node_memory), node_memory=node_memory, timeout=240)
+def test_every_kind_of_memory_is_predicted(shared_memory: str | None) -> None:
+    run_ranks(_predicted, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
 
 
 OFFLOADED = {"offload_grads": True, "offload_optimizer": True}
@@ -252,12 +252,12 @@ def _nested(rank: int) -> None:
 
 
 def test_units_inside_units_are_predicted_too() -> None:
-    run_ranks(_nested, node_memory="off")
+    run_ranks(_nested, shared_memory="off")
 
 
 @BOTH
-def test_models_of_odd_sizes_are_predicted_too(node_memory: str | None) -> None:
-    run_ranks(_predicted_for_odd_models, node_memory=node_memory)
+def test_models_of_odd_sizes_are_predicted_too(shared_memory: str | None) -> None:
+    run_ranks(_predicted_for_odd_models, shared_memory=shared_memory)
 
 
 def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
@@ -290,8 +290,8 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
 
 
 @BOTH
-def test_scratch_is_predicted_after_rows_have_moved_to_owners(node_memory: str | None) -> None:
-    run_ranks(_predicted_with_owners, _sizes_of(node_memory), node_memory=node_memory)
+def test_scratch_is_predicted_after_rows_have_moved_to_owners(shared_memory: str | None) -> None:
+    run_ranks(_predicted_with_owners, _sizes_of(shared_memory), shared_memory=shared_memory)
 
 
 def _notices(rank: int) -> None:
@@ -336,8 +336,8 @@ def _peak(rank: int, sizes: Sequence[int]) -> None:
 
 
 @BOTH
-def test_the_peak_of_a_step_is_predicted(node_memory: str | None) -> None:
-    run_ranks(_peak, _sizes_of(node_memory), node_memory=node_memory)
+def test_the_peak_of_a_step_is_predicted(shared_memory: str | None) -> None:
+    run_ranks(_peak, _sizes_of(shared_memory), shared_memory=shared_memory)
 
 
 def _addresses(rank: int) -> None:
@@ -369,13 +369,13 @@ def _addresses(rank: int) -> None:
 
 @needs_parking
 def test_a_unit_is_gathered_at_the_same_address_in_each_pass() -> None:
-    run_ranks(_addresses, node_memory="off")
+    run_ranks(_addresses, shared_memory="off")
 
 
 @needs_parking
 def test_the_test_notices_units_that_move() -> None:
     with pytest.raises(AssertionError, match="assert"):
-        run_ranks(_addresses_without_homes, node_memory="off")
+        run_ranks(_addresses_without_homes, shared_memory="off")
 
 
 def _addresses_without_homes(rank: int) -> None:

@@ -73,8 +73,8 @@ def _straggles(rank: int, victim: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("victim", [0, 3])
 @BOTH
-def test_a_rank_that_is_late_again_and_again_is_named(victim: int, node_memory: str | None) -> None:
-    told = run_ranks(_straggles, victim, world_size=4, node_memory=node_memory)
+def test_a_rank_that_is_late_again_and_again_is_named(victim: int, shared_memory: str | None) -> None:
+    told = run_ranks(_straggles, victim, world_size=4, shared_memory=shared_memory)
     assert all(found == told[0] for found in told)
     late = {name: value for name, value in told[0].items() if "/waited_for/" in name}
     assert next(iter(late)) == f"layerzero/waited_for/rank_{victim}", told[0]
@@ -128,8 +128,8 @@ def _under(found: dict[str, float], prefix: str) -> dict[str, float]:
 
 
 @BOTH
-def test_the_numbers_are_those_of_the_reports_since_the_last_call(node_memory: str | None) -> None:
-    run_ranks(_count, world_size=4, node_memory=node_memory)
+def test_the_numbers_are_those_of_the_reports_since_the_last_call(shared_memory: str | None) -> None:
+    run_ranks(_count, world_size=4, shared_memory=shared_memory)
 
 
 class Lines(logging.Handler):

@@ -53,7 +53,7 @@ def test_programs_are_long_and_differ_and_do_everything() -> None:
     assert {name for program in programs for name, _ in program.operations} == set(OPERATIONS)
     settings = [program.setting for program in programs]
     assert {s.dtype for s in settings} == {"fp32", "bf16", "fp16"} and {s.size for s in settings} == {1, 2, 4}
-    assert {s.muon for s in settings} == {True, False} and {s.node_memory for s in settings} == {"auto", "off"}
+    assert {s.muon for s in settings} == {True, False} and {s.shared_memory for s in settings} == {"auto", "off"}
 
 
 def _lied_to(rank: int, folder: str) -> None:

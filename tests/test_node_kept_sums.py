@@ -109,7 +109,7 @@ def _like_exchanges(rank: int, sizes: Sequence[int], seed: int) -> None:
     ):
         off, auto = (
             _backwards_without_a_step(
-                shard(_seeded(3), size=size, mp_policy=policy, accumulation=mode, node_memory=memory, **more),
+                shard(_seeded(3), size=size, mp_policy=policy, accumulation=mode, shared_memory=memory, **more),
                 rank,
                 random.Random(100 * seed + 10 * rank + size),
             )
@@ -170,7 +170,7 @@ def _offloaded(rank: int) -> None:
     with pytest.warns(UserWarning, match="there is no device to free memory of"):
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
-    theirs = _backwards_without_a_step(shard(_seeded(2), size=2, node_memory="off"), rank, random.Random(0))
+    theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
     assert get_state(model).buffers.outgoing.kept_bytes == 0
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, "offloaded")

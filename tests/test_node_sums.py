@@ -130,7 +130,7 @@ def _no_room(rank: int) -> str:
 def test_where_there_is_no_room_for_gradients_that_is_an_error_with_a_way_out() -> None:
     for message in run_ranks(_no_room, world_size=2):
         assert "no room for 274877906944 more bytes" in message and "are available" in message, message
-        assert 'node_memory="off"' in message, message
+        assert 'shared_memory="off"' in message, message
 
 
 # --- signals ---

@@ -369,7 +369,7 @@ def _programs(rank: int) -> None:
     ):
         results = []
         for memory in ("off", "auto"):
-            model = shard(_mixed(), node_memory=memory, **settings)
+            model = shard(_mixed(), shared_memory=memory, **settings)
             optimizer = layerzero.shard_optimizer(sgd(model), model)
             for step in range(3):
                 for micro_batch in range(3):

@@ -227,10 +227,10 @@ def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     assert not optimizer.state and set(state) <= {"momentum_buffer"}
 
 
-def _two_that_step(rank: int, node_memory: str) -> None:
+def _two_that_step(rank: int, shared_memory: str) -> None:
     """One refresh for both, from the second step on; also where one is left out, or something is read in between."""
     net = integer_net()
-    model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, node_memory=node_memory)
+    model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, shared_memory=shared_memory)
     alone = [exact_sgd(parameters) for parameters in _halves(net)]
     ours = [layerzero.shard_optimizer(exact_sgd(parameters), model) for parameters in _halves(model)]
     handles = len(get_state(model).handles)
@@ -255,6 +255,6 @@ def _halves(model: nn.Module) -> list[list[Tensor]]:
     return [parameters[::2], parameters[1::2]]
 
 
-@pytest.mark.parametrize("node_memory", ["auto", "off"])
-def test_two_optimizers_that_step_in_turn_refresh_once(node_memory: str) -> None:
-    run_ranks(_two_that_step, node_memory, world_size=4)
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_two_optimizers_that_step_in_turn_refresh_once(shared_memory: str) -> None:
+    run_ranks(_two_that_step, shared_memory, world_size=4)

@@ -139,8 +139,8 @@ def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("data_parallel", SHARDINGS)
 @BOTH
-def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, node_memory: str) -> None:
-    run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, node_memory=node_memory)
+def test_integer_training_equals_one_process_bit_for_bit(data_parallel: int, shared_memory: str) -> None:
+    run_ranks(_train_exactly, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory=shared_memory)
 
 
 def _train_with_other_settings(rank: int) -> None:
@@ -156,8 +156,8 @@ def _train_with_other_settings(rank: int) -> None:
 
 
 @BOTH
-def test_settings_of_speed_and_memory_change_no_bit(node_memory: str) -> None:
-    run_ranks(_train_with_other_settings, node_memory=node_memory)
+def test_settings_of_speed_and_memory_change_no_bit(shared_memory: str) -> None:
+    run_ranks(_train_with_other_settings, shared_memory=shared_memory)
 
 
 def _train_with_a_late_rank(rank: int) -> None:
@@ -192,8 +192,8 @@ def _call_in_backward(function: Callable[[], None], module: nn.Module, args: obj
 
 
 @BOTH
-def test_a_late_rank_changes_nothing(node_memory: str) -> None:
-    run_ranks(_train_with_a_late_rank, node_memory=node_memory)
+def test_a_late_rank_changes_nothing(shared_memory: str) -> None:
+    run_ranks(_train_with_a_late_rank, shared_memory=shared_memory)
 
 
 def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
@@ -240,8 +240,8 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
 
 
 @BOTH
-def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits(node_memory: str) -> None:
-    first, *others = run_ranks(_train_transformer, node_memory=node_memory)
+def test_a_tied_transformer_under_adamw_follows_one_process_and_repeats_its_bits(shared_memory: str) -> None:
+    first, *others = run_ranks(_train_transformer, shared_memory=shared_memory)
     for rank, result in enumerate(others, start=1):
         for ours, expected in zip(result, first, strict=True):
             assert not different(ours, expected), f"ranks 0 and {rank} show different parameters"
@@ -265,8 +265,8 @@ def _train_in_bf16(rank: int) -> None:
 
 
 @BOTH
-def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(node_memory: str) -> None:
-    run_ranks(_train_in_bf16, node_memory=node_memory)
+def test_bf16_compute_shards_are_the_cast_masters_on_every_replica(shared_memory: str) -> None:
+    run_ranks(_train_in_bf16, shared_memory=shared_memory)
 
 
 def _with_ignored(rank: int) -> None:

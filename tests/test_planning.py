@@ -125,7 +125,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
         on_meta = Net()
     for rank, measured in enumerate(run_ranks(_measured, timeout=240)):
         for settings, (held, peak, predicted_peak) in zip(SETTINGS, measured, strict=True):
-            config = LayerZeroConfig(units={Block}, node_memory="off", **settings)
+            config = LayerZeroConfig(units={Block}, shared_memory="off", **settings)
             in_host = settings.get("offload_params", False)
             where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).units(config, where)
@@ -262,7 +262,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         path.write_text(said)
         config, chosen = LayerZeroConfig.from_yaml(path), found.config
         assert chosen is not None
-        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "node_memory"):
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "shared_memory"):
             assert getattr(config, name) == getattr(chosen, name), name
         assert list(config.units) == ["Block"]
         assert 'units={"Block"}' in text if model is SMALL else "units={Block}" in text

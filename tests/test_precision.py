@@ -237,7 +237,7 @@ def _reduce(rank: int) -> None:
 
 
 def test_reductions_use_the_dtypes_asked_for() -> None:
-    run_ranks(_reduce, world_size=WORLD, node_memory="off")
+    run_ranks(_reduce, world_size=WORLD, shared_memory="off")
 
 
 def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
@@ -259,8 +259,8 @@ def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
 
 
 @BOTH
-def test_tiny_and_large_fp16_gradients_arrive(node_memory: str | None) -> None:
-    run_ranks(_keep_tiny_gradients, False, node_memory=node_memory)
+def test_tiny_and_large_fp16_gradients_arrive(shared_memory: str | None) -> None:
+    run_ranks(_keep_tiny_gradients, False, shared_memory=shared_memory)
 
 
 def test_tiny_and_large_fp16_gradients_arrive_where_the_backend_adds_them_up() -> None:
@@ -296,8 +296,8 @@ def _land(rank: int) -> None:
 
 
 @BOTH
-def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(node_memory: str | None) -> None:
-    run_ranks(_land, world_size=WORLD, node_memory=node_memory)
+def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_bits(shared_memory: str | None) -> None:
+    run_ranks(_land, world_size=WORLD, shared_memory=shared_memory)
 
 
 # --- inputs and outputs ---

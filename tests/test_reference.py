@@ -191,8 +191,8 @@ def _engine_equals_reference(rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 @BOTH
-def test_the_engine_equals_the_reference_bit_for_bit(world_size: int, node_memory: str | None) -> None:
-    run_ranks(_engine_equals_reference, world_size=world_size, node_memory=node_memory)
+def test_the_engine_equals_the_reference_bit_for_bit(world_size: int, shared_memory: str | None) -> None:
+    run_ranks(_engine_equals_reference, world_size=world_size, shared_memory=shared_memory)
 
 
 # Floating point: AdamW on a transformer with tied weights
@@ -222,8 +222,10 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", ZERO3_SIZES)
 @BOTH
-def test_adamw_in_the_engine_equals_the_reference(dtype: torch.dtype, world_size: int, node_memory: str | None) -> None:
-    run_ranks(_transformers_agree, dtype, world_size=world_size, node_memory=node_memory)
+def test_adamw_in_the_engine_equals_the_reference(
+    dtype: torch.dtype, world_size: int, shared_memory: str | None
+) -> None:
+    run_ranks(_transformers_agree, dtype, world_size=world_size, shared_memory=shared_memory)
 
 
 def _reference_follows_one_process(rank: int) -> None:

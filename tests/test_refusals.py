@@ -336,7 +336,7 @@ def _ways_out(rank: int) -> None:
 
 
 def test_ways_out_work() -> None:
-    run_ranks(_ways_out, world_size=WORLD, node_memory="off")
+    run_ranks(_ways_out, world_size=WORLD, shared_memory="off")
 
 
 def test_a_refused_transform_leaves_nothing_behind() -> None:

@@ -142,8 +142,8 @@ def _in_turn(rank: int, models: int) -> None:
 
 
 @BOTH
-def test_models_in_turn_leave_nothing_behind(node_memory: str | None) -> None:
-    run_ranks(_in_turn, 18, world_size=WORLD, node_memory=node_memory)
+def test_models_in_turn_leave_nothing_behind(shared_memory: str | None) -> None:
+    run_ranks(_in_turn, 18, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _mesh_of_the_user(rank: int) -> None:
@@ -336,8 +336,8 @@ def _closed(rank: int) -> None:
 
 
 @BOTH
-def test_a_closed_model_has_released_everything_and_says_so(node_memory: str | None) -> None:
-    run_ranks(_closed, world_size=WORLD, node_memory=node_memory)
+def test_a_closed_model_has_released_everything_and_says_so(shared_memory: str | None) -> None:
+    run_ranks(_closed, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _inside(rank: int) -> None:

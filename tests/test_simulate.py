@@ -232,8 +232,8 @@ def _trace(rank: int, folder: str) -> dict[str, int]:
 
 
 @BOTH
-def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, node_memory: str | None) -> None:
-    traffic = run_ranks(_trace, str(tmp_path), node_memory=node_memory)
+def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, shared_memory: str | None) -> None:
+    traffic = run_ranks(_trace, str(tmp_path), shared_memory=shared_memory)
     for rank, counted in enumerate(traffic):
         outcome = simulate(
             read_recording(tmp_path / f"rank{rank}.json").program(), SimMachine(node_size=2, inside=1e9, between=1e8)

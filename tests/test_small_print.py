@@ -99,7 +99,7 @@ def _swap_on_rank_1(rank: int) -> str:
 
 
 def test_a_rank_that_did_as_always_is_told_that_another_did_not() -> None:
-    for message in run_ranks(_swap_on_rank_1, world_size=2, pg_timeout=2, node_memory="off"):
+    for message in run_ranks(_swap_on_rank_1, world_size=2, pg_timeout=2, shared_memory="off"):
         assert "different orders" in message and "'units.1'" in message, message
 
 
@@ -112,7 +112,7 @@ def _leave_after_a_new_order(rank: int) -> str:
 
 
 def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failure() -> None:
-    message, left = run_ranks(_leave_after_a_new_order, world_size=2, pg_timeout=2, node_memory="off")
+    message, left = run_ranks(_leave_after_a_new_order, world_size=2, pg_timeout=2, shared_memory="off")
     assert left == "left" and message != "nothing was raised" and "different orders" not in message, message
 
 
@@ -203,7 +203,7 @@ def _look_at_hop1(rank: int) -> dict[str, int]:
 
 
 def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other() -> None:
-    for calls in run_ranks(_look_at_hop1, world_size=WORLD, node_memory="off"):
+    for calls in run_ranks(_look_at_hop1, world_size=WORLD, shared_memory="off"):
         first, second = calls.values()
         assert first == second > 0, calls
 
@@ -319,7 +319,7 @@ def _count_after_a_failure(rank: int) -> list[tuple[int, int]]:
 
 
 def test_what_arrived_in_a_backward_that_failed_starts_no_reduction_of_the_next() -> None:
-    for calls in run_ranks(_count_after_a_failure, world_size=WORLD, node_memory="off"):
+    for calls in run_ranks(_count_after_a_failure, world_size=WORLD, shared_memory="off"):
         assert calls == [(1, 1)] * 4, calls
 
 

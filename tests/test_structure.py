@@ -210,7 +210,7 @@ def _remove_on_one(rank: int, size: int) -> str:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_module_that_goes_on_one_rank_only_is_an_error_or_unused_there(size: int) -> None:
-    messages = run_ranks(_remove_on_one, size, world_size=WORLD, pg_timeout=3, node_memory="off")
+    messages = run_ranks(_remove_on_one, size, world_size=WORLD, pg_timeout=3, shared_memory="off")
     assert not any(messages) if size == 1 else all(messages[:2]), messages
-    shared = run_ranks(_remove_on_one, size, world_size=WORLD, node_memory="auto")
+    shared = run_ranks(_remove_on_one, size, world_size=WORLD, shared_memory="auto")
     assert not any(shared), "whose memory is read"

@@ -116,7 +116,7 @@ def train(model: nn.Module, mesh: DeviceMesh, steps: range) -> None:
         assert not different(full_parameters(model), dict(alone.named_parameters())), step
 
 
-def _trains(rank: int, tp: int, node_memory: str) -> None:
+def _trains(rank: int, tp: int, shared_memory: str) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     for size, accumulation in ((1, "full"), (2, "sharded"), (2, "full")):
         model = layerzero.shard_model(
@@ -124,15 +124,15 @@ def _trains(rank: int, tp: int, node_memory: str) -> None:
             zero3_size=size,
             units=Net.UNITS,
             accumulation=accumulation,
-            node_memory=node_memory,
+            shared_memory=shared_memory,
         )
         assert model.head.weight.shape == (3, 5)
         train(model, mesh, range(2))
 
 
-@pytest.mark.parametrize("node_memory", ["auto", "off"])
-def test_tensor_parallel_trains_as_one_process(node_memory: str) -> None:
-    run_ranks(_trains, 2, node_memory, world_size=4)
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_tensor_parallel_trains_as_one_process(shared_memory: str) -> None:
+    run_ranks(_trains, 2, shared_memory, world_size=4)
 
 
 def test_eight_ranks_train_as_one_process() -> None:

@@ -108,7 +108,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
 def test_late_threads_change_no_bit_and_each_lane_has_one_order_on_all_ranks(zero3_size: int, tmp_path: Path) -> None:
-    by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, node_memory="off", pg_timeout=60)
+    by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, shared_memory="off", pg_timeout=60)
     for first, *others in zip(*by_rank, strict=True):
         assert {lane for lane in first if "re" in lane and "control" not in lane} == {
             1: {"replica"}, 2: {"zero3 reduce", "replica"}, 4: {"zero3 reduce"},
@@ -141,8 +141,8 @@ def _fails(rank: int) -> None:
 
 
 @BOTH
-def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right(node_memory: str | None) -> None:
-    run_ranks(_fails, world_size=2, node_memory=node_memory)
+def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_right(shared_memory: str | None) -> None:
+    run_ranks(_fails, world_size=2, shared_memory=shared_memory)
 
 
 def _fails_alone(rank: int) -> str:
@@ -165,7 +165,7 @@ def _fails_alone(rank: int) -> str:
 
 
 def test_a_rank_that_fails_alone_lets_nobody_take_one_unit_for_another() -> None:
-    first, neighbour, opposite, _ = run_ranks(_fails_alone, world_size=4, node_memory="off", pg_timeout=15)
+    first, neighbour, opposite, _ = run_ranks(_fails_alone, world_size=4, shared_memory="off", pg_timeout=15)
     assert first == "MemoryError: of rank 0"
     assert "hop 2 of 'units.2' failed" in opposite and "rank 0" in opposite, (opposite, neighbour)
 
@@ -174,7 +174,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
 
 
-def _ends(rank: int, node_memory: str | None) -> None:
+def _ends(rank: int, shared_memory: str | None) -> None:
     before = len(_threads())
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -182,7 +182,7 @@ def _ends(rank: int, node_memory: str | None) -> None:
         model(integer_batch(step=0, rank=rank)[0])
     assert len(_threads()) == before, "a model that only computes has none"
     _train(model, optimizer, [rank])
-    of_weights = {"layerzero refresh"} if node_memory is None else set()  # that ranks share
+    of_weights = {"layerzero refresh"} if shared_memory is None else set()  # that ranks share
     assert {thread.name for thread in _threads()[before:]} == {
         "layerzero node",
         "layerzero replica",
@@ -196,5 +196,5 @@ def _ends(rank: int, node_memory: str | None) -> None:
 
 
 @BOTH
-def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model(node_memory: str | None) -> None:
-    run_ranks(_ends, node_memory, world_size=4, node_memory=node_memory)
+def test_threads_are_there_from_the_first_backward_to_the_end_of_the_model(shared_memory: str | None) -> None:
+    run_ranks(_ends, shared_memory, world_size=4, shared_memory=shared_memory)

@@ -126,5 +126,5 @@ def _all_cases(rank: int, interleaved: bool) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1F1B", "Interleaved1F1B"])
 @BOTH
-def test_sharded_stages_train_like_one_process(interleaved: bool, node_memory: str) -> None:
-    run_ranks(_all_cases, interleaved, node_memory=node_memory)
+def test_sharded_stages_train_like_one_process(interleaved: bool, shared_memory: str) -> None:
+    run_ranks(_all_cases, interleaved, shared_memory=shared_memory)

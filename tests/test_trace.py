@@ -151,7 +151,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
 
 
 def test_a_trace_holds_every_exchange_and_span_of_a_step_in_the_order_of_the_program(tmp_path: Path) -> None:
-    by_rank = run_ranks(_schedule, str(tmp_path), node_memory="off")
+    by_rank = run_ranks(_schedule, str(tmp_path), shared_memory="off")
     for lane in ("zero3 gather", "zero3 reduce", "replica", "node control", "replica control"):
         sequences = [[event for event in events if event[0] == lane] for events in by_rank]
         assert sequences[0] and all(sequence == sequences[0] for sequence in sequences), f"ranks differ on {lane}"
@@ -270,4 +270,4 @@ def _profiled(rank: int) -> None:
 
 
 def test_torchs_profiler_shows_ranges_with_the_names_of_units() -> None:
-    run_ranks(_profiled, node_memory="off")
+    run_ranks(_profiled, shared_memory="off")

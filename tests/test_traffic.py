@@ -133,7 +133,7 @@ def _count(rank: int, zero3_size: int) -> None:
     ("data_parallel", "zero3_size"), [(d, size) for d, sizes in SHARDINGS.items() for size in sizes]
 )
 def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_size: int) -> None:
-    run_ranks(_count, zero3_size, world_size=data_parallel, node_memory="off")
+    run_ranks(_count, zero3_size, world_size=data_parallel, shared_memory="off")
 
 
 def _count_between_nodes(rank: int) -> None:
@@ -151,7 +151,7 @@ def _count_between_nodes(rank: int) -> None:
 
 
 def test_bytes_between_nodes_do_not_depend_on_the_number_of_micro_batches() -> None:
-    run_ranks(_count_between_nodes, node_memory="off")
+    run_ranks(_count_between_nodes, shared_memory="off")
 
 
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
@@ -179,7 +179,7 @@ def _count_inside_no_sync(rank: int) -> None:
 
 
 def test_no_sync_sends_nothing_between_nodes_and_in_full_mode_nothing_but_gathers() -> None:
-    run_ranks(_count_inside_no_sync, node_memory="off")
+    run_ranks(_count_inside_no_sync, shared_memory="off")
 
 
 def _count_other_schedules(rank: int) -> None:
@@ -212,7 +212,7 @@ def _count_other_schedules(rank: int) -> None:
 
 
 def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduces() -> None:
-    run_ranks(_count_other_schedules, node_memory="off")
+    run_ranks(_count_other_schedules, shared_memory="off")
 
 
 def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Precision) -> dict[str, int]:
@@ -270,7 +270,7 @@ def assert_as_predicted(model: nn.Module, by_formula: dict[str, int], case: str)
 
 @pytest.mark.parametrize("data_parallel", SHARDINGS)
 def test_held_bytes_are_the_predicted_ones_and_do_not_grow(data_parallel: int) -> None:
-    run_ranks(_weigh, SHARDINGS[data_parallel], world_size=data_parallel, node_memory="off")
+    run_ranks(_weigh, SHARDINGS[data_parallel], world_size=data_parallel, shared_memory="off")
 
 
 def _full_at_once(rank: int) -> None:
@@ -294,7 +294,7 @@ def _full_at_once(rank: int) -> None:
 
 
 def test_no_more_units_are_whole_than_the_root_the_current_one_and_those_ahead() -> None:
-    run_ranks(_full_at_once, node_memory="off")
+    run_ranks(_full_at_once, shared_memory="off")
 
 
 class Mixed(nn.Module):
@@ -330,7 +330,7 @@ def _frozen_and_low(rank: int) -> None:
 
 
 def test_frozen_weights_are_neither_reduced_nor_refreshed() -> None:
-    run_ranks(_frozen_and_low, node_memory="off")
+    run_ranks(_frozen_and_low, shared_memory="off")
 
 
 def _reentrant(rank: int) -> None:

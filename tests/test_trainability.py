@@ -124,7 +124,7 @@ def _freeze_to_save_traffic(rank: int) -> None:
 
 
 def test_what_is_frozen_is_not_reduced_or_refreshed() -> None:
-    run_ranks(_freeze_to_save_traffic, world_size=WORLD, node_memory="off")
+    run_ranks(_freeze_to_save_traffic, world_size=WORLD, shared_memory="off")
 
 
 def _keep_pending_gradients(rank: int) -> list[Any]:

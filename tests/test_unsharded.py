@@ -127,8 +127,8 @@ def _show(rank: int) -> None:
 
 
 @BOTH
-def test_parts_are_full_inside_and_sharded_outside(node_memory: str | None) -> None:
-    run_ranks(_show, world_size=WORLD, node_memory=node_memory)
+def test_parts_are_full_inside_and_sharded_outside(shared_memory: str | None) -> None:
+    run_ranks(_show, world_size=WORLD, shared_memory=shared_memory)
 
 
 class _OnDevice(Tensor):
@@ -223,8 +223,8 @@ def _gradients(rank: int) -> None:
 
 
 @BOTH
-def test_gradients_are_those_of_one_process_and_are_written_back(node_memory: str | None) -> None:
-    run_ranks(_gradients, world_size=WORLD, node_memory=node_memory)
+def test_gradients_are_those_of_one_process_and_are_written_back(shared_memory: str | None) -> None:
+    run_ranks(_gradients, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _edit(rank: int) -> None:
@@ -243,8 +243,8 @@ def _edit(rank: int) -> None:
 
 
 @BOTH
-def test_edits_of_a_part_are_kept_and_those_of_the_first_rank_are_sent(node_memory: str | None) -> None:
-    run_ranks(_edit, world_size=WORLD, node_memory=node_memory)
+def test_edits_of_a_part_are_kept_and_those_of_the_first_rank_are_sent(shared_memory: str | None) -> None:
+    run_ranks(_edit, world_size=WORLD, shared_memory=shared_memory)
 
 
 def _compute(rank: int) -> None:

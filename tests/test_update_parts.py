@@ -73,7 +73,7 @@ def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> No
     ("size", "settings", "in_parts"),
     [
         (2, {}, True),
-        (2, {"node_memory": "off"}, True),
+        (2, {"shared_memory": "off"}, True),
         (1, {}, True),
         (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
         (4, {}, False),  # nothing travels
@@ -130,7 +130,9 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
                 assert torch.equal(torch.as_tensor(local[0]), torch.as_tensor(local[1])), (name, key)
 
 
-@pytest.mark.parametrize(("size", "settings"), [(2, {}), (1, {"node_memory": "off"}), (2, {"offload_optimizer": True})])
+@pytest.mark.parametrize(
+    ("size", "settings"), [(2, {}), (1, {"shared_memory": "off"}), (2, {"offload_optimizer": True})]
+)
 def test_parts_have_the_bits_of_the_whole(size: int, settings: dict[str, Any]) -> None:
     run_ranks(_same, size, settings, world_size=WORLD)
 
@@ -157,8 +159,8 @@ def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_travelled() -
     run_ranks(_edited_by_hook, world_size=WORLD)
 
 
-def _fails_halfway(rank: int, node_memory: str) -> None:
-    model = _sharded(node_memory=node_memory)
+def _fails_halfway(rank: int, shared_memory: str) -> None:
+    model = _sharded(shared_memory=shared_memory)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
     one_pass(model, rank, 0)
     optimizer.step()
@@ -184,7 +186,7 @@ def _fails_halfway(rank: int, node_memory: str) -> None:
         one_pass(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    other = _sharded(node_memory=node_memory)
+    other = _sharded(shared_memory=shared_memory)
     layerzero.load_full_state_dict(other, start)
     plain = layerzero.shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.25), other)
     for step in range(2):
@@ -195,9 +197,9 @@ def _fails_halfway(rank: int, node_memory: str) -> None:
     assert not different(got, expected)
 
 
-@pytest.mark.parametrize("node_memory", ["auto", "off"])
-def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(node_memory: str) -> None:
-    run_ranks(_fails_halfway, node_memory, world_size=WORLD)
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(shared_memory: str) -> None:
+    run_ranks(_fails_halfway, shared_memory, world_size=WORLD)
 
 
 class Halfway(torch.optim.SGD):

@@ -224,7 +224,7 @@ def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, 
 
 
 def test_a_broken_engine_is_found_out() -> None:
-    for name, (report,) in run_ranks(_verify_broken_engine, node_memory="off")[0].items():
+    for name, (report,) in run_ranks(_verify_broken_engine, shared_memory="off")[0].items():
         wrong = {(row.precision, row.name) for row in report.rows if not row.ok}
         names = set(dict(Net().named_parameters()))
         strict = {row for precision, row in wrong if precision == "float32"}
@@ -255,19 +255,19 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
 
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # What the ranks do of themselves is to share memory, where such an evaluation is allowed.
-    for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, node_memory=None, pg_timeout=10):
+    for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
         assert "the plain run works, the sharded run with zero3_size=2 in float32 does not" in said, said
         assert "rank 0 was elsewhere: in gather" in said or "gather of 'the root' failed on rank 0" in said, said
 
 
 def _allowed_in_shared_memory(rank: int) -> str:
     _calls["loss"] = 0
-    report = layerzero.verify(Net, make_batch, loss_fn=_evaluates_on_rank_0, zero3_sizes=[2], node_memory="auto")
+    report = layerzero.verify(Net, make_batch, loss_fn=_evaluates_on_rank_0, zero3_sizes=[2], shared_memory="auto")
     return "ok" if report.ok else str(report)
 
 
 def test_shared_memory_hides_an_evaluation_on_one_rank_alone() -> None:
-    assert run_ranks(_allowed_in_shared_memory, world_size=2, node_memory=None) == ["ok", "ok"]
+    assert run_ranks(_allowed_in_shared_memory, world_size=2, shared_memory=None) == ["ok", "ok"]
 
 
 def _verify_low_precision(rank: int) -> tuple[layerzero.VerifyReport, layerzero.VerifyReport]:

@@ -144,7 +144,7 @@ def _in_time(rank: int) -> None:
 
 @pytest.mark.parametrize("memory", ["off", None])
 def test_who_is_in_time_is_not_told_of(memory: str | None) -> None:
-    run_ranks(_in_time, world_size=2, node_memory=memory)
+    run_ranks(_in_time, world_size=2, shared_memory=memory)
 
 
 def _two_models(rank: int) -> tuple[list[str], list[str]]:

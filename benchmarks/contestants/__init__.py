@@ -53,8 +53,8 @@ class Entry:
         return build
 
 
-def _ours(label: str, zero3_size: object, accumulation: str, node_memory: str = "auto") -> Entry:
-    settings = {"zero3_size": zero3_size, "accumulation": accumulation, "node_memory": node_memory}
+def _ours(label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto") -> Entry:
+    settings = {"zero3_size": zero3_size, "accumulation": accumulation, "shared_memory": shared_memory}
     return Entry(label, "ours", "ours:LayerZero", settings)
 
 
@@ -69,12 +69,12 @@ def _deepspeed(label: str, family: str, **settings: object) -> Entry:
 ENTRIES: dict[str, Entry] = {
     "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
-    "layerzero-exchanges": _ours('layerzero hybrid, "sharded", node memory off', NODE, "sharded", "off"),
-    "layerzero-full-exchanges": _ours('layerzero hybrid, "full", node memory off', NODE, "full", "off"),
+    "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
+    "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
     # Emulated nodes are one machine to the kernel: their ranks would share memory past the cable.
-    "layerzero-zero3": _ours('layerzero, zero3_size=D, "sharded", node memory off', WORLD, "sharded", "off"),
-    "layerzero-zero3-full": _ours('layerzero, zero3_size=D, "full", node memory off', WORLD, "full", "off"),
+    "layerzero-zero3": _ours('layerzero, zero3_size=D, "sharded", shared memory off', WORLD, "sharded", "off"),
+    "layerzero-zero3-full": _ours('layerzero, zero3_size=D, "full", shared memory off', WORLD, "full", "off"),
     "fsdp2-full": _fsdp2("full sharding", "full"),
     "fsdp2-full-no-sync": _fsdp2("full sharding, no sync", "full", accumulate="everything"),
     "fsdp2-hsdp": _fsdp2("HSDP, all-reduce in the last", "hybrid", accumulate="all_reduce"),

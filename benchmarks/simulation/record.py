@@ -42,7 +42,7 @@ class Settings:
             units=units,
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=self.reduce_dtype),
             accumulation=self.accumulation,  # type: ignore[arg-type]
-            node_memory="off",  # the schedule is projected onto devices
+            shared_memory="off",  # the schedule is projected onto devices
         )
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         return model, layerzero.shard_optimizer(adamw, model)

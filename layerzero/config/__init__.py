@@ -16,7 +16,7 @@ from layerzero.comm.codecs import GatherCodec
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full")
-NODE_MEMORIES = ("auto", "off")
+SHARED_MEMORY_MODES = ("auto", "off")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # units: what a model says of itself
@@ -67,7 +67,7 @@ class LayerZeroConfig:
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
-    node_memory: str = "auto"
+    shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
 
@@ -119,8 +119,8 @@ class LayerZeroConfig:
             raise ValueError(f"gradient_divide_factor must be positive and finite, got {factor}")
         if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
             raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
-        if self.node_memory not in NODE_MEMORIES:
-            raise ValueError(f"node_memory={self.node_memory!r}; use one of {NODE_MEMORIES}")
+        if self.shared_memory not in SHARED_MEMORY_MODES:
+            raise ValueError(f"shared_memory={self.shared_memory!r}; use one of {SHARED_MEMORY_MODES}")
         for name in (*OFFLOADS, "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -212,7 +212,7 @@ class LayerZeroConfig:
             "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
             "gather_codec": _told(self.gather_codec),
-            "node_memory": self.node_memory,
+            "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }
 

@@ -92,8 +92,8 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name in ("replica_reduce_dtype", "buffer_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
-    if settings.get("node_memory") is False:  # what YAML makes of off
-        settings["node_memory"] = "off"
+    if settings.get("shared_memory") is False:  # what YAML makes of off
+        settings["shared_memory"] = "off"
     if isinstance(word := settings.get("gather_codec"), str):
         if word != "float8_rows":
             raise ValueError(f"gather_codec is {word!r}; a file can say float8_rows, others are given to shard_model")

@@ -127,7 +127,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            node_memory="off" if self.cluster.device == "cpu" else "auto",
+            shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
     def row(self, choice: Candidate) -> Estimate:

@@ -182,7 +182,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         if getattr(choice, name):
             found[name] = "true"
     if plan.cluster.device == "cpu":
-        found["node_memory"] = '"off"'
+        found["shared_memory"] = '"off"'
     return found
 
 

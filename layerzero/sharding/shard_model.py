@@ -87,7 +87,7 @@ def shard_model(
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     gather_codec: GatherCodec | None = None,
-    node_memory: str = "auto",
+    shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
     sync_module_states: bool = True,
@@ -156,9 +156,9 @@ def shard_model(
             or an object of your own with the methods of :class:`GatherCodec`. Forwards and backwards compute with what
             is decoded; masters stay exact. None: the weights as they are. Where nothing is gathered (one rank, shared
             memory) it has no effect.
-        node_memory: ``"auto"``: where the ranks of a ZeRO-3 group are processes of one machine and compute on its CPU,
-            they share memory instead of sending each other weights and gradients; the log says if they cannot.
-            ``"off"``: they exchange, as on devices. See ``docs/node_memory.md``.
+        shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: ranks of a ZeRO-3 group that are processes of one machine
+            and compute on its CPU share memory instead of sending weights and gradients to each other; the log says
+            if they cannot. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
         ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
             frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
             their own. All ranks must have loaded the same. A class with FSDP2's all-gather extension (torchao's float8
@@ -209,7 +209,7 @@ def shard_model(
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             gather_codec=gather_codec,
-            node_memory=node_memory,
+            shared_memory=shared_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,
         )

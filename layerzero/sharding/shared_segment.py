@@ -45,7 +45,7 @@ class Node:
 def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
     """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
     lane = topology.zero3_reduce_comm
-    if config.node_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
+    if config.shared_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
         return None
     sums = [aligned_bytes(each.layout.numel * each.precision.master.itemsize) for each in handles]
     kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)

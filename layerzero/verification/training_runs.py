@@ -169,7 +169,7 @@ def train_sharded(
     given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
     own = {name: value(model) if callable(value) else value for name, value in given.items()}
     # With exchanges, whose order the ranks must keep, unless it is to be tried out without: the run may be on devices.
-    model = shard_model(model, mesh=mesh, **{"node_memory": "off", **settings, **own})
+    model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for step in range(task.steps):

@@ -82,7 +82,7 @@ def verify(
     does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank,
     so that dropout and batch-norm in training mode can be compared.
 
-    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `node_memory` is given. A
+    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `shared_memory` is given. A
     forward on some ranks of a ZeRO-3 group only (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
 
     Use a small configuration of the model: every rank holds all of it, and rank 0 keeps two copies for each step in

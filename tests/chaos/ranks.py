@@ -136,8 +136,8 @@ def _models(plan: dict[str, Any]) -> tuple[Any, Any]:
     """For bits that flip, in bf16: masters and compute weights are not one memory. For links, something to carry."""
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if "flip" in plan else {}
     if "network" not in plan:
-        return sharded_net(2, node_memory="off", **settings)
-    model = layerzero.shard_model(wide_net(), zero3_size=2, units=IntegerNet.UNITS, node_memory="off")
+        return sharded_net(2, shared_memory="off", **settings)
+    model = layerzero.shard_model(wide_net(), zero3_size=2, units=IntegerNet.UNITS, shared_memory="off")
     return model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
 
 

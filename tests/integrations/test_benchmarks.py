@@ -186,7 +186,7 @@ def _moment(model: torch.nn.Module, batch: torch.Tensor) -> tuple[int, int]:
 def _counted_by_others(rank: int) -> None:
     """What layerzero.memory says, and what the garbage collector finds, at three moments of a step."""
     before = measure.model_state_bytes(sharers=2)
-    for settings in ({}, {"accumulation": "full"}, {"prefetch": 3}, {"node_memory": "off"}):
+    for settings in ({}, {"accumulation": "full"}, {"prefetch": 3}, {"shared_memory": "off"}):
         torch.manual_seed(0)
         block = [torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.Linear(2048, 64)) for _ in range(4)]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -211,7 +211,7 @@ def _counted_by_others(rank: int) -> None:
 
 
 def test_the_memory_report_leaves_nothing_out() -> None:
-    run_ranks(_counted_by_others, node_memory=None)
+    run_ranks(_counted_by_others, shared_memory=None)
 
 
 @pytest.mark.parametrize(("name", "count"), [("layerzero", 1), ("layerzero-exchanges", 0)])

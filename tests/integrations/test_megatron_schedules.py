@@ -120,7 +120,10 @@ def _holds(rank: int, cases: list[Case]) -> None:
 
 def test_few_units_are_gathered_at_once_and_none_while_a_stage_waits() -> None:
     run_ranks(
-        _holds, [PIPELINE.but(layers=12), INTERLEAVED.but(layers=24, micro_batches=2)], world_size=4, node_memory="off"
+        _holds,
+        [PIPELINE.but(layers=12), INTERLEAVED.but(layers=24, micro_batches=2)],
+        world_size=4,
+        shared_memory="off",
     )
 
 

@@ -79,7 +79,7 @@ def held_over(
 ) -> list[list[Held]]:
     """By rank: what it holds at some marks on the way through so many random operations."""
     arguments = (str(folder), setting, seed, operations, marks)
-    return run_ranks(_lasts, *arguments, timeout=timeout, node_memory=None)
+    return run_ranks(_lasts, *arguments, timeout=timeout, shared_memory=None)
 
 
 def growth(held: list[list[Held]]) -> str | None:

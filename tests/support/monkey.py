@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     size: int
     dtype: str
     accumulation: str  # "sharded", "full" or "by unit"
-    node_memory: str
+    shared_memory: str
     muon: bool
 
 
@@ -105,7 +105,7 @@ class _Monkey:
             units=IntegerNet.UNITS,
             mp_policy=policy,
             accumulation=accumulation,
-            node_memory=self.setting.node_memory,
+            shared_memory=self.setting.shared_memory,
         )
         self.optimizers = [
             layerzero.shard_optimizer(optimizer, self.model, elementwise=isinstance(optimizer, Rounded))
@@ -427,7 +427,7 @@ def program_of(seed: int, length: int = 40) -> Program:
         size=draw.choice((1, 2, 4)),
         dtype=("fp32", "bf16", "fp16")[seed % 3],
         accumulation=draw.choice(("sharded", "full", "by unit")),
-        node_memory=draw.choice(("auto", "off")),
+        shared_memory=draw.choice(("auto", "off")),
         muon=draw.random() < 0.4,
     )
     names, weights = list(OPERATIONS), [weight for _, weight in OPERATIONS.values()]

@@ -39,7 +39,7 @@ import layerzero
 __all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
 
 # What users have who choose nothing, shared memory where S > 1; and exchanges.
-BOTH = pytest.mark.parametrize("node_memory", [None, "off"], ids=["default", "off"])
+BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
 
 _HOST = "127.0.0.1"
 _TO_MEET = timedelta(seconds=60)
@@ -53,7 +53,7 @@ def run_ranks(
     timeout: float = 120.0,
     pg_timeout: float = 60.0,
     store_file: Path | None = None,
-    node_memory: str | None = "off",
+    shared_memory: str | None = "off",
 ):
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
@@ -62,24 +62,24 @@ def run_ranks(
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: where the ranks meet; by default a server of this process.
-        node_memory: what ``shard_model`` does where it is not told; None: what it does for users.
+        shared_memory: what ``shard_model`` does where it is not told; None: what it does for users.
 
     Raises:
         AssertionError: a rank raised (holds every traceback), or did not return in time.
     """
-    return _pool.run(fn, args, world_size, timeout, _Setting(pg_timeout, node_memory), store_file)
+    return _pool.run(fn, args, world_size, timeout, _Setting(pg_timeout, shared_memory), store_file)
 
 
 def run_sharing(fn: Callable[..., Any], *args: Any, **settings: Any):
     """:func:`run_ranks` whose models share the memory of their node."""
-    return run_ranks(fn, *args, **{"node_memory": "auto", **settings})
+    return run_ranks(fn, *args, **{"shared_memory": "auto", **settings})
 
 
 class _Setting(NamedTuple):
     """What a call of ranks runs under."""
 
     pg_timeout: float
-    node_memory: str | None
+    shared_memory: str | None
 
 
 class _Rank:
@@ -284,12 +284,12 @@ def _call(
     else:
         dist.distributed_c10d._set_pg_timeout(timeout)  # older than torch 2.14
     defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
-    default = defaults["node_memory"]
-    defaults["node_memory"] = setting.node_memory or default
+    default = defaults["shared_memory"]
+    defaults["shared_memory"] = setting.shared_memory or default
     try:
         return fn(rank, *args)
     finally:
-        defaults["node_memory"] = default
+        defaults["shared_memory"] = default
         _meshes.clear()
         _clear_caches()
         gc.collect()  # models are cycles of modules and hooks, and hold process groups with threads of their own

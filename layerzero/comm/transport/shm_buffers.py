@@ -127,7 +127,7 @@ class SharedBufferPool(BufferPool):
         except OSError as error:
             raise RuntimeError(
                 f"no room for {nbytes} more bytes of gradients in the memory that the ranks of a node share ({error}): "
-                'give the node more, or pass node_memory="off"'
+                'give the node more, or pass shared_memory="off"'
             ) from error
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
         self._offsets[buffer.data_ptr()] = self._used

@@ -56,7 +56,7 @@ def _shares(model: nn.Module) -> bool:
 
 def _who_shares(rank: int) -> None:
     for size, memory, shares in ((1, "auto", False), (2, "auto", True), (4, "auto", True), (4, "off", False)):
-        model = shard(blocks(2), size=size, node_memory=memory)
+        model = shard(blocks(2), size=size, shared_memory=memory)
         assert _shares(model) is shares, (size, memory)
         layerzero.traffic(model, reset=True)
         one_pass(model, rank, 0)
@@ -71,8 +71,8 @@ def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to() -
 
 
 def test_other_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"node_memory=False; use one of \('auto', 'off'\)"):
-        layerzero.LayerZeroConfig(node_memory=False)
+    with pytest.raises(ValueError, match=r"shared_memory=False; use one of \('auto', 'off'\)"):
+        layerzero.LayerZeroConfig(shared_memory=False)
 
 
 def _count(rank: int) -> None:
@@ -221,7 +221,7 @@ def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
 def _ask_for_too_much(rank: int) -> list[str]:
     heard = _Heard()
     logging.getLogger("layerzero").addHandler(heard)
-    lane = get_state(shard(blocks(1), size=2, node_memory="off")).mesh_info.zero3_control_comm
+    lane = get_state(shard(blocks(1), size=2, shared_memory="off")).mesh_info.zero3_control_comm
     assert map_shared_segment(lane, SegmentSizes(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
     return heard.lines
 
@@ -322,7 +322,7 @@ def _go_on_until_killed(
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     units = ("units.0", "units.1", "units.2")
-    model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, node_memory="auto")
+    model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, shared_memory="auto")
     dist.barrier()
     if rank == victim:
 
@@ -373,7 +373,7 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
     store = dist.FileStore(f"{folder}/store", 4)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
-    model = layerzero.shard_model(blocks(1), zero3_size=2, node_memory="auto")
+    model = layerzero.shard_model(blocks(1), zero3_size=2, shared_memory="auto")
     dist.barrier()
     if rank >= 2:  # the other node never comes
         time.sleep(60)
@@ -386,7 +386,7 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
 
 def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
     program = (
-        "import sys; from tests.test_node_memory import end_while_a_refresh_flies as go; kept = go({}, sys.argv[1])"
+        "import sys; from tests.test_shared_memory import end_while_a_refresh_flies as go; kept = go({}, sys.argv[1])"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", program.format(rank), str(tmp_path)]) for rank in range(4)]
     try:
