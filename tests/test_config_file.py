@@ -178,7 +178,7 @@ def _shard(rank: int, path: str) -> None:
         "units: [tests.support.models.Block]\nignored_modules: [norm]",
     ):
         if rank == 0:
-            Path(path).write_text("zero3_size: 2\nnode_memory: off\n" + text)
+            Path(path).write_text("zero3_size: 2\nshared_memory: off\n" + text)
         torch.distributed.barrier()
         config = LayerZeroConfig.from_yaml(path)
         model = layerzero.shard_model(TiedTransformer(), **config.arguments())
