@@ -5,8 +5,8 @@ DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and sha
 loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
 end in an error of torch's that names no parameter. Therefore results computed from a parameter under autograd are
 :class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
-reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient fits. On one rank, where all rows of `p`
-are, a gradient may reach a reduction.
+reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local rows. If one
+rank holds all rows of `p`, a gradient may reach a reduction.
 """
 
 from __future__ import annotations

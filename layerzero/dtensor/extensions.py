@@ -151,13 +151,13 @@ class GatheredBytes(NamedTuple):
 class ExtendedGather:
     """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
 
-    It has the interfaces of :class:`~layerzero.comm.transport.process_group.Gathers` and
+    It has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
     :class:`~layerzero.dtensor.leaves.GatheredParams`.
 
     Args:
         name: name of the parameter.
         shape: full shape of the parameter.
-        shard: 1-D [G / S], this rank's ZeRO-3 shard: whole rows, with rows of zeros after the parameter's last one.
+        shard: 1-D [G / S], this rank's ZeRO-3 shard: full rows, with rows of zeros after the parameter's last one.
 
     Raises:
         TypeError, ValueError: the class violates the protocol, or the shapes of its inputs differ between ranks.

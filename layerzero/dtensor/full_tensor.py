@@ -1,16 +1,16 @@
-"""What sharded tensors do with whole ones: take their rows, become whole, say how they are cut.
+"""Copies between sharded and full tensors, and placements that describe uneven rows.
 
 [Note: Whole values and ranks]
-``p.copy_(whole)``, and so ``load_state_dict`` of plain tensors, takes this rank's rows of what this rank was given;
-nothing is exchanged. Each row of a parameter lies in one ZeRO-1 shard, and the refresh carries it to all replicas, so
-replicas agree whatever was given. But where ranks are given different values, the parameter becomes a mixture that
-nobody meant. So the digest of what was given is kept, and the agreement that precedes the refresh compares it.
+``p.copy_(full)``, and so ``load_state_dict`` of plain tensors, copies this rank's rows of the tensor that this rank
+passes. It runs no collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends it to all replicas,
+so the replicas always agree. But if ranks pass different values, the parameter becomes a mixture of them. So each rank
+keeps a digest of the full tensor, and the ranks compare their digests before the refresh.
 
 [Note: Whose cut]
-Libraries make a DTensor "like" a parameter to load into it: with its mesh and its placements, around rows that they cut
-themselves. torch.distributed.checkpoint.state_dict asks our placements where pieces begin; others (PEFT, by way of
-transformers) count as `torch.chunk` does, and put our placements on the result all the same. A rank cannot tell by its
-own number of rows. So all ranks tell theirs: equal numbers in order are equal cuts.
+To load into a parameter, libraries construct a DTensor with its mesh and placements, around rows that they have cut
+themselves. torch.distributed.checkpoint.state_dict asks our placements for the start of each piece. Others (PEFT,
+through transformers) cut as `torch.chunk` does, and use our placements nevertheless. A rank cannot distinguish the two
+by its own number of rows. So the numbers of all ranks are all-gathered: equal numbers in the same order are equal cuts.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ __all__ = ["Sharded", "UnevenShard", "rows_of"]
 
 
 class UnevenShard(Shard):
-    """``Shard(0)``, equal to torch's, that says where its pieces begin when torch asks for the place of one.
+    """``Shard(0)`` with uneven pieces. It compares equal to torch's ``Shard(0)``.
 
-    ``torch.distributed.checkpoint.state_dict`` cuts what it broadcasts by it.
+    ``torch.distributed.checkpoint.state_dict`` asks it for size and offset of a piece to cut the tensors that it
+    broadcasts.
     """
 
     def __init__(self, starts: Sequence[int]) -> None:
         super().__init__(0)
-        self.starts = tuple(starts)  # of the pieces along one axis of the mesh, and the end of the last one
+        self.starts = tuple(starts)  # first row of each piece along one axis of the mesh, and the end of the last one
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would take what lies at the same place
+        if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would cut the wrong rows
             raise ValueError(
                 f"a tensor with {curr_local_size} rows was given for a parameter (or a piece of one) that has "
                 f"{self.starts[-1] - self.starts[0]}"
@@ -55,10 +56,12 @@ class UnevenShard(Shard):
 
 
 def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
-    """This rank's rows of a whole tensor; of a DTensor that torch has cut otherwise, every rank must call this.
+    """Return this rank's rows of a full tensor.
+
+    If `value` is a DTensor that is sharded in another way, every rank must call this.
 
     Raises:
-        ValueError: `value` has another shape than the whole parameter; of a 0-dim one, [1] will do.
+        ValueError: the shape of `value` is not that of the full parameter. For a 0-dim parameter, [1] is accepted, too.
     """
     shape = span.true_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
@@ -73,16 +76,18 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
 
 
 def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
-    """By rows on our mesh, but not one of our tensors."""
+    """Return whether a DTensor is sharded by rows on our mesh, but not created by layerzero."""
     by_rows = value.device_mesh == span.mesh_info.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
     return by_rows and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
-    """This rank's rows of a DTensor that :func:`_is_cut_by_others`; see [Note: Whose cut].
+    """Return this rank's rows of a DTensor for which :func:`_is_cut_by_others` is true; see [Note: Whose cut].
+
+    Every data-parallel rank must call this.
 
     Raises:
-        ValueError: ranks have other rows than either way of cutting gives them; on all ranks.
+        ValueError: on all ranks, if the numbers of rows fit neither layerzero's cut nor `torch.chunk`'s.
     """
     local, topology = value.to_local().detach(), span.mesh_info
     counts = torch.tensor([local.shape[0]])
@@ -105,7 +110,7 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
 
 
 def _chunks(rows: int, pieces: int) -> list[int]:
-    """How many rows `torch.chunk` gives to each."""
+    """Return the number of rows that `torch.chunk` gives to each piece."""
     longest = -(-rows // pieces)
     return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
 
@@ -114,7 +119,7 @@ def _new(name: str) -> Callable[..., Tensor]:
     method = getattr(Tensor, name)
 
     def make(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        """As torch's: sharded as this tensor is if it has its shape, else an ordinary one, whole on every rank."""
+        """Create a tensor as torch does: sharded like this one if it has the same shape, else plain and full."""
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
         like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
@@ -124,16 +129,16 @@ def _new(name: str) -> Callable[..., Tensor]:
 
 
 class Sharded(DTensor):
-    """The part of a sharded tensor that has to do with whole ones; see `layerzero.dtensor.sharded_tensor`."""
+    """Base class with the methods that use full tensors; see `layerzero.dtensor.sharded_tensor`."""
 
     _local_tensor: LocalShard
     new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
     new_ones, new_full = _new("new_ones"), _new("new_full")
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """As ``torch.Tensor.copy_``; of a whole tensor, this rank's rows are taken.
+        """Copy as ``torch.Tensor.copy_`` does. If `other` is a full tensor, copy this rank's rows of it.
 
-        All ranks must do the same with the same values. See [Note: Whole values and ranks].
+        All ranks must call this with the same values. See [Note: Whole values and ranks].
         """
         local = self._local_tensor
         if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
@@ -158,7 +163,7 @@ class Sharded(DTensor):
 
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """``(Shard(0), Shard(0))``, which know that the pieces are uneven, after those on further axes."""
+        """Placements on the model-parallel axes, then two ``Shard(0)`` with uneven pieces."""
         span = self._local_tensor.spec
         bounds, topology = span.bounds, span.mesh_info
         replicas = topology.replicas
@@ -170,10 +175,10 @@ class Sharded(DTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
     ) -> DTensor:
-        """The whole tensor on every rank, where that is what `placements` say. Every rank must call this.
+        """Return a DTensor that is replicated on all axes. Every rank must call this.
 
         Raises:
-            NotImplementedError: any other placement.
+            NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is another mesh.
         """
         mesh = self.device_mesh
         wanted = [] if placements is None else list(placements)
@@ -182,7 +187,7 @@ class Sharded(DTensor):
             raise NotImplementedError(moves_rows("redistribute", self._local_tensor.spec))
         return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
 
-    # What would take a part for the whole
+    # Methods that would mistake this rank's rows for the full tensor
 
     def untyped_storage(self) -> NoReturn:
         raise TypeError(

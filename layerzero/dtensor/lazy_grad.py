@@ -1,9 +1,9 @@
-"""Attributes of sharded parameters: as the engine reaches them, and ``.grad`` as users do.
+"""Access to attributes of sharded parameters, and ``.grad`` that waits for other ranks.
 
 [Note: When .grad is known]
-Whether a parameter that this rank has not used has a ``.grad`` is known when the other ranks have told. A backward
-starts to ask them and does not wait; who reads, sets or deletes the ``.grad`` of any parameter of the model does. Until
-then torch's own memory has those of before the backward at most.
+A parameter that this rank has not used has a ``.grad`` if another rank has used it. A backward starts to query the
+other ranks and does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
+model waits for it. Until then, torch's own ``.grad`` has at most the values from before the backward.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "plain_access", "resolve_first"]
 
 _GRADIENT: Any = Tensor.grad
-OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as __torch_function__ sees them
+OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as passed to __torch_function__
 
 
 def plain_access() -> AbstractContextManager[None]:
-    """Attributes of sharded parameters without the detour through Python that tensor subclasses take."""
+    """Return a context in which attribute access on sharded parameters bypasses ``__torch_function__``."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard
 
 
 def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """The user's post-accumulate-grad hooks."""
+    """Return the user's post-accumulate-grad hooks."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 class LazyGrad:
-    """What the parameters of a model know of their gradients, without keeping the model.
+    """Pending ``.grad`` of the parameters of one model. It holds no strong reference to the model.
 
     Args:
-        show: waits for what is due, and shows it; it may be called again where it was interrupted.
+        show: method that waits for the pending gradients and sets ``.grad``. It is called again if it was interrupted.
 
     Attributes:
-        due: :meth:`settle` is to be called before any ``.grad`` is read or set.
+        pending: True if :meth:`resolve` must be called before any ``.grad`` is read or set.
     """
 
     def __init__(self, show: Callable[[], None]) -> None:
@@ -53,10 +53,10 @@ class LazyGrad:
         self._lock = threading.RLock()
 
     def resolve(self) -> None:
-        """Have nothing due; whoever else asks meanwhile waits.
+        """Wait for pending gradients and set ``.grad``. Other threads that call this wait, too.
 
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: the model has been deleted.
         """
         with self._lock:
             if not self.pending:
@@ -69,7 +69,7 @@ class LazyGrad:
 
 
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
-    """One of OF_GRADIENTS that first waits for what other ranks have to tell; see [Note: When .grad is known]."""
+    """Wrap an accessor of OF_GRADIENTS so that it resolves pending gradients; see [Note: When .grad is known]."""
 
     def wait_for_it(parameter: RowShardedTensor, *value: Tensor | None) -> Any:
         watch = parameter._local_tensor.tracker

@@ -1,4 +1,4 @@
-"""The gathered parameters of a handle: autograd's leaves, with which modules compute."""
+"""Gathered parameters of a handle: the autograd leaves with which modules compute."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["GatheredParams"]
 
 
 class GatheredParams:
-    """Views of `compute`, an alias of the full buffer; some have strides of their own, some are DTensors.
+    """Gathered parameters over `compute`, a 1-D alias of the full buffer.
 
-    These have version counters of their own, the others that of `compute`.
+    Most are views and share the version counter of `compute`. Parameters with non-contiguous strides and DTensors have
+    their own version counters.
     """
 
     def __init__(self, compute: Tensor) -> None:
@@ -27,7 +28,7 @@ class GatheredParams:
     def make(
         self, place: slice, original: Tensor, face: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
-        """The leaf for the elements at `place`, in the shape and the strides of `original`."""
+        """Create the leaf for the elements at `place`, with the shape and strides of `original`."""
         whole = self._compute[place].view(original.shape)
         if not keeps_order(original):
             self._strided.append(StridedParam(whole, like=original))
@@ -40,7 +41,7 @@ class GatheredParams:
         return leaf
 
     def fill(self, storages: FullBufferPool) -> None:
-        """The full buffer has been filled."""
+        """Copy the gathered full buffer to the parameters that have their own strides."""
         for strided in self._strided:
             strided.fill(storages)
 
@@ -50,19 +51,19 @@ class GatheredParams:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that are there beside the full buffer while the unit computes."""
+        """Bytes of each allocation that exists beside the full buffer while the unit computes."""
         return tuple(strided.gathered_bytes for strided in self._strided)
 
     @property
     def nbytes(self) -> int:
-        """Of them, those that are there now."""
+        """Number of these bytes that are allocated now."""
         return sum(strided.nbytes for strided in self._strided)
 
     @property
     def version(self) -> int:
-        """Grows with every edit of a leaf."""
+        """Sum of the version counters, which grows with every in-place write to a leaf."""
         return sum(tensor._version for tensor in self._counters)
 
     def bump_version(self) -> None:
-        """Have autograd refuse graphs that have saved a leaf."""
+        """Make autograd reject graphs that have saved a leaf."""
         increment_version(self._counters)

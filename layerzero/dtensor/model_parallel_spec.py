@@ -1,17 +1,17 @@
-"""Parameters of which the data-parallel ranks share a part: tensor-parallel layers, experts.
+"""Parameters that are DTensors on model-parallel axes: tensor-parallel layers, experts.
 
 [Note: Faces]
-``parallelize_module`` makes parameters DTensors on an axis of its own: each rank of that axis has a part of the whole,
-or a copy. The ranks that have the same part are the data-parallel ones, and they shard it by rows as they would shard a
-parameter of its own. Everything below the user works on these parts and knows nothing of the rest. What a parameter is
-beyond its part is its face:
+``parallelize_module`` makes parameters DTensors on a model-parallel axis: each rank of that axis has a part of the
+parameter, or a copy. The ranks with the same part are data-parallel, and they shard the part by rows like any other
+parameter. The engine works on these parts only. The model-parallel spec of a parameter describes the rest:
 
-- towards the module, which computes with a DTensor on the further axis again, whose memory is the full buffer;
-- towards autograd, whose gradient may come in other placements, as sums that are still to be made;
-- towards the user, who sees one DTensor of the true shape on all axes: the further ones, then (zero3, replica). In
-  this order each axis cuts what the one before has left, so that places in the mesh are places in the tensor.
+- for the module, which computes with a DTensor on the model-parallel axis; the full buffer is its memory;
+- for autograd, whose gradient may have other placements, such as Partial;
+- for the user, who sees one DTensor of the true shape on all axes: the model-parallel ones, then (zero3, replica). In
+  this order, each axis cuts the part that the axis before it has left, so the order of the ranks in the mesh is the
+  order of their rows in the tensor.
 
-A plain parameter beside such DTensors has a face, too: it is a copy on each rank of the further axis.
+A plain parameter beside such DTensors has a model-parallel spec, too: each rank of the axis has a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
-    """Why a DTensor with these placements cannot be sharded further; None if it can."""
+    """Return why a DTensor with these placements cannot be sharded further; None if it can."""
     if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
         return f"a DTensor placed {odd[0]!r}, and only Shard and Replicate can be sharded further"
     columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
@@ -44,7 +44,7 @@ def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be a DTensor; the same memory."""
+    """Return this rank's part of a tensor that may be a DTensor, without a copy."""
     return _arrived(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -54,19 +54,25 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelSpec:
-    """What a parameter is beyond the part that the data-parallel ranks share; see [Note: Faces]."""
+    """Mesh, placements and global shape of a parameter beyond its data-parallel part; see [Note: Faces]."""
 
-    mesh: DeviceMesh  # the further axes
-    placements: tuple[Placement, ...]  # on them
-    shape: tuple[int, ...]  # the true one
+    mesh: DeviceMesh  # the model-parallel axes
+    placements: tuple[Placement, ...]  # on `mesh`
+    shape: tuple[int, ...]  # global shape
     stride: tuple[int, ...]
-    global_mesh: DeviceMesh  # of what users see: the further axes, then (zero3, replica)
-    is_dtensor: bool  # the module computes with a DTensor; else with a plain tensor, all copies of one
-    owner: tuple[int, int] | None = None  # an axis, and the one place on it that has everything; see `of_state`
+    global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then (zero3, replica)
+    is_dtensor: bool  # True: the module computes with a DTensor; False: with a plain tensor, a copy on each rank
+    owner: tuple[int, int] | None = None  # an axis, and the only coordinate on it that has elements; see `of_state`
 
     @classmethod
     def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> ModelParallelSpec:
-        """Of a parameter as the model has it; `mesh` is that of the DTensors beside it, if it is none."""
+        """Create the spec of a parameter of the unsharded model.
+
+        Args:
+            parameter: a DTensor or a plain parameter.
+            mesh: mesh of the other parameters that are DTensors; used if `parameter` is plain.
+            shown: becomes `global_mesh`.
+        """
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         if isinstance(parameter, DTensor):
             return cls(parameter.device_mesh, tuple(parameter.placements), shape, stride, shown, is_dtensor=True)
@@ -78,7 +84,7 @@ class ModelParallelSpec:
         return sizes if self._holds else (0, *sizes[1:]), offsets
 
     def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and offsets of this rank's part, if one axis did not cut it."""
+        """Return sizes and offsets that this rank's part would have if `axis` did not cut the parameter."""
         placements = [Replicate() if at == axis else each for at, each in enumerate(self.placements)]
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
         return tuple(sizes), tuple(offsets)
@@ -89,18 +95,18 @@ class ModelParallelSpec:
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
-        """Where this rank's part lies in the whole."""
+        """Slices of this rank's part in the global tensor."""
         return tuple(slice(start, start + size) for size, start in zip(*self._box, strict=True))
 
     @property
     def is_primary_copy(self) -> bool:
-        """Of the copies of this rank's part, this is the one that is saved and counted."""
+        """True if this rank has the first of all copies of its part, the one that is saved and counted."""
         places = zip(self._coordinate, self.placements, strict=True)
         return not any(place for place, each in places if isinstance(each, Replicate))
 
     @property
     def place(self) -> tuple[int | None, ...]:
-        """Which part this rank has: its place on each further axis that cuts; None on one of copies."""
+        """Coordinate of this rank on each model-parallel axis that cuts the parameter; None for axes of copies."""
         places = zip(self._coordinate, self.placements, strict=True)
         return tuple(None if isinstance(each, Replicate) else place for place, each in places)
 
@@ -112,7 +118,7 @@ class ModelParallelSpec:
 
     @property
     def is_sharded(self) -> bool:
-        """Ranks of the further axes have different parts."""
+        """True if ranks on the model-parallel axes have different parts."""
         return any(isinstance(each, Shard) for each in self.placements)
 
     def same_sharding(self, other: ModelParallelSpec) -> bool:
@@ -122,25 +128,25 @@ class ModelParallelSpec:
     # One axis of several
 
     def sharded_dim(self, axis: int) -> int | None:
-        """The dim along which an axis cuts the parameter; None where it does not."""
+        """Return the dim along which an axis cuts the parameter; None if it does not."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard) or self.mesh.size(axis) == 1:
             return None
         return placement.dim % len(self.shape)
 
     def place_on(self, axis: int) -> int:
-        """This rank's."""
+        """Return this rank's coordinate on an axis."""
         return self._coordinate[axis]
 
     def joined_shape(self, axis: int) -> tuple[int, ...]:
-        """The shape that the parts of the ranks along one axis have together."""
+        """Return the shape of the joined parts of all ranks along one axis."""
         return self._box_without(axis)[0]
 
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
-        """Of a tensor in the state of the optimizer, where one rank has updated the parameter.
+        """Return the spec of an optimizer state tensor of an owned parameter.
 
-        Along `axis`, the rank at `place` has all of it. Another axis that cuts the parameter cuts it into matrices of a
-        stack, and the tensor likewise.
+        Along `axis`, the rank at coordinate `place` has all elements. Other axes that cut the parameter cut it into
+        matrices of a stack, and they cut the state tensor in the same way.
         """
         cut = [axis == at or self.sharded_dim(at) is not None for at in range(self.mesh.ndim)]
         return replace(
@@ -152,22 +158,25 @@ class ModelParallelSpec:
             owner=None if axis is None else (axis, place),
         )
 
-    # Between a part and the whole
+    # Between the local part and the global tensor
 
     def to_module_param(self, part: Tensor) -> nn.Parameter:
-        """The parameter with which the module computes, of the same memory."""
+        """Return the parameter with which the module computes, without a copy."""
         return nn.Parameter(self._as_dtensor(part) if self.is_dtensor else part)
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient. All ranks of the further axes must call this."""
+        """Return this rank's part of a gradient. All ranks of the model-parallel axes must call this."""
         if not isinstance(gradient, DTensor):
             return gradient
-        if tuple(gradient.placements) != self.placements:  # a sum that is to be made, or a part of a copy
+        if tuple(gradient.placements) != self.placements:  # Partial, or sharded where the parameter is replicated
             gradient = gradient.redistribute(placements=self.placements)
         return local_part(gradient)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; of a DTensor that is cut otherwise, all of its ranks must call this."""
+        """Return this rank's part of a full tensor.
+
+        If `value` is a DTensor with another mesh or placements, all of its ranks must call this.
+        """
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
                 return local_part(value)
@@ -175,7 +184,7 @@ class ModelParallelSpec:
         return value[self.global_slices] if self.shape else value
 
     def whole(self, part: Tensor) -> Tensor:
-        """The whole tensor of all parts. All ranks of the further axes must call this."""
+        """Gather the global tensor from all parts. All ranks of the model-parallel axes must call this."""
         if self.owner is not None:
             return self._from_holder(part)
         return self._as_dtensor(part).full_tensor() if self.is_sharded else part  # type: ignore[no-any-return]
@@ -186,7 +195,7 @@ class ModelParallelSpec:
         told = part.detach().clone(memory_format=torch.contiguous_format)
         if not self._holds:
             told = part.new_empty(self.joined_shape(axis))
-        if told.numel():  # as bytes: backends do not know all dtypes
+        if told.numel():  # sent as bytes, because backends do not support all dtypes
             dist.broadcast(told.view(-1).view(torch.uint8), group=self.mesh.get_group(axis), group_src=place)
         rest = tuple(Replicate() if at == axis else each for at, each in enumerate(self.placements))
         return replace(self, placements=rest, owner=None).whole(told)

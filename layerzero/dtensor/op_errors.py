@@ -1,4 +1,4 @@
-"""Why an operation on a sharded tensor is refused, and what to do instead."""
+"""Error messages for refused operations on sharded tensors, with the alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOO_COARSE = (
 
 
 def moves_rows(what: str, span: RowShardSpec) -> str:
-    """Why an operation that would move rows between ranks is refused."""
+    """Return the error message for an operation that would move rows between ranks."""
     return (
         f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
         "misplace them; use p.full_tensor(), layerzero.full_state_dict(model) or torch.distributed.checkpoint, and to "
@@ -28,7 +28,7 @@ def moves_rows(what: str, span: RowShardSpec) -> str:
 
 
 def penalised(span: RowShardSpec) -> str:
-    """Explain why gradients cannot flow through a result that was computed from a sharded parameter."""
+    """Return the error message for a gradient through a result that was computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
         "flows back through that DTensor: layerzero cuts rows unevenly, and the model's own loss is a plain tensor. "
@@ -50,7 +50,7 @@ def _not_gathered(func: Any, span: RowShardSpec) -> str:
 
 
 def cut_elsewhere(func: Any, span: RowShardSpec) -> str:
-    """Why an operation that counts on rows as torch cuts them is refused."""
+    """Return the error message for an operation that expects rows to be cut as torch cuts them."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
         f"layerzero has put {len(span.rows)} of {span.count} on this rank. weight_norm, spectral_norm, "
@@ -59,7 +59,7 @@ def cut_elsewhere(func: Any, span: RowShardSpec) -> str:
     )
 
 
-_EXPLAINED = {  # by a part of torch's own error
+_EXPLAINED = {  # by a part of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered,
     "is invalid for input of size": cut_elsewhere,
     "must match the existing size": cut_elsewhere,

@@ -1,15 +1,15 @@
-"""Replacing the memory of a sharded parameter: what ``p.data = ...``, ``model.to(...)`` and ``share_memory()`` ask for.
+"""Operators that replace the memory of a sharded parameter: ``p.data = ...``, ``model.to(...)``, ``share_memory()``.
 
 [Note: Moves of a module]
-``nn.Module._apply``, which ``to``, ``half`` and ``cpu`` call, calls a function on each parameter, asks torch whether
-the parameter can take what came out as its ``data``, and assigns it. Where the result can be taken apart into others
-(``__tensor_flatten__``), it swaps tensors instead, which the engine's references to parameters forbid: a sharded
-parameter therefore says that it cannot, nor could it be put together again. A move that changes nothing thus assigns a
-parameter to itself; torch's question is the place where any other is refused, before it has changed a parameter.
+``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. It applies a function to each parameter, asks torch whether the
+parameter can take the result as its ``data``, and assigns it. If the result has ``__tensor_flatten__``, it swaps the
+tensors instead. The engine refers to parameters, so they must not be swapped: sharded parameters hide that attribute.
+A move that changes nothing thus assigns a parameter to itself. Any other move is refused when torch asks, before it has
+changed a parameter.
 
-``to_empty()`` on the device where a parameter lies already, as after ``fully_shard`` on meta, asks for memory, which
-there is, and for no values: a tensor that ``empty_like`` made, and nobody has written since, is not copied. What was
-unwritten stays so, and is told at the first forward. Buffers are torch's, and are new and empty.
+``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs memory, which exists already, and
+no values. So a tensor that was made by ``empty_like`` and not written since is not copied. Uninitialized parameters
+stay uninitialized, and the first forward reports them. torch replaces buffers by new, empty ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ __all__ = ["CALLS", "AbsentAttribute", "carry_over", "note_empty"]
 
 
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Let the user's attributes and hooks on a parameter, and their removal handles, work on what takes its place."""
+    """Move the user's attributes and hooks from a parameter to its replacements.
+
+    Handles that remove these hooks stay valid.
+    """
     for target in (gathered, sharded):
         for name, value in vars(source).items():
             if name not in _NOT_THE_USERS:
@@ -42,12 +45,12 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
         sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
-# Of who accumulated gradients before, and of DTensors themselves.
+# Attributes of earlier gradient accumulation, and of DTensor itself.
 _NOT_THE_USERS = {"main_grad", "grad_added_to_main_grad", "_local_tensor", "_spec"}
 
 
 class AbsentAttribute:
-    """An attribute that a class has inherited and does not have."""
+    """Descriptor that hides an inherited attribute."""
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError
@@ -55,10 +58,10 @@ class AbsentAttribute:
 
 @torch.no_grad()
 def assign_data(target: RowShardedTensor, value: Tensor) -> None:
-    """``target.data = value``: copies the values of a tensor that is sharded alike.
+    """Implement ``target.data = value``: copy the values of a tensor that is sharded in the same way.
 
     Raises:
-        ValueError: `value` is whole, or differs in its rows, dtype or device.
+        ValueError: `value` is not sharded, or differs in rows, dtype or device.
     """
     if value is target or _is_empty(value):
         return
@@ -81,10 +84,10 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
 
 
 def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
-    """A module is being moved: True where that changes nothing. See [Note: Moves of a module].
+    """Return True if the move of a module does not change a parameter; see [Note: Moves of a module].
 
     Raises:
-        TypeError: it would change something.
+        TypeError: the move would change or replace the parameter.
     """
     name = target._local_tensor.spec.name
     for setting in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
@@ -108,7 +111,7 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
 
 
 def note_empty(func: Any, made: Tensor) -> Tensor:
-    """What ``torch.empty_like`` has made of a sharded tensor is watched until somebody writes it."""
+    """Mark the result of ``torch.empty_like`` on a sharded tensor as uninitialized until its first write."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "tracker"):
         local.tracker = MutationTracker()
@@ -117,7 +120,7 @@ def note_empty(func: Any, made: Tensor) -> Tensor:
 
 
 def _is_empty(tensor: Any) -> bool:
-    """``torch.empty_like`` has made it of a sharded tensor, and nobody has written it since."""
+    """Return whether a tensor was made by ``torch.empty_like`` of a sharded tensor and not written since."""
     watch = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
     return watch is not None and watch.uninitialized
 
@@ -136,9 +139,7 @@ def _described(value: Any) -> str:
     return f"{kind} of shape {list(value.shape)}, {value.dtype} on {value.device}{rows}"
 
 
-CALLS: dict[
-    Any, Callable[..., Any]
-] = {  # functions of torch, as __torch_function__ sees them, and what takes their place
+CALLS: dict[Any, Callable[..., Any]] = {  # by function of torch, as passed to __torch_function__: its replacement
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in OF_GRADIENTS},

@@ -1,15 +1,15 @@
-"""Random numbers in sharded tensors.
+"""Operators that draw random numbers into sharded tensors.
 
 [Note: Numbers by global row]
-All ranks usually have one seed. If each filled its rows as a tensor of their own, the same numbers would come in the
-rows of all ranks. So each rank draws for the whole tensor, and keeps its rows: what one process with the same seed
-would draw, after which every rank's generator is where that process's would be. It takes the memory of one whole
-tensor. That works where an element's number does not depend on how many draws the values of others took.
+All ranks usually have the same seed. If each rank drew numbers for its rows only, the rows of all ranks would get the
+same numbers. So each rank draws for the full tensor and keeps its rows. The result and the state of the generator equal
+those of one process with the same seed. This needs memory for one full tensor. It works for distributions where the
+number of draws for one element does not depend on the values of others.
 
-``nn.init.trunc_normal_`` draws again until no number is out of its bounds, which each rank would ask of its own rows
-only, and torch does not ask a tensor's class about it, only about the first draw inside. There, all of it is done on
-the whole tensor, after which nothing is out of bounds. torch 2.14 would gather rows to find that out, so what it
-compares with its bounds is a tensor that answers by itself.
+``nn.init.trunc_normal_`` draws again until all numbers are within its bounds. Each rank would check its own rows only.
+torch does not call ``__torch_function__`` for this function, only for the first draw inside it. So that call runs the
+complete function on the full tensor, after which all numbers are within the bounds. torch 2.14 would then gather rows
+to compare them with the bounds. So the draw returns a tensor that answers these comparisons without communication.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHERS = ("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dir
 _DRAWING = {f"aten::{name}" for name in (*_FILLS, *_MAKES)}
 _REFUSED = {f"aten::{name}{suffix}" for name in _OTHERS for suffix in ("", "_", "_functional")}
 
-# What users call, as __torch_function__ sees it. torch.nn.init's others call these.
+# Functions that users call, as passed to __torch_function__. Other functions of torch.nn.init call these.
 _FILLING = {
     *(getattr(Tensor, name) for name in _FILLS),
     *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, torch.eye),  # torch.eye(out=) resizes its output
@@ -44,26 +44,26 @@ _FUNCTIONS = {
     *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, Tensor.bernoulli, torch.normal),
     *(F.dropout, torch.dropout, torch.dropout_),
 }
-# What they make may be drawn into with a generator, which DTensor would drop on the CPU.
+# Users may draw into the results with a generator, which a plain DTensor would drop on the CPU.
 _ALIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
-    """A call of a function of torch that is to be made on whole tensors; one with a gradient is left to autograd."""
+    """Return whether a call of a torch function must run on full tensors. Calls that need gradients are excluded."""
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
 def makes_alike(func: Any) -> bool:
-    """`func`, a function of torch, makes a tensor that random numbers may be drawn into."""
+    """Return whether the torch function `func` creates a tensor that users may draw random numbers into."""
     return func in _ALIKE
 
 
 def draws(func: Any, span: RowShardSpec) -> bool:
-    """An operator draws a random number for each element of a tensor of rows.
+    """Return whether an operator draws one random number for each element.
 
     Raises:
-        NotImplementedError: it draws random numbers in some other way.
+        NotImplementedError: the operator draws random numbers in another way.
     """
     name = func._schema.name
     if name in _DRAWING:
@@ -74,10 +74,10 @@ def draws(func: Any, span: RowShardSpec) -> bool:
 
 
 def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """As :func:`draw_whole`, from a ``__torch_function__``: the caller's caller has called `func`.
+    """Run :func:`draw_whole` from a ``__torch_function__``, where the caller's caller has called `func`.
 
     Raises:
-        NotImplementedError: ``nn.init.trunc_normal_`` with bounds for which it draws in another way.
+        NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it draws in another way.
     """
     caller = sys._getframe(2)
     if not is_truncating(caller):
@@ -88,7 +88,7 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             "nn.init.trunc_normal_ of a parameter that layerzero has sharded, with bounds that leave out most numbers, "
             "is not supported: initialise before shard_model, or inside layerzero.unsharded(model, writeback=True)"
         )
-    if func is not Tensor.normal_:  # older versions of torch map uniform numbers one by one
+    if func is not Tensor.normal_:  # older versions of torch map uniform numbers, element by element
         return draw_whole(func, args, kwargs)
     settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
     drawn = draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
@@ -96,34 +96,34 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def is_truncating(caller: FrameType) -> bool:
-    """It is ``nn.init.trunc_normal_``, which looks whether all is within its bounds: so it is, on all ranks at once."""
+    """Return whether a frame is ``nn.init.trunc_normal_``, whose check of the bounds is always satisfied here."""
     return caller.f_code is _TRUNC_NORMAL.__code__
 
 
 def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func` on whole tensors, and keep this rank's rows of what it draws; see [Note: Numbers by global row].
+    """Call `func` on full tensors and keep this rank's rows of the result; see [Note: Numbers by global row].
 
-    Some argument is a RowShardedTensor or a LocalShard. What `func` returns is of the same kind; an argument that it
-    returns has been overwritten.
+    At least one argument must be a RowShardedTensor or a LocalShard. The results are of the same class. If `func`
+    returns one of its arguments, the argument is overwritten and returned.
     """
-    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the whole tensor: the argument and its rows
+    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: the argument and its rows
 
     def make_whole(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
         span: RowShardSpec | None = getattr(rows, "spec", None)
         if span is None:
             return argument
-        if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # transposed, say
+        if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # for example transposed
             raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), span))
         whole = torch.zeros(span.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
             whole[span.global_slices] = rows.as_subclass(torch.Tensor)
-        whole.requires_grad_(argument.requires_grad)  # an edit of a parameter outside no_grad is refused by torch
+        whole.requires_grad_(argument.requires_grad)  # so that torch refuses in-place writes outside no_grad
         wholes[id(whole)] = argument, rows
         kept.append(whole)
         return whole
 
-    kept: list[Tensor] = []  # or another tensor might get the id of one of them
+    kept: list[Tensor] = []  # keeps the full tensors alive, so that no other tensor gets their ids
     args, kwargs = tree_map_only(Tensor, make_whole, (args, kwargs))
     out = func(*args, **kwargs)
     first, first_rows = next(iter(wholes.values()))
@@ -143,7 +143,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
 
 
 def _needs_gradient(args: Any, kwargs: Any) -> bool:
-    """A backward is to pass through what is made of these arguments."""
+    """Return whether autograd records a call with these arguments."""
     return torch.is_grad_enabled() and any(
         leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
     )

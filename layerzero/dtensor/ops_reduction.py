@@ -1,12 +1,12 @@
-"""What a reduction over this rank's rows means: a part of a number, until the ranks have put their parts together.
+"""Operators that reduce sharded tensors: the result on one rank is a partial value.
 
 [Note: Parts of a number]
-``p.sum()`` and its like make a DTensor with a ``Partial`` placement. Where torch needs the number, or is asked for
-``full_tensor()``, it adds the parts up (or takes their maximum, and so on), which every rank must do. But ``item()``,
-``float()`` and ``bool()``, which a loop may call on one rank to print something, show this rank's part without a word.
-So the local tensor of such a DTensor is a :class:`PartialScalar`, which refuses that where torch asks. Whoever holds
-one, from ``p.to_local().sum()``, has asked for this rank's part, and reads it. torch's mean of means is right for equal
-numbers of rows only, and is refused; ``p.mean()`` is a sum, divided.
+``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. When torch needs the value, or the
+user calls ``full_tensor()``, torch all-reduces the partial values, which every rank must do. But ``item()``,
+``float()`` and ``bool()``, which a loop may call on one rank to print something, would silently return this rank's
+partial value. So the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch reads it. A
+user who gets one from ``p.to_local().sum()`` has requested this rank's value and can read it. torch's mean of means is
+correct only for equal numbers of rows, and is refused; ``p.mean()`` divides a sum.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["EXCHANGES", "REDUCTIONS", "PartialScalar", "of_nothing", "refuse_exchange"]
 
-EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of what torch sends with
+EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
 
 class PartialScalar(torch.Tensor):
-    """This rank's part of a number; see [Note: Parts of a number]."""
+    """This rank's partial value of a reduction; see [Note: Parts of a number]."""
 
     spec: RowShardSpec
     made_by: str
@@ -93,7 +93,7 @@ class PartialScalar(torch.Tensor):
 
 
 def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """As ``torch.mean``, of a tensor whose rows are unevenly cut."""
+    """Compute ``torch.mean`` of a tensor whose rows are cut unevenly, as a divided sum."""
     total = tensor.sum(dtype=dtype) if dim is None else tensor.sum(dim, keepdim, dtype=dtype)
     if not total.is_floating_point():
         raise TypeError(f"mean needs a floating-point dtype, got {total.dtype}")
@@ -101,9 +101,13 @@ def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torc
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
-    """What a ``GradScaler`` calls: an overflow in any rank's rows is one on all ranks of the model.
+    """Unscale gradients for a ``GradScaler``, and share an overflow in any rank's rows with all ranks of the model.
 
-    torch would tell it along the axes on which the first of the gradients is cut, and take no plain one beside them.
+    torch would share it only along the axes on which the first gradient is sharded, and does not accept plain gradients
+    beside it.
+
+    Raises:
+        NotImplementedError: no gradient belongs to a parameter that all ranks of the model share.
     """
     rows = [local_part(gradient) for gradient in gradients]
     spans = [each.spec for each in rows if hasattr(each, "spec")]
@@ -115,7 +119,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
             "optimizer parameters that all ranks share, too, or make the experts one DTensor, Shard(0) on their axis"
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
-    told = found.to(device)  # gradients in host memory have theirs there
+    told = found.to(device)  # in host memory if the gradients are there
     reduce_over(lanes, told, dist.ReduceOp.MAX)
     found.copy_(told)
 
@@ -124,7 +128,7 @@ def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.spec))
 
 
-# Functions of torch, and what takes their place for a sharded tensor, or a list in which there is one.
+# By function of torch: its replacement for a sharded tensor, or for a list that contains one.
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
@@ -134,9 +138,10 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def of_nothing(func: Any, args: Sequence[Any]) -> Any:
-    """What a rank without rows adds to a norm or an extreme of the whole tensor; None where torch knows.
+    """Return the result of a norm, minimum or maximum on a rank without rows: the neutral element of the reduction.
 
-    torch refuses the infinite norm and the extremes of an empty tensor.
+    torch raises for the infinite norm and the extremes of an empty tensor. The result is None for all other calls,
+    which torch can compute.
     """
     name = func._schema.name
     if name == "aten::_foreach_norm":
@@ -159,7 +164,11 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
-    """Raise where torch is about to exchange rows or parts as if all ranks had as many rows; `func` is of EXCHANGES."""
+    """Raise if a collective of torch assumes that all ranks have the same number of rows.
+
+    Args:
+        func: an operator of the namespaces EXCHANGES.
+    """
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(moves_rows(func.__name__, span))
     if "avg" in args:

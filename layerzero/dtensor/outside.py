@@ -1,4 +1,4 @@
-"""What surrounds the call of a unit: a backward, another call, what it cannot run under; and errors that come of it."""
+"""Context of a unit's call: hooks, recursive calls, backward, refused transforms, and errors on mixed dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 4  # buffers in a message
 def call_with_hooks(
     self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
 ) -> Any:
-    """Call a method between the hooks of its module's forward, as torch does: `after` runs also where that raises."""
+    """Call a method between the forward hooks of its module; `after` also runs if the method raises."""
     try:
         args, kwargs = before(self, args, kwargs)
         output = method(*args, **kwargs)
@@ -29,7 +29,7 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """An outer call of one of a unit's modules, beside the one that asks, is on the stack: it calls itself."""
+    """Return whether a unit calls itself: the stack has an outer call of its modules beside the current one."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
@@ -42,10 +42,10 @@ def in_backward() -> bool:
 
 
 def refuse_transforms(label: str) -> None:
-    """Raise where a forward would be traced or transformed instead of computed: weights are gathered for real only.
+    """Raise if a forward is traced or transformed instead of computed, because weights can be gathered only eagerly.
 
     Raises:
-        RuntimeError: names what is being done; raised before anything is exchanged.
+        RuntimeError: a trace, an export or a transform of torch.func is active. Raised before any collective.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -74,7 +74,7 @@ def _refuse_capture(what: str, label: str) -> None:
 def explain_dtype_error(
     error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None
 ) -> None:
-    """Add the way out to torch's error on mixed dtypes, where buffers are of another dtype than parameters."""
+    """Add a hint to torch's error on mixed dtypes if buffers have another dtype than the compute weights."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return
     text = str(error.args[0])

@@ -1,4 +1,4 @@
-"""Keeps torch's advice on DTensors to itself where nobody can follow it."""
+"""Filter for warnings of torch about DTensors that do not apply to sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ __all__ = ["quieten"]
 
 
 class _AboutOurMesh(logging.Filter):
-    """Drops the advice to flatten the mesh of sharded parameters: a process group more, to reduce single numbers."""
+    """Filter of the advice to flatten the mesh of sharded parameters.
+
+    It would cost one more process group, only to reduce scalars.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return '["zero3", "replica"]' not in record.getMessage()
 
 
 def quieten() -> None:
-    """``p.norm().full_tensor()`` reduces along two axes, about which torch warns each rank once."""
+    """Install the filter. ``p.norm().full_tensor()`` reduces along two axes, so torch would warn once on each rank."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):
         logger.addFilter(_AboutOurMesh())

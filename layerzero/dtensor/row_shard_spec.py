@@ -1,4 +1,4 @@
-"""Which rows of a parameter each rank holds, and what has happened to them."""
+"""Row bounds of a parameter on each rank, and the tracker of user writes to its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ __all__ = ["MutationTracker", "RowShardSpec", "refuse_apart"]
 
 
 def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> None:
-    """Raise ValueError if some of these parameters are others on other ranks of the model, under the same names."""
+    """Raise ValueError if one of these names stands for different parameters on different ranks of the model.
+
+    Args:
+        what: name of the refused function.
+        spans: sharding of each parameter.
+        everyone: number of ranks of the model.
+    """
     if apart := [span.name for span in spans if span.holders < everyone]:
         raise ValueError(
             f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over some ranks only, and others have "
@@ -28,7 +34,7 @@ def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> Non
 
 
 class MutationTracker:
-    """What has happened to the storage behind some :class:`LocalShard`."""
+    """Mutation tracker of the storage behind one or more :class:`LocalShard`."""
 
     __slots__ = (
         "access_error",
@@ -43,23 +49,23 @@ class MutationTracker:
 
     def __init__(self) -> None:
         self.dirty = False
-        self.uninitialized = False  # empty_like made the storage, and nobody has written it since
-        self.write_count = 0  # so far, for who compares what is at rest
-        self.before_write: Callable[[], None] | None = None  # to be called before the first edit since the last refresh
-        self.lazy_grad: LazyGrad | None = None  # to be looked at before .grad is read or set
+        self.uninitialized = False  # made by empty_like and not written since
+        self.write_count = 0  # number of writes, for checks that compare the values at two times
+        self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
+        self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
         self.access_error: str | None = None  # while set, using the values raises RuntimeError with this text
-        self.loaded_digests: dict[str, str] = {}  # by name: digests of whole tensors of which rows were taken
-        self.zero_requested = False  # zero_() was called while `forbidden` was set, the one use that needs no values
+        self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor that rows were copied from
+        self.zero_requested = False  # zero_() was called while `access_error` was set; it needs no values
 
     def moved(self, reason: str) -> MutationTracker:
-        """The rows are elsewhere from here on: the watch over them there. Using the old ones raises with `reason`."""
+        """Return a tracker for the new storage of the rows. Using the old storage raises RuntimeError with `reason`."""
         self.access_error = reason
         new = MutationTracker()
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new
 
     def record_write(self) -> None:
-        """The storage is about to be written."""
+        """Record that the storage is about to be written."""
         if not self.dirty and self.before_write is not None:
             self.before_write()
         self.uninitialized = False
@@ -69,37 +75,37 @@ class MutationTracker:
 
 @dataclass(frozen=True, eq=False)
 class RowShardSpec:
-    """Which rows of one parameter, or of the part of it that they share, the data-parallel ranks hold."""
+    """Row bounds of one parameter, or of its model-parallel part, on the data-parallel ranks."""
 
     name: str
-    shape: tuple[int, ...]  # of all rows
+    shape: tuple[int, ...]  # shape of all rows together
     bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
     mesh_info: MeshInfo
-    model_parallel: ModelParallelSpec | None = None  # what the parameter is beyond these rows; None: nothing
+    model_parallel: ModelParallelSpec | None = None  # None without model-parallel axes
 
     @property
     def true_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, as one process would have it."""
+        """Shape of the full parameter, as in one process."""
         return self.shape if self.model_parallel is None else self.model_parallel.shape
 
     @property
     def is_whole_here(self) -> bool:
-        """No other rank holds anything of it."""
+        """True if this rank holds all elements of the parameter."""
         return self.mesh_info.data_parallel == 1 and (self.model_parallel is None or not self.model_parallel.is_sharded)
 
     @property
     def holders(self) -> int:
-        """Ranks that have this parameter, or a part of it."""
+        """Number of ranks that have this parameter, or a part of it."""
         return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Of what users see."""
+        """Mesh of the DTensor that users see."""
         return self.mesh_info.flat_mesh if self.model_parallel is None else self.model_parallel.global_mesh
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
-        """Where this rank's rows lie in the whole parameter, of a 0-dim one in its one row."""
+        """Slices of this rank's rows in the full parameter. A 0-dim parameter counts as one row."""
         rows, inner = self.rows, () if self.model_parallel is None else self.model_parallel.global_slices
         if not inner:
             return slice(rows.start, rows.stop), *(slice(0, size) for size in self.shape[1:])
@@ -107,12 +113,12 @@ class RowShardSpec:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape by rows: a 0-dim parameter is one row of one number."""
+        """Shape in rows: `shape`, or [1] for a 0-dim parameter."""
         return self.shape or (1,)
 
     @property
     def count(self) -> int:
-        """Rows of the whole parameter."""
+        """Number of rows on all data-parallel ranks together."""
         return self.bounds[-1]
 
     @property
@@ -122,7 +128,10 @@ class RowShardSpec:
         return range(self.bounds[k], self.bounds[k + 1])
 
     def same_sharding(self, other: RowShardSpec) -> bool:
-        """Every rank holds the same rows of both. Equal bounds are not enough: S decides whose is flat position k."""
+        """Return whether every rank holds the same rows of both.
+
+        Equal bounds are not enough, because the rank at flat position k depends on the ZeRO-3 size S.
+        """
         if (self.model_parallel is None) is not (other.model_parallel is None):
             return False
         alike = (
@@ -133,17 +142,17 @@ class RowShardSpec:
         return alike and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """What of a gradient the data-parallel ranks sum up."""
+        """Return the local part of a gradient that is reduced over the data-parallel ranks."""
         return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
 
     def gather_full(self, local: Tensor) -> Tensor:
-        """The whole parameter, as one process would have it; every rank that holds something of it must call this."""
+        """Gather the full parameter, as in one process. Every rank that holds a part of it must call this."""
         part = self.gather(local)
         return part if self.model_parallel is None else self.model_parallel.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
-        """All rows, from every rank's rows `local`, on the device; every data-parallel rank must call this."""
-        local = local.to(self.mesh_info.device)  # where the host updates, they are there
+        """Gather all rows on the device from every rank's rows `local`. Every data-parallel rank must call this."""
+        local = local.to(self.mesh_info.device)  # in host memory with offload_optimizer
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.mesh_info.data_parallel * longest <= 2 * self.count
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
@@ -169,7 +178,7 @@ class RowShardSpec:
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
-        """For a few ranks that hold most rows, where equal pieces would be mostly padding."""
+        """Gather by broadcasts, for a few ranks that hold most rows: an all-gather would send mostly padding."""
         topology = self.mesh_info
         whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local

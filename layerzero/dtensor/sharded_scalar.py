@@ -1,10 +1,9 @@
 """Sharded parameters of shape ``[]``, such as a learned temperature.
 
 [Note: A number is one row]
-A 0-dim parameter is stored as one row of one number, which one rank has and the others have not. To users it is a
-DTensor of shape ``[]``. But DTensor knows no 0-dim tensor that is a part of something: where torch computes with one, a
-tensor of shape ``[1]`` stands for it, of the same memory, and what comes out as a row becomes a number again. Its value
-is on one rank; so reading it is refused on all of them, as with parts of a number.
+A 0-dim parameter is stored as one row with one element, on one rank. Users see a DTensor of shape ``[]``. DTensor
+cannot shard a 0-dim tensor. So torch computes with a tensor of shape ``[1]`` on the same memory, and results with one
+row become 0-dim again. Only one rank has the value, so reading it is refused on all ranks, as for partial values.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _RESHAPES = {
 
 
 def is_about_itself(func: Any) -> bool:
-    """`func`, a function of torch, computes nothing: shapes, flags, gradients."""
+    """Return whether the torch function `func` only accesses shapes, flags or gradients, and computes no values."""
     return func.__name__ in _ABOUT_ITSELF
 
 
@@ -39,7 +38,12 @@ def is_in_place(func: Any) -> bool:
 
 
 def refuse_for_number(func: Any, span: RowShardSpec) -> None:
-    """Raise where `func` would read a number that only one rank has, or give it other dims."""
+    """Raise if `func` would read a value that only one rank has, or change the number of dims.
+
+    Raises:
+        RuntimeError: `func` reads the value.
+        NotImplementedError: `func` reshapes the tensor.
+    """
     if func.__name__ in _RESHAPES:
         raise NotImplementedError(moves_rows(func.__name__, span))
     if func.__name__ in _READS and span.mesh_info.data_parallel > 1:

@@ -1,18 +1,18 @@
-"""Sharded parameters: DTensors whose local tensor is this rank's whole rows.
+"""Sharded parameters: DTensors whose local tensor has some full rows of the parameter.
 
 [Note: Uneven rows in a DTensor]
-DTensor's ``Shard(0)`` means `torch.chunk`'s split. Ours is another one: shards are cut from a flat order, so ranks
-hold unequal numbers of rows, some none. Element-wise operations, norms and other reductions do not care. Whatever
-moves rows between ranks does, and torch would return wrong tensors without a word. Two classes prevent that:
+DTensor's ``Shard(0)`` means the split of `torch.chunk`. layerzero cuts shards from a flat order, so ranks hold unequal
+numbers of rows, some none. Element-wise operations, norms and other reductions work with any cut. Operations that move
+rows between ranks do not, and torch would silently return wrong tensors. Two classes prevent that:
 
-- :class:`RowShardedTensor`, the DTensor itself, knows how to build the full tensor.
-- :class:`LocalShard`, its local tensor, travels through DTensor's dispatch into every derived DTensor, refuses the
-  collectives that would misplace rows, and refuses to be broadcast against a differently cut tensor.
+- :class:`RowShardedTensor`, the DTensor itself, gathers the full tensor.
+- :class:`LocalShard`, its local tensor, is passed through DTensor's dispatch to every derived DTensor. It refuses
+  collectives that would misplace rows, and refuses to be broadcast against a tensor that is cut differently.
 
 [Note: Who edited the master]
-Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``,
-reaches :class:`LocalShard` in the end, which tells its :class:`MutationTracker` when it is written to. Version counters
-would miss ``p.data``. The engine itself works on plain views of the same storage, which nobody watches.
+Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``, reaches
+:class:`LocalShard`, which reports writes to its :class:`MutationTracker`. Version counters would miss writes through
+``p.data``. The engine works on plain views of the same storage, whose writes are not tracked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LocalShard(torch.Tensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in EXCHANGES:
-            _readable(ours)  # what may not be used yet is told first
+            _readable(ours)  # an access error takes precedence
             refuse_exchange(func, args, ours.spec)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
@@ -83,7 +83,7 @@ class LocalShard(torch.Tensor):
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
 
     def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
-        """What `func` has made of these rows, as it is to be treated; see [Note: Parts of a number]."""
+        """Wrap a result of `func` on these rows; see [Note: Parts of a number]."""
         if result.ndim:
             return LocalShard(result, self.spec, watch)
         if self.spec.is_whole_here:
@@ -94,24 +94,27 @@ class LocalShard(torch.Tensor):
         return type(self)(rows, self.spec, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
-        """A copy that nobody watches."""
+        """Return a copy without a tracker."""
         copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.spec, None)
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
-        """These rows as a read-only array that shares their memory; with `force`, a copy where torch needs one."""
+        """Return these rows as a read-only array that shares their memory.
+
+        With `force`, the array is a copy if torch needs one.
+        """
         array = _readable(self).detach().numpy(force=force)
-        array.flags.writeable = False  # nobody would notice a write
+        array.flags.writeable = False  # the tracker would miss writes through the array
         return array
 
     def tolist(self) -> Any:
         return _readable(self).tolist()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Checkpoint writers serialise the rows; where they lie is in the checkpoint's own metadata.
+        # Checkpoint writers serialize the rows only; their offsets are in the checkpoint's own metadata.
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    # torch.distributed.checkpoint asks a DTensor's local tensor for these three.
+    # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
         if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
@@ -128,7 +131,7 @@ class LocalShard(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # A load is being planned. A rank without rows will not be written to, but must take part in the refresh.
+        # Called when a load is planned. A rank without rows gets no write but must take part in the refresh.
         if self.tracker is not None:
             self.tracker.record_write()
         return self._chunks()
@@ -143,23 +146,23 @@ class LocalShard(torch.Tensor):
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # Loading writes into the returned tensor: it must stay a watched one. (A number has no such view; the watch has
-        # been told when the load was planned.)
+        # A load writes to the returned tensor, so it must be tracked. For a 0-dim parameter a tracked view does not
+        # exist; the write was recorded when the load was planned.
         return self if self.spec.shape else plain(self).view(())
 
 
 class RowShardedTensor(Sharded):
-    """A DTensor of uneven rows; made by :func:`sharded`."""
+    """DTensor with uneven rows, created by :func:`sharded`."""
 
     _local_tensor: LocalShard
-    gathered: Tensor | None = None  # of a sharded parameter: what the model computes with
+    gathered: Tensor | None = None  # gathered parameter, if this is a sharded parameter
     __tensor_flatten__ = AbsentAttribute()  # see [Note: Moves of a module]
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As ``torch.Tensor.register_hook``.
+        """Register a hook as ``torch.Tensor.register_hook`` does.
 
-        On a sharded parameter, `hook` gets the whole gradient of this rank's batch, once for each backward, in the
-        compute dtype and before it is averaged over the ranks (as with DDP); what it returns takes its place.
+        On a sharded parameter, `hook` gets the full gradient of this rank's batch, once for each backward, in the
+        compute dtype, before it is averaged over the ranks (as with DDP). The result of `hook` replaces the gradient.
         """
         if self.gathered is not None:
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -187,13 +190,13 @@ class RowShardedTensor(Sharded):
             raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: what ``torch.nn.utils.parametrize`` does to a parameter."""
+        """Raise RuntimeError. ``torch.nn.utils.parametrize`` calls this on a parameter."""
         raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
-        """The whole tensor on every rank, in this tensor's dtype. Every rank must call this.
+        """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this.
 
-        A backward through the result raises.
+        A backward through the result raises RuntimeError.
         """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
@@ -217,7 +220,7 @@ class RowShardedTensor(Sharded):
         return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
-        """Of an entry of a state dict: a copy of this rank's rows."""
+        """Return a copy of this rank's rows, for entries of state dicts. Raise TypeError for parameters."""
         if not isinstance(self, nn.Parameter):
             copied = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             memo[id(self)] = copied
@@ -240,7 +243,7 @@ class RowShardedTensor(Sharded):
 
 
 class _WithinBounds(RowShardedTensor):
-    """Values that ``nn.init.trunc_normal_`` has drawn; see [Note: Numbers by global row]."""
+    """Values drawn by ``nn.init.trunc_normal_``, all within its bounds; see [Note: Numbers by global row]."""
 
     @classmethod
     def __torch_function__(
@@ -252,7 +255,7 @@ class _WithinBounds(RowShardedTensor):
 
 
 class ShardedScalar(RowShardedTensor):
-    """A sharded tensor of shape ``[]``; see [Note: A number is one row]."""
+    """Sharded tensor of shape ``[]``; see [Note: A number is one row]."""
 
     @classmethod
     def __torch_function__(
@@ -268,14 +271,14 @@ class ShardedScalar(RowShardedTensor):
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
         if meets and torch.is_grad_enabled() and not span.is_whole_here:
             raise RuntimeError(penalised(span))
-        numbers: dict[int, ShardedScalar] = {}  # by id of the row that stands for it
+        numbers: dict[int, ShardedScalar] = {}  # by id of the row that replaces it
         rows: list[Tensor] = []
 
         def row_of(number: ShardedScalar) -> Tensor:
             if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
                 return _AsRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
             row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
-            rows.append(row)  # or another tensor might get its id
+            rows.append(row)  # keeps the row alive, so that no other tensor gets its id
             numbers[id(row)] = number
             return row
 
@@ -306,7 +309,7 @@ class _AsRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # rows, or parts of a number that was made of them
+        with torch._C._DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
         return sharded(rows, ctx.span, MutationTracker())
 
@@ -322,7 +325,7 @@ class _AsNumber(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Passes a whole parameter on, and refuses the gradient that would otherwise be lost without a word."""
+    """Identity on a full parameter that raises in backward, where the gradient would be lost silently."""
 
     @staticmethod
     def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
@@ -339,7 +342,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, span: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """The DTensor of ``span.true_shape`` whose rows on this rank are the plain tensor `local` (shared, not copied)."""
+    """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are the plain tensor `local`, uncopied."""
     return _of_rows(LocalShard(local, span, watch), span.true_shape)
 
 
@@ -353,7 +356,7 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
 
 
 def _alike(made: Tensor) -> Tensor:
-    """`made` as a RowShardedTensor, if it is of one's rows and needs no gradient."""
+    """Return `made` as a RowShardedTensor if it has the rows and shape of one and needs no gradient."""
     local = made._local_tensor if isinstance(made, DTensor) else None
     if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
         return made
@@ -361,7 +364,7 @@ def _alike(made: Tensor) -> Tensor:
 
 
 def _derived(made: Any, args: Sequence[Any]) -> Any:
-    """See [Note: No gradient through a sharded tensor]."""
+    """Mark results of autograd as derived; see [Note: No gradient through a sharded tensor]."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
@@ -369,7 +372,7 @@ def _derived(made: Any, args: Sequence[Any]) -> Any:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same storage as an ordinary, unwatched tensor."""
+    """Return the local rows as a plain, untracked tensor on the same storage."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not isinstance(local, LocalShard):
         return local
@@ -378,7 +381,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _readable(rows: LocalShard) -> Tensor:
-    """:func:`plain`, where the values may be used."""
+    """Return the rows as :func:`plain` does, or raise RuntimeError if there is an access error."""
     if rows.tracker is not None and rows.tracker.access_error is not None:
         raise RuntimeError(rows.tracker.access_error)
     return plain(rows)
@@ -393,7 +396,7 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
         return
     for other in tensors:
         if isinstance(other, LocalShard):
-            # One row and none, or one row and several, would be broadcast.
+            # If the numbers of rows differ and one is 1, torch would broadcast instead of raise.
             if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
                 raise ValueError(
                     f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks hold "

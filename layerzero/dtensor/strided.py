@@ -1,4 +1,4 @@
-"""Parameters that compute in a memory order of their own: transposed, channels_last."""
+"""Gathered parameters with strides that are not row-major, such as transposed or channels_last ones."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["StridedParam", "keeps_order"]
 
 
 def keeps_order(parameter: Tensor) -> bool:
-    """A view of row-major memory has the parameter's strides, up to those of dims of size 1, which mean nothing."""
+    """Return whether a view of row-major memory can have the parameter's strides. Dims of size 1 are ignored."""
     return parameter.is_contiguous() or parameter.numel() == 0
 
 
 class StridedParam:
-    """A gathered parameter, copied into the strides that the model's own parameter had.
+    """Gathered parameter that is copied to memory with the strides of the original parameter.
 
-    Shards are made of rows, so the flat order is row-major. Kernels may be faster, and results differ in the last bit,
-    with other strides; such a parameter therefore costs one copy for each gather.
+    Shards consist of rows, so the full buffer is row-major. Kernels may be faster with the original strides, and other
+    strides change the last bits of the results. So each gather copies the parameter once.
     """
 
     def __init__(self, source: Tensor, like: Tensor) -> None:
         self._source = source  # row-major, a view of the full buffer
         self._written = torch.empty_like(like, dtype=source.dtype, device=source.device)  # keeps dense strides
         self.gathered_bytes = self._written.untyped_storage().nbytes()
-        self.tensor = self._written.data  # as `compute` of a handle: a version counter apart from the writes
+        self.tensor = self._written.data  # an alias whose version counter does not count the writes of `fill`
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
-"""What updates the masters: the wrapper of an optimizer, kernels, clipping, averages.
+"""Optimizers of sharded models: the optimizer wrapper, kernels, gradient clipping, weight averaging.
 
-:func:`adamw` and :func:`sgd` build torch's optimizers on the fastest kernels at hand.
+:func:`adamw` and :func:`sgd` build an optimizer that runs on the fastest available kernels.
 """
 
 from layerzero.optimizers.kernels import adamw, implementation, sgd

@@ -51,7 +51,7 @@ def apex_class(optimizer: Optimizer) -> type | None:
 
 
 def apex_needs_whole(optimizer: Optimizer) -> bool | None:
-    """Return whether a class of Apex updates whole parameters; None for derived classes and all others."""
+    """Return whether a class of Apex needs full parameters; None for derived classes and other optimizers."""
     kind = apex_class(optimizer)
     return kind.__name__ in _NEED_WHOLE if kind is not None and kind is type(optimizer) else None
 

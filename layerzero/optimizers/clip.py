@@ -1,4 +1,4 @@
-"""Clipping by the norm over all parameters of all ranks."""
+"""Gradient clipping by the norm over all parameters on all ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients in place so that their total norm is at most `max_norm`; return the norm before that.
+    """Scale the gradients in place so that their total norm is at most `max_norm`; return the norm before scaling.
 
-    The norm is that of one process holding the whole model. Gradients that backwards inside ``no_sync`` have left
-    unreduced are reduced first. All ranks must call this. Parameters in `ignored_params` and `ignored_modules` are left
-    out: their gradients are neither counted nor scaled.
+    The norm equals that of one process with the full model. Gradients accumulated inside ``no_sync`` are reduced first.
+    All ranks must call this. Gradients of parameters in `ignored_params` and `ignored_modules` are neither counted nor
+    scaled.
 
     Args:
         model: from :func:`layerzero.shard_model`, or a module that holds sharded models, for one norm over all of them.
         max_norm: largest norm to keep.
-        norm_type: p of the p-norm, ``float("inf")`` included.
-        extra_groups: further process groups that hold other parts of the same model (tensor or pipeline parallel).
-        error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks, before anything is scaled.
+        norm_type: p of the p-norm; may be ``float("inf")``.
+        extra_groups: process groups that hold other parts of the same model (tensor or pipeline parallel).
+        error_if_nonfinite: raise RuntimeError on all ranks, before scaling, if the norm is NaN or infinite.
 
     Returns:
         0-dim fp32 tensor on the device, equal on all ranks.
@@ -81,12 +81,12 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     """Return the sum of p-th powers, or the largest absolute value, of all gradients of one model on its ranks.
 
     Returns:
-        0-dim fp32 tensor, or int32 tensor with the bits of one for the infinite norm.
+        0-dim fp32 tensor. For the infinite norm, a 0-dim int32 tensor with the bits of the fp32 value.
     """
     held = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
     ]
-    # Of copies on further axes, one counts.
+    # Copies on model-parallel axes count once.
     counted = [shard for face, shard in held if shard.numel() and (face is None or face.is_primary_copy)]
     # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
     device = runtime.mesh_info.device
@@ -101,7 +101,7 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
 
 
 def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZeroState]) -> None:
-    """Raise if a module that holds sharded models has other gradients, which layerzero does not average."""
+    """Raise ValueError if a module with sharded submodules has other gradients, which layerzero does not average."""
     known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
     if others:

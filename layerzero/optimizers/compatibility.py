@@ -1,7 +1,8 @@
-"""Which optimizers can work on rows, and which on whole parameters. Known by name, found out, or the user's word.
+"""Compatibility of optimizers with sharding: element-wise, parameter by parameter, or unsupported.
 
-An element-wise optimizer steps rows, wherever they are. One that mixes the elements of a parameter, but not those of
-several, steps whole parameters, each on the rank that owns it. What mixes parameters can do neither.
+An element-wise optimizer steps the rows of each rank. An optimizer that mixes the elements of one parameter steps full
+parameters, each on the rank that owns it. An optimizer that mixes several parameters is refused. An optimizer is
+classified by an allowlist, by a compatibility trial, or by the `elementwise` argument.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
 
-# Known to update each element by itself, whatever their settings. What is derived from them is tried out.
+# Element-wise with any settings. Derived classes go through the compatibility trial.
 _ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -36,9 +37,9 @@ _ELEMENTWISE = {
 }
 _DISTANCE = "it estimates its rate from all parameters together, which may need more steps to show than a trial has"
 _LOSS = "it follows the loss, and each rank has a loss of its own"
-# Known to mix the elements of a parameter: in few steps on small ones that may not show.
+# These mix the elements of a parameter. The few steps of a trial on small parameters may not show it.
 _MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
-# Of these, those that do nothing else.
+# These mix the elements of a parameter but not several parameters, so they need no trial.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
 _MIXES_PARAMETERS = {
     "DAdaptAdaGrad": _DISTANCE,
@@ -59,7 +60,7 @@ _MIXES_PARAMETERS = {
     "AliG": "its rate is computed from the loss and the norm of all gradients",
     "SAM": "it climbs along the norm of all gradients between two backwards of one step",
 }
-# Nothing could make them work: the wrapper reduces the gradients once, and then has the optimizer step without closure.
+# Refused always: the wrapper reduces gradients once per step, then steps the optimizer without a closure.
 _IMPOSSIBLE = {
     "LBFGS": "its search direction needs inner products over all parameters and repeated closures",
     "SparseAdam": "it needs sparse gradients",
@@ -67,22 +68,25 @@ _IMPOSSIBLE = {
 
 
 def is_elementwise_by_name(optimizer: Optimizer) -> bool:
-    """One of torch's own that update each element by itself; all that these keep, they keep by parameter."""
+    """Return whether the class is in the allowlist of torch's element-wise optimizers.
+
+    These optimizers keep all of their state by parameter.
+    """
     return type(optimizer) in _ELEMENTWISE
 
 
 def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
-    """Return the kinds of its groups whose parameters it must have whole; see ``group_kind`` in compatibility_trial.py.
+    """Return the kinds of parameter groups that need full parameters; see ``group_kind`` in compatibility_trial.py.
 
-    Each rank updates only its rows of a parameter, so an update that mixes elements would be silently another one.
+    If a rank updated only its rows, an optimizer that mixes elements would silently compute different updates.
 
     Args:
-        optimizer: stays as it is.
-        device: where it is tried out.
-        elementwise: None: found out, by name or by trial. True: none do, is the user's word; False: all do.
+        optimizer: is not changed.
+        device: device of the compatibility trial.
+        elementwise: True: return no kinds. False: return all kinds. None: decide by class name or by trial.
 
     Raises:
-        ValueError: it mixes parameters, or could not be tried out.
+        ValueError: the optimizer mixes parameters, or the trial failed.
     """
     name = type(optimizer).__name__
     if reason := _named(optimizer, _IMPOSSIBLE):
@@ -102,7 +106,7 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
     kinds = {group_kind(group) for group in optimizer.param_groups}
     if elementwise is False or of_apex or type(optimizer) in _ONE_BY_ONE:
         return kinds
-    on_rows: str | TrialError | None = None  # how its work on rows differs, where it has been tried
+    on_rows: str | TrialError | None = None  # result of the trial on rows, if one was made
     alone: str | TrialError | None
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
         on_rows = _tried(difference, optimizer, device)
@@ -131,7 +135,7 @@ _INSTEAD = (
 
 
 def _tried(experiment: Callable[..., str | None], *args: Any) -> str | TrialError | None:
-    """What an experiment has found, or that it could not be made."""
+    """Return the result of a trial, or the error that prevented it."""
     try:
         return experiment(*args)
     except TrialError as error:
@@ -166,10 +170,10 @@ def state_after_a_step(
     *,
     gradient: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an optimizer keeps for a parameter of `group` once it has stepped it, and the group's settings then.
+    """Return the state of a parameter of `group` after one step, and the settings of the group after it.
 
-    Found by a step on a small parameter: what is of the parameter's shape has `shape` here, and equal values, those
-    that ones become by a step with `gradient`.
+    The step is made by a copy of the optimizer on a small parameter of ones, of shape `shape`, whose gradient has the
+    value `gradient` everywhere. State tensors of the parameter's shape have shape `shape` here.
     """
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)

@@ -1,11 +1,13 @@
-"""Experiments with an optimizer: does it do to rows, or to whole parameters one by one, what it does to all together?
+"""Compatibility trials: compare an optimizer's step on sharded or owned parameters with its step on full ones.
 
-Small parameters are stepped together in one optimizer. Then in one optimizer a rank: cut into rows, as
-:func:`shard_model` cuts them, unevenly, into single rows, into none; or whole, each on one of the ranks, one after the
-other, and none on the last rank. Gradients change their scale by orders of
-magnitude, have zeros, and point the same way on the whole, so that estimates of a distance or a rate move on.
-Afterwards the parameters must agree, and so must every number that the optimizer keeps for itself: one that is computed
-from all elements differs from rank to rank long before the parameters show it.
+A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps its share. In the
+first trial, the share is rows: uneven, single or no rows, as :func:`shard_model` produces them. In the second trial,
+each parameter is full on one rank, which steps it separately; the last rank has none.
+
+Gradients change their scale by orders of magnitude, contain zeros, and point in the same direction on average. So
+estimates of a distance or a learning rate change during the trial. Afterwards the parameters must agree. All scalars
+that the optimizer keeps must agree, too: a scalar computed from all elements differs between ranks long before the
+parameters differ.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "st
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
 _SEED = 20
-# What is trained, and where ranks 0 to 3 cut it. Matrices, vectors, kernels; single rows, and ranks without any.
+# Shape of each parameter: its row bounds for ranks 0 to 3. Some ranks get a single row or none.
 _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (7, 6): (0, 3, 4, 4, 7),
     (9,): (0, 0, 4, 5, 9),
@@ -40,22 +42,22 @@ _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (3, 2, 2, 2): (0, 1, 2, 2, 3),
     (2, 4): (0, 0, 1, 2, 2),
 }
-_LEAST_RATE = 1e-3  # schedules start at 0, where nothing could be seen
+_LEAST_RATE = 1e-3  # a schedule may start at 0, where parameters do not move
 
 
 class TrialError(Exception):
-    """The experiment itself has failed: nothing is known about the optimizer."""
+    """Failure of the trial itself. It says nothing about the compatibility of the optimizer."""
 
 
 class _Data(NamedTuple):
-    cuts: list[tuple[int, ...]]  # of each parameter
-    start: list[Tensor]  # the parameters
-    pull: list[Tensor]  # what all gradients have in common
-    noise: list[list[Tensor]]  # by step
-    scales: list[float]  # by step
+    cuts: list[tuple[int, ...]]  # row bounds, by parameter
+    start: list[Tensor]  # initial parameters
+    pull: list[Tensor]  # gradient part that is equal in all steps, by parameter
+    noise: list[list[Tensor]]  # gradient part that differs, by step and parameter
+    scales: list[float]  # factor of all gradients, by step
 
     def cut(self, rank: int) -> _Data:
-        """The rows of one rank."""
+        """Return the rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, self.cuts, strict=True)]
@@ -65,20 +67,20 @@ class _Data(NamedTuple):
 
 class _Outcome(NamedTuple):
     parameters: list[list[Tensor]]  # by group
-    numbers: dict[str, float]  # that the optimizer keeps for itself, by where
-    states: list[Any]  # of the parameters, one after the other
+    numbers: dict[str, float]  # scalars that the optimizer keeps, by description of their location
+    states: list[Any]  # by parameter, over all groups
 
 
 def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
-    """How the optimizer's work on rows differs from its work on whole parameters; None where it does not.
+    """Describe how the optimizer's step on rows differs from its step on full parameters; return None if it does not.
 
-    The optimizer, its parameters and torch's random numbers stay as they are.
+    The optimizer, its parameters and torch's random number generators are not changed.
 
     Args:
-        kind: try groups of this kind only; None: all together.
+        kind: try groups of this kind only. None: try all groups together.
 
     Raises:
-        CouldNotTry: a copy of the optimizer could not be made or stepped.
+        TrialError: a copy of the optimizer could not be made or stepped.
     """
     data = _data(device, list(_CUTS))
     groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, group_kind(group))]
@@ -96,13 +98,14 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
 
 
 def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
-    """How the optimizer's work differs where one rank alone updates each parameter; None where it does not.
+    """Describe how the step differs if one rank updates each parameter; return None if it does not.
 
     Args:
-        whole_kinds: of the groups whose parameters have owners; those of others are cut into rows.
+        whole_kinds: kinds of the groups whose parameters have owners. Parameters of other groups are cut into rows.
 
     Raises:
-        CouldNotTry: as :func:`difference`, also with parameters that have as many dims as the optimizer's own.
+        TrialError: a copy of the optimizer could not be made or stepped, not even on parameters that have as many dims
+            as the optimizer's own ones.
     """
     own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
     fitting = [shape for shape in _CUTS if len(shape) in own]
@@ -134,13 +137,14 @@ def _try_owners(
 
 
 def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
-    """The optimizer treats each matrix of a stack by itself: two halves, each alone, are stepped as the whole is.
+    """Return whether the optimizer updates each matrix of a stack separately.
 
-    What it keeps for the stack must be what it keeps for the halves, too. And it must step a stack of no matrices: of
-    few, a rank may have none. False where it cannot be tried.
+    The trial steps the two halves of a stack separately and compares them with the full stack. The state of the stack
+    must equal the state of its halves. The optimizer must also step an empty stack, because a rank may have no matrices
+    of a small one. The result is False if the trial cannot be made.
 
     Args:
-        dims: of the stack.
+        dims: number of dims of the stack.
     """
     data = _data(device, [shape for shape in _CUTS if len(shape) == dims])
     groups = _kinds_of_groups(optimizer)
@@ -160,7 +164,7 @@ def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) ->
 
 
 def _is_of_halves(whole: Any, *halves: Any) -> bool:
-    """What is kept for a stack is what is kept for its halves."""
+    """Return whether the state of a stack equals the state of its halves."""
     if isinstance(whole, Tensor) and whole.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
         return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)
@@ -182,7 +186,7 @@ def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Da
 
 
 def _owner_of(index: int) -> int:
-    """The last rank owns nothing."""
+    """Return the rank that owns a parameter. The last rank owns none."""
     return index % (_RANKS - 1)
 
 
@@ -194,14 +198,17 @@ def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _seed(device: torch.device) -> None:
-    """Of this device and the CPU only: torch.manual_seed would leave seeds for devices that are not in use yet."""
+    """Seed the generators of this device and the CPU; torch.manual_seed would also seed devices initialized later."""
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Kernels of torch.compile would be compiled for each small shape. Who compiles has imported its front end."""
+    """Return a context that disables torch.compile, which would compile kernels for each small shape.
+
+    If ``torch._dynamo`` is not imported, the process compiles nothing, and the context does nothing.
+    """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -223,7 +230,7 @@ def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
 
 
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of which each differs from the others in more than its rates: one for each layer is common."""
+    """Return one group of each kind. Models often have one group per layer that differs in its rates only."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -233,7 +240,10 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_kind(group: Mapping[str, Any]) -> str:
-    """The settings of a group, but for its rates."""
+    """Return the settings of a group as text, without the value of the learning rate.
+
+    Weight decay counts only as zero or nonzero.
+    """
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
     return repr((sorted(ours.items()), bool(decay), type(rate)))
@@ -251,8 +261,8 @@ def _run(
     """Step small parameters in a copy of the optimizer.
 
     Args:
-        data: by group.
-        owned: by group: only what `rank` owns is stepped, half of it one after the other. None: all of it is stepped.
+        data: parameters and gradients, by group.
+        owned: by group: step only the parameters that `rank` owns, half of them one by one. Empty: step all parameters.
         replaces_empty: step placeholders for parameters without rows; see [Note: Parameters without rows].
     """
     _seed(data[0].start[0].device)
@@ -270,7 +280,7 @@ def _run(
             rate.clamp_(min=_LEAST_RATE)
         elif isinstance(rate, (int, float)):
             group["lr"] = max(float(rate), _LEAST_RATE)
-    if callable(begin := getattr(twin, "train", None)):  # optimizers with weights of their own for evaluation
+    if callable(begin := getattr(twin, "train", None)):  # schedule-free optimizers must be in training mode
         begin()
     step = prepared(twin, partial(unhooked(type(twin).step), twin))
     for number, scale in enumerate(data[0].scales):
@@ -300,7 +310,11 @@ def _run(
 
 
 def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
-    """Take the gradients of what others own, and of half of what `rank` owns; the latter come one after the other."""
+    """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
+
+    Returns:
+        Turns that step the removed half of this rank's parameters one by one, with their gradients.
+    """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
     for group, parameters, own in zip(twin.param_groups, ours, owned, strict=True):
         for index, parameter in enumerate(parameters):
@@ -352,7 +366,7 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Seq
                 raise TrialError("stepping small parameters made them infinite or NaN")
             moves = (parameter - data.start[index]).abs()
             moved = moved or bool(moves.any())
-            # Half a thousandth of what the element has moved, or the rounding of as many additions to it.
+            # Relative to the distance that the element has moved, plus fp32 rounding of one addition per step.
             allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
             if bool(((parameter - together).abs() > allowed).any()):
                 kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"

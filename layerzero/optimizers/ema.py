@@ -1,4 +1,4 @@
-"""An exponential moving average of sharded parameters."""
+"""Exponential moving average of sharded parameters."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ __all__ = ["EMA"]
 
 
 class EMA:
-    """An exponential moving average of a model's trainable parameters, each rank averaging its rows of the masters.
+    """Exponential moving average of a model's trainable parameters. Each rank averages its rows of the masters.
 
-    The first :meth:`update` copies the parameters, every further one computes
+    The first :meth:`update` copies the parameters. Each later one computes
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
-    ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). It
-    holds N/D elements of the masters' dtype (fp32) and exchanges nothing. Buffers, frozen and ignored parameters are
-    not averaged: evaluation sees them as they are. A parameter that is unfrozen later joins at the next update.
+    ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). The
+    averages have N/D elements per rank in the masters' dtype (fp32), and updates run no collectives. Buffers and frozen
+    or ignored parameters are not averaged; evaluation uses their current values. A parameter that is unfrozen later is
+    added at the next update.
 
-    Call :meth:`update` after ``optimizer.step()``. A ``GradScaler`` may have skipped the step: whether an unchanged
-    parameter then counts once more is the caller's decision. To leave such steps out, compare ``scaler.get_scale()``
-    before and after ``scaler.update()``; it has fallen where the step was skipped, on all ranks alike.
+    Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` has skipped the step, you decide whether to
+    average the unchanged parameters again. To leave such steps out, compare ``scaler.get_scale()`` before and after
+    ``scaler.update()``: if the step was skipped, the scale has decreased on all ranks.
 
     Args:
         model: from :func:`layerzero.shard_model`.
         decay: weight of the old average, from 0 to 1.
 
     Attributes:
-        n_averaged: updates so far; 0-dim int64 tensor on the CPU.
+        n_averaged: number of updates so far; 0-dim int64 tensor on the CPU.
 
     Raises:
-        TypeError, ValueError: `model` is not a sharded model or has nothing to train, or `decay` is not in [0, 1].
+        TypeError, ValueError: `model` is not sharded or has no trainable sharded parameters, or `decay` is not in
+            [0, 1].
 
     Example::
 
@@ -64,15 +66,15 @@ class EMA:
         self.n_averaged = torch.zeros((), dtype=torch.int64)
         self._runtime = get_state(model)
         self._handles: list[Handle] = []
-        self._layouts: list[FlatLayout] = []  # of the handles, as they were cut then
-        self._averages: list[Tensor] = []  # 1-D [L] each, master dtype
-        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: this rank's rows, views of the above
+        self._layouts: list[FlatLayout] = []  # by handle: its layout when it was added
+        self._averages: list[Tensor] = []  # by handle: 1-D [L], master dtype
+        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: this rank's rows, views of the averages
         self._follow()
         if not self._handles:
             raise ValueError("the model has no trainable sharded parameters to average")
 
     def _follow(self) -> None:
-        """Take in what is trainable and has no average yet, with the value that it has now."""
+        """Add averages for trainable parameters that have none, starting from their current values."""
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
             raise RuntimeError(
                 "shard_optimizer has moved rows to the owners of whole parameters since this EMA was made: make it "
@@ -89,7 +91,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters as they are now into the average. No communication.
+        """Update the averages with the current parameters. No communication.
 
         Raises:
             RuntimeError: inside :meth:`swapped`.
@@ -106,15 +108,15 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the context; afterwards its own, bit for bit.
+        """Replace the model's weights by the averages inside the context; restore them bit for bit afterwards.
 
-        All ranks must enter and leave together: both refresh the compute weights of all replicas. Takes N/D elements
-        more inside. Enter it between a backward and the next forward: a graph from before can no longer be used.
-        Changes that are made to parameters inside are undone.
+        All ranks must enter and exit together, because both refresh the compute weights of all replicas. The context
+        needs N/D more elements per rank. Enter it between a backward and the next forward: a graph from before cannot
+        be used any more. Writes to parameters inside the context are undone.
 
         Raises:
-            RuntimeError: inside another `swapped` or :func:`layerzero.unsharded` of the model. Inside the context
-                ``optimizer.step()`` raises too: its update would be lost.
+            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. ``optimizer.step()``
+                raises inside the context, too, because its update would be lost.
 
         Example::
 
@@ -143,25 +145,25 @@ class EMA:
         self._runtime.refreshes.launch(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name.
+        """Return the averages by parameter name.
 
         Returns:
             ``{"averages": {name: tensor}, "n_averaged": tensor}``. Averages are sharded tensors of the parameters'
-            shapes in the masters' dtype that share memory with the EMA, so that ``torch.distributed.checkpoint`` saves
-            them, and loads them in place into any sharding.
+            shapes in the masters' dtype. They share memory with the EMA, so ``torch.distributed.checkpoint`` saves
+            them and loads them in place, also with another sharding.
         """
         self._follow()
-        held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # all ranks' order
+        held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks
         averages = {name: sharded(rows, member.spec, MutationTracker()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+        """Load the result of :meth:`state_dict`. Averages may also be full plain tensors.
 
         Raises:
-            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded in another way;
-                nothing is changed then.
+            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded in another way. The
+                averages are not changed in this case.
         """
         self._follow()
         loaded = state_dict["averages"]
@@ -175,7 +177,7 @@ class EMA:
 
 
 def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, or of one that is sharded like the parameter."""
+    """Return this rank's rows of a full tensor, or of one that is sharded like the parameter."""
     if tuple(value.shape) != member.spec.true_shape:
         shapes = f"{list(value.shape)}, the parameter {list(member.spec.true_shape)}"
         raise ValueError(f"the average of {member.name!r} has shape {shapes}")

@@ -1,4 +1,4 @@
-"""AdamW and SGD in the fastest kernel that supports the given parameters."""
+"""AdamW and SGD on the fastest kernels that support the given parameters."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def adamw(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
+    """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
 
-    Taken is the first that can serve all parameters: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or fp16, on CUDA, without
-    `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. One line on the logger ``"layerzero"``
-    says which; :func:`implementation` tells it at any time.
+    The first implementation that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or fp16, on
+    CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The choice is logged in one
+    line of the logger ``"layerzero"``; :func:`implementation` returns it.
 
-    Apex counts steps for a group, torch for a parameter: a parameter whose first gradient comes later than its group's
-    gets another bias correction from Apex, and the two do not read each other's ``state_dict()``.
+    Apex counts steps by group, torch by parameter. If a parameter gets its first gradient later than its group, Apex
+    computes another bias correction. Apex and torch cannot load each other's ``state_dict()``.
 
     Args:
-        params: parameters, ``named_parameters()`` or groups, from before or after :func:`layerzero.shard_model`. Those
-            on ``meta`` count as on the accelerator. Apex is only found from parameters that are on CUDA already.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, with its defaults. Groups may set their own.
+        params: parameters, ``named_parameters()`` or groups, from before or after :func:`layerzero.shard_model`.
+            Parameters on ``meta`` count as on the accelerator. Apex is used only if all parameters are on CUDA already.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, with the same defaults. Groups may override them.
 
     Returns:
         An optimizer to pass to :func:`layerzero.shard_optimizer`. Its state has the dtype of the masters, fp32.
 
     Raises:
-        TypeError, ValueError: what torch's own constructor raises.
+        TypeError, ValueError: as raised by torch's constructor.
 
     Example::
 
@@ -81,20 +81,21 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
-    """SGD with momentum (Sutskever et al. 2013) as ``torch.optim.SGD`` computes it.
+    """Build SGD with momentum (Sutskever et al. 2013) as ``torch.optim.SGD`` computes it.
 
-    The choice is that of :func:`adamw`, with Apex's ``FusedSGD`` (fp32 or fp16, without `dampening` and `maximize`).
+    The implementation is chosen as in :func:`adamw`, with Apex's ``FusedSGD`` (fp32 or fp16, without `dampening` and
+    `maximize`).
 
     Args:
         params: as for :func:`adamw`.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, with its defaults. Groups may set their
-            own.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, with the same defaults. Groups may
+            override them.
 
     Returns:
         An optimizer to pass to :func:`layerzero.shard_optimizer`.
 
     Raises:
-        TypeError, ValueError: what torch's own constructor raises.
+        TypeError, ValueError: as raised by torch's constructor.
 
     Example::
 
@@ -113,13 +114,13 @@ def sgd(
 
 
 def implementation(optimizer: Optimizer) -> str:
-    """What an optimizer runs on: ``"apex"``, ``"fused"``, ``"foreach"``, or ``"torch's choice"``.
+    """Return the implementation of an optimizer: ``"apex"``, ``"fused"``, ``"foreach"``, or ``"torch's choice"``.
 
     Args:
-        optimizer: from this module, or any other; before or after :func:`layerzero.shard_optimizer`.
+        optimizer: any optimizer, before or after :func:`layerzero.shard_optimizer`.
 
     Returns:
-        ``"torch's choice"`` where neither `fused` nor `foreach` was asked for, so that torch decides in each step.
+        ``"torch's choice"`` if neither `fused` nor `foreach` is set, so that torch decides in each step.
 
     Raises:
         TypeError: `optimizer` is no ``torch.optim.Optimizer``.
@@ -150,7 +151,7 @@ def _build(
     settings: Mapping[str, Any],
     rare: Mapping[str, Any],
 ) -> Optimizer:
-    """`rare`: settings that Apex lacks."""
+    """Build the optimizer and log the choice. `rare` holds the settings that Apex lacks."""
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
     place = " and ".join(devices)
@@ -170,7 +171,7 @@ def _build(
 def _find_apex(
     name: str, params: Sequence[Any], tensors: Sequence[Tensor], rare: Mapping[str, Any]
 ) -> tuple[type[Optimizer] | None, str]:
-    """The class, or None and why not."""
+    """Return the class of Apex and an empty reason, or None and the reason why it cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
         return None, "as NVIDIA Apex needs all parameters on CUDA"
     known = DTYPES[name]
@@ -180,7 +181,7 @@ def _find_apex(
     if asked := sorted({key for group in groups for key in rare if group.get(key)}):
         return None, f"as NVIDIA Apex has no {', '.join(asked)}"
     try:
-        # Its extension first: the project that is called apex on PyPI is another one, and is not even imported.
+        # Import the extension first. The package named apex on PyPI is another project and must not be imported.
         importlib.import_module("amp_C")
         found = getattr(importlib.import_module("apex.optimizers"), name)
     except (ImportError, AttributeError, OSError) as error:
@@ -188,8 +189,11 @@ def _find_apex(
     return found, ""
 
 
-class SGD(torch.optim.SGD):  # of the same name, which checkpoints hold
-    """Lets a parameter get its first gradient later than others; torch's fused kernels want all momenta or none."""
+class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints store it
+    """SGD whose parameters may get their first gradients in different steps.
+
+    torch's fused kernel needs momenta for all parameters or for none.
+    """
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
@@ -203,7 +207,7 @@ class SGD(torch.optim.SGD):  # of the same name, which checkpoints hold
 
 
 def _listed(params: Params) -> list[Any]:
-    """Parameters, (name, parameter) pairs or groups, that can be walked more than once."""
+    """Return parameters, (name, parameter) pairs or groups as lists, which can be iterated more than once."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor")
     listed: list[Any] = []

@@ -1,9 +1,9 @@
-"""A copy of an optimizer that steps other parameters, and shares nothing that changes with the original.
+"""Copies of an optimizer that step other parameters and share no mutable state with the original.
 
 [Note: Copying an optimizer]
-torch's ``Optimizer.__getstate__`` keeps defaults, state and groups only: ``copy.copy`` and ``copy.deepcopy`` drop every
-other attribute, which most optimizers outside of torch have. So the attributes themselves are copied, deep, with what
-belongs to the original's parameters already in the memo: neither parameters nor their state are ever copied.
+torch's ``Optimizer.__getstate__`` keeps only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` therefore
+drop all other attributes, which most optimizers outside of torch have. So the attributes are deep-copied one by one.
+The memo maps the original's parameters and state to those of the copy beforehand, so that neither is ever duplicated.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
-# What stands for something outside of the optimizer.
+# Handles of resources outside of the optimizer; the copy refers to the same objects.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
-    """An optimizer of the same class, attributes and settings over other parameters.
+    """Return an optimizer of the same class, attributes and settings over other parameters.
+
+    If a parameter of a group has state, all parameters of the copied group get state like it, because some optimizers
+    create state in their constructor.
 
     Args:
-        optimizer: stays as it is.
-        groups: settings of a group of the optimizer, its ``"params"`` included, and the parameters that take its place.
-
-    Parameters get a state like one of their group has, if any: some optimizers make it when they are built.
+        optimizer: is not changed.
+        groups: pairs of the settings of a group of the optimizer, including ``"params"``, and the parameters that
+            replace the ones of the group.
 
     Raises:
-        Exception: an attribute cannot be copied; whatever its own copying raises.
+        Exception: an attribute cannot be copied; raised by its copy method.
     """
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -63,7 +65,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
                 values = optimizer.state[kept].items()
                 state[parameter] = {key: _like(value, kept, parameter) for key, value in values}
         shown.append((settings, list(parameters)))
-    # Whatever else refers to a parameter must not copy it.
+    # Parameters may be referenced elsewhere, too, and must not be copied there.
     others = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
@@ -77,7 +79,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that an optimizer holds in its attributes, as one does that wraps another."""
+    """Return the optimizers that an optimizer holds in its attributes, as wrappers do."""
     found = []
     for value in vars(optimizer).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -86,7 +88,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unhooked(step: Any) -> Any:
-    """An optimizer class's ``step`` without the hooks that torch puts around it, which include the global ones."""
+    """Return an optimizer class's ``step`` without torch's hook wrapper, which also runs the global hooks."""
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
@@ -103,7 +105,7 @@ def _fill(twin: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
     for key, value in vars(optimizer).items():
         if key in _HOOKS:
             vars(twin)[key] = OrderedDict()
-        elif key != "step":  # a scheduler has replaced it, bound to the original
+        elif key != "step":  # replaced by a scheduler, and bound to the original
             vars(twin)[key] = _copied(value, memo)
 
 
@@ -118,7 +120,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
-    """A parameter's state, for another parameter: a tensor of its shape, or a copy of what has none."""
+    """Return a state value of the parameter `old` for another parameter.
+
+    A tensor of `old`'s shape becomes one of `parameter`'s shape, filled with its first element. Others are copied.
+    """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = plain(value.detach())

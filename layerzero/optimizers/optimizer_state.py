@@ -1,4 +1,4 @@
-"""The state and settings of an optimizer, cut to rows and compared."""
+"""Conversion of optimizer state to this rank's rows, and comparison of group settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain",
 
 Holder = (
     ManagedParam | OwnedParam | None
-)  # who has a parameter's state: each rank its rows, or the owner all; None: it is not cut
+)  # holder of a parameter's state: each rank has its rows, or the owner has all; None: the state is not sharded
 
 
 def show(value: Any, holder: Holder) -> Any:
-    """An entry of a parameter's state, as others see it."""
+    """Return an entry of a parameter's state as the user sees it: tensors of rows become sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
@@ -35,7 +35,7 @@ def show(value: Any, holder: Holder) -> Any:
     return value
 
 
-HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # settings of a group that say how, not what
+HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # group settings that do not change the results
 
 
 def is_plain(value: Any) -> bool:
@@ -65,7 +65,10 @@ def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 
 def kept(current: Any, saved: Any) -> Any:
-    """A loaded hyperparameter; a tensor of one number keeps its identity, which compiled steps and graphs hold."""
+    """Return the loaded value of a hyperparameter.
+
+    A 0-dim tensor is updated in place, because compiled steps and graphs refer to it.
+    """
     if isinstance(current, Tensor) and current.ndim == 0:
         return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
     return saved.clone() if isinstance(saved, Tensor) else saved
@@ -76,10 +79,11 @@ def on(value: Any, master: Tensor) -> Any:
 
 
 def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a 0-dim parameter, with what belongs to its one row told from plain numbers, such as step counts.
+    """Return the state of a 0-dim parameter with its per-element tensors in shape [1], unlike step counts and the like.
 
     Args:
-        example: the state of a row, which has a dim there.
+        values: state of the parameter; all of its tensors may be 0-dim.
+        example: state of the same parameter stored as one row, where per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
     return {
@@ -89,7 +93,10 @@ def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, 
 
 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
-    """One parameter's state with every tensor of the parameter's shape cut to this rank's rows; all, for its owner."""
+    """Return a parameter's state with tensors of the parameter's shape cut to this rank's rows.
+
+    For an owned parameter, the owner gets full tensors and other ranks get an empty dict.
+    """
     if isinstance(holder, OwnedParam):
         own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
         return own if holder.is_owned_here else {}

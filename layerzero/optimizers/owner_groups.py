@@ -1,11 +1,11 @@
-"""The ranks that put whole parameters together.
+"""Owner groups: the ranks that assemble an owned parameter.
 
 [Note: Cells]
-All ZeRO-1 rows of an owned parameter, or of the part of it that the data-parallel ranks share, lie in one node: on the
-ranks of a ZeRO-3 group. Where a further axis has cut the matrices (tensor parallel), the other parts are on the ZeRO-3
-groups beside it. All of these are the parameter's cell: its ranks send their rows to the owner, in one exchange. A
-further axis on which ranks have copies, or other matrices of one stack, puts nothing together: at each of its places
-there is an owner.
+All ZeRO-1 rows of an owned parameter, or of the part of it that the data-parallel ranks share, are on the ranks of one
+ZeRO-3 group. If a model-parallel axis cuts the matrices (tensor parallel), the other parts are on the corresponding
+ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They send their rows
+to the owner in one collective. If the ranks of a model-parallel axis have copies, or different matrices of one stack,
+nothing is assembled along it: there is one owner for each coordinate on this axis.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["OwnerGroup", "across", "owner_group_across", "owner_group_of", "plac
 
 @dataclass(frozen=True, eq=False)
 class OwnerGroup:
-    """See [Note: Cells]."""
+    """Ranks that assemble an owned parameter, and their communicator; see [Note: Cells]."""
 
     mesh_info: MeshInfo
-    axis: int | None  # the further one that is put together
+    axis: int | None  # the model-parallel axis along which parts are joined
     communicator: Communicator
-    order: tuple[tuple[int, int], ...]  # by rank of the lane: s, and the place on the axis
+    order: tuple[tuple[int, int], ...]  # by rank of the communicator: (s, coordinate on the axis)
 
     @property
     def ranks(self) -> list[int]:
@@ -38,29 +38,33 @@ class OwnerGroup:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's."""
+        """Position (s, coordinate on the axis) of this rank."""
         return self.order[self.communicator.rank]
 
 
 def owner_group_of(topology: MeshInfo) -> OwnerGroup:
-    """A ZeRO-3 group alone."""
+    """Return the owner group that is this rank's ZeRO-3 group."""
     order = tuple((s, 0) for s in range(topology.zero3_size))
     return OwnerGroup(topology, None, topology.zero3_gather_comm, order)
 
 
 def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
-    """A ZeRO-3 group and those beside it on an axis of `face`. By rank: s, and the place on the axis."""
+    """Return the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis of `face`.
+
+    Returns:
+        By global rank: (s, coordinate on the axis).
+    """
     grid = topology.grid
-    table = face.global_mesh.mesh  # by places on the further axes, s, r
+    table = face.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
     for at in reversed(range(face.mesh.ndim)):
         if at != axis:
             table = table.select(at, face.place_on(at))
-    of_node = table[..., grid.replica_rank].tolist()  # by the place on the axis, s
+    of_node = table[..., grid.replica_rank].tolist()  # ranks, by coordinate on the axis, s
     return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
 
 
 def owner_group_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
-    """Of the ranks of :func:`places_across`. All ranks of the model must call this."""
+    """Create the owner group of the ranks of :func:`places_across`. All ranks of the model must call this."""
     ranks = sorted(places)
     kind = topology.mesh.device_type
     group = topology.groups.new(ranks, like=topology.zero3_gather_comm.group, device_type=kind)
@@ -69,13 +73,13 @@ def owner_group_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple
 
 
 def across(name: str, face: ModelParallelSpec | None, *, stacks_apart: bool) -> JoinAxis | None:
-    """Along which further axis a parameter is put together; None: along none.
+    """Return the model-parallel axis along which the parts of a parameter must be joined; None if there is none.
 
     Args:
-        stacks_apart: the optimizer treats each matrix of such a parameter, a stack, by itself.
+        stacks_apart: whether the optimizer updates each matrix of a stack separately, if the parameter is a stack.
 
     Raises:
-        ValueError: along several.
+        ValueError: parts would have to be joined along several axes.
     """
     if face is None:
         return None

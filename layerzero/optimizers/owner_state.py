@@ -1,4 +1,7 @@
-"""The state of owned parameters as all ranks see it: only the owner knows what there is, and tells the others."""
+"""Optimizer state of owned parameters on all ranks. Only the owner has the state; it sends a description to the others.
+
+The description has shapes, dtypes and scalars. Other ranks get sharded tensors without rows.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ __all__ = ["with_what_others_own"]
 
 
 def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], everyone: ModelRanks) -> dict[str, Any]:
-    """A state by name, complete on all ranks: of what others own, sharded tensors without rows, and numbers.
+    """Return the state by name, completed by entries for the parameters that other ranks own.
+
+    Tensors of these entries are sharded tensors without rows on this rank. Scalars have their values.
 
     Args:
-        state: what this rank has, its tensors as they are shown.
-        everyone: all of these ranks call this.
+        state: state on this rank; its tensors are sharded tensors.
+        everyone: all of these ranks must call this.
 
     Raises:
-        TypeError: the state of an owned parameter holds something that is neither a tensor nor a number.
+        TypeError: on all ranks, if the state of an owned parameter holds a value that cannot be sent.
     """
     here = {_place(each): each for each in owned}
     mine = {
@@ -49,7 +54,10 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
 
 
 def _place(owned: OwnedParam) -> str:
-    """Names a parameter, and of the owners that it has where further axes put nothing together, this rank's."""
+    """Return a key for a parameter and its owner.
+
+    The key has the coordinates on the model-parallel axes along which nothing is joined: each has its own owner.
+    """
     span, axis = owned.member.spec, owned.owner.axis
     model_parallel = span.model_parallel
     if model_parallel is None:

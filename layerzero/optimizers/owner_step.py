@@ -1,14 +1,16 @@
-"""Parameters that one rank updates whole: how it gets them, steps them, and gives their rows back.
+"""Step of owned parameters: the owner gathers a full parameter, steps it, and scatters its rows.
 
 [Note: Rounds of owners]
-All ZeRO-1 rows of an owned parameter lie in one cell (owner_groups.py), on several of its ranks. In each round every
-rank of the cell gets one of the parameters that it owns, the heaviest first: the others send it their rows of the
-master and of the final gradient, all at once, it steps, and sends the rows of the master back. So all ranks compute at
-the same time, each has one whole parameter and its gradient, and nothing leaves the cell. A parameter whose rows are
-all on their owner is where it should be, and is stepped together with what is element-wise.
+All ZeRO-1 rows of an owned parameter are in one owner group (owner_groups.py), on several of its ranks. In each round,
+every rank of the group processes one of its own parameters, the most expensive first. The other ranks send it their
+rows of the master and of the final gradient, the rank steps the parameter, and sends the rows of the master back. Each
+direction is one all-to-all. So all ranks compute at the same time, each holds one full parameter and its gradient, and
+all communication stays inside the group. A parameter whose rows are all on its owner needs no communication. It is
+stepped together with the element-wise parameters.
 
-Who owns what, who has a gradient and the order are the same on all ranks of a cell, and so are the exchanges. A rank is
-in several cells where parameters are on several meshes, or cut by further axes; it goes through them in one order.
+All ranks of an owner group agree on owners, on the parameters that have gradients, and on the order. So they run the
+same collectives. A rank is in several owner groups if parameters are on several meshes or are cut by model-parallel
+axes. It processes its groups in the same order as the other ranks.
 """
 
 from __future__ import annotations
@@ -43,22 +45,22 @@ __all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """One parameter that its owner updates whole."""
+    """Parameter that one rank, its owner, updates in full."""
 
     member: ManagedParam
     owner: ParamOwner
-    group_of_ranks: OwnerGroup  # the ranks that it is put together from, where this one is at the owner's node
-    group: MutableMapping[str, Any]  # of the inner optimizer
-    master: Tensor  # what the inner optimizer has in its group: this rank's rows, and the whole while the owner steps
+    group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_near`
+    group: MutableMapping[str, Any]  # parameter group of the inner optimizer
+    master: Tensor  # listed in that group: this rank's rows; the full parameter while the owner steps it
 
     @property
     def place(self) -> tuple[int, int]:
-        """The owner's, in its cell."""
+        """Position (s, coordinate on the joined axis) of the owner in its owner group."""
         return self.owner.s, self.owner.t
 
     @property
     def is_near(self) -> bool:
-        """Its rows are in this rank's cell."""
+        """True if this rank's owner group holds the rows."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
@@ -67,24 +69,27 @@ class OwnedParam:
 
     @property
     def is_fully_local(self) -> bool:
-        """All rows are on the owner."""
+        """True if all rows are on the owner."""
         return self.numel_on(self.owner.s) == self.numel
 
     @property
     def leads(self) -> bool:
-        """Of the owners at different places of further axes, which have copies or other matrices, it is the first."""
+        """True for the first of the parameter's owners along the model-parallel axes that are not joined.
+
+        The other owners have copies, or different matrices of one stack.
+        """
         face = self.member.spec.model_parallel
         axes = () if face is None else range(face.mesh.ndim)
         return face is None or not any(face.place_on(axis) for axis in axes if axis != self.owner.axis)
 
     @property
     def weight(self) -> tuple[int, str]:
-        """Its place in the order: the heaviest first."""
+        """Sort key: the most expensive parameter first, then by name."""
         return -update_cost(self.shape), self.member.name
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """That the owner has whole."""
+        """Shape of the full parameter on the owner."""
         face, axis = self.member.spec.model_parallel, self.owner.axis
         return self.member.spec.shape if face is None or axis is None else face.joined_shape(axis)
 
@@ -93,7 +98,7 @@ class OwnedParam:
         return int(torch.Size(self.shape).numel())
 
     def rows_on(self, s: int) -> range:
-        """The rows of its own part that a rank of the owner's cell has."""
+        """Return the rows that a rank of the owner group has of its own model-parallel part."""
         span = self.member.spec
         k = s * span.mesh_info.replicas + self.owner.r
         return range(span.bounds[k], span.bounds[k + 1])
@@ -102,7 +107,10 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Of a parameter that is put together along a further axis: the rows of each rank of the cell."""
+        """Return the views of `whole` that belong to the ranks of the owner group, by rank.
+
+        Only for parameters that are joined along a model-parallel axis.
+        """
         face, axis = self.member.spec.model_parallel, self.owner.axis
         assert face is not None and axis is not None
         dim = face.sharded_dim(axis)
@@ -114,9 +122,10 @@ class OwnedParam:
     # Its state
 
     def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Of a tensor in the state: its shape if all matrices of a stack were here.
+        """Return the shape that a state tensor of local shape `shape` has over all matrices of a stack.
 
-        None where the stack is cut into matrices, and the tensor cannot be.
+        Returns:
+            None if the stack is cut into matrices but dim 0 of the tensor does not count them.
         """
         face = self.member.spec.model_parallel
         if face is None or not self._cut_into_matrices(face):
@@ -127,7 +136,7 @@ class OwnedParam:
         return any(face.sharded_dim(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
-        """How a tensor of the optimizer's state, of that true shape, is spread: all rows are on the owner."""
+        """Return the sharding of a state tensor with the true shape `shape`: all rows are on the owner."""
         span, topology = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * topology.replicas + self.owner.r
         face = span.model_parallel
@@ -139,7 +148,7 @@ class OwnedParam:
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """In one order on all ranks, whatever that of the parameters is: by name."""
+    """Group parameters by owner group, sorted by name, so that the order is the same on all ranks."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -147,7 +156,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """What the rounds of these parameters borrow at once, by size; see :func:`_largest`."""
+    """Return how many buffers of each size the rounds of these parameters use at once; see :func:`_largest`."""
     most: Counter[Size] = Counter()
     for cell, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
@@ -158,11 +167,11 @@ def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
 
 
 def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype, list[int]]:
-    """By dtype, the elements of what is borrowed.
+    """Return the numbers of elements of the buffers that the rounds of one owner group use, by dtype.
 
-    The largest parameter that this rank gets whole, its gradient, the most rows that it sends at once; where parts are
-    put together along a further axis, also what it receives. Whichever take part in a step, so that each step borrows
-    the same.
+    The buffers hold the largest full parameter of this rank, its gradient, and the most rows that the rank sends in one
+    round. If parts are joined along a model-parallel axis, one more buffer receives them. The sizes cover all
+    parameters, with or without a gradient, so that each step uses the same buffers.
     """
     away = [each for each in owned if each.is_near and not each.is_fully_local]
     found = {}
@@ -179,18 +188,22 @@ def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype,
 def step_owned(
     inner: Optimizer, owned: Sequence[OwnedParam], everyone: ModelRanks, pool: BufferPool, take_step: Callable[[], Any]
 ) -> None:
-    """Step what has a gradient, the `owned` ones whole.
+    """Step all parameters that have a gradient, the `owned` ones in full.
 
     Args:
-        inner: its groups hold this rank's rows, with their final gradients.
-        everyone: these ranks must call this together.
-        pool: lends memory for a whole parameter and its gradient.
+        inner: optimizer whose groups hold this rank's rows, with their final gradients.
+        everyone: all of these ranks must call this.
+        pool: provides buffers for a full parameter and its gradient.
+        take_step: steps `inner`.
+
+    Raises:
+        RuntimeError: on all ranks, if a parameter has a gradient on some ranks of its owner group only.
     """
     turns: list[Iterator[Turn]] = []
     cells = by_owner_group(owned)
     _require_gradients_alike(cells, everyone)
     for cell, members in cells.items():
-        away: list[tuple[OwnedParam, Tensor]] = []  # in this cell, with this rank's rows of the gradient
+        away: list[tuple[OwnedParam, Tensor]] = []  # to be gathered in this group, with this rank's gradient rows
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_owned_here and each.is_fully_local):
@@ -203,9 +216,10 @@ def step_owned(
 
 
 def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> None:
-    """Raise RuntimeError on all ranks where those of a cell would send each other the rows of different parameters.
+    """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients of the same parameters.
 
-    One number tells: what the ranks of a cell add is 0 together if they have the same gradients.
+    Otherwise they would send each other rows of different parameters. The check all-reduces one number. The
+    contributions of the ranks of an owner group add up to 0 if they have gradients of the same parameters.
     """
     near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
     if not near or not has_peers(everyone.ranks):
@@ -225,7 +239,10 @@ def _has_gradient(owned: OwnedParam) -> bool:
 
 
 def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> str:
-    """What to say of a parameter that has a gradient on some ranks of its cell only; all ranks say the same."""
+    """Return the error message for a parameter with a gradient on some ranks of its owner group only.
+
+    The message is the same on all ranks, which must all call this.
+    """
     own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for told in everyone.all_gather_text(json.dumps(own)):
@@ -244,7 +261,7 @@ def _turns(
     cell: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
-    """See [Note: Rounds of owners]."""
+    """Yield the turns of this rank in the rounds of one owner group; see [Note: Rounds of owners]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in cell.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
@@ -261,10 +278,10 @@ def _turns(
 
 
 class _OwnerRound:
-    """One parameter for each rank of the cell, or none.
+    """Round of an owner group: at most one parameter for each of its ranks.
 
     Args:
-        chosen: by the owner's rank in the cell: the parameter, and this rank's rows of its gradient.
+        chosen: by the owner's rank in the group: the parameter, and this rank's rows of its gradient.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
@@ -278,10 +295,13 @@ class _OwnerRound:
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
-        """Have this rank's parameter whole for a while; the tensors are memory for it.
+        """Gather this rank's parameter, yield it to be stepped, and scatter its rows.
 
         Args:
-            received: for what comes from the ranks of the cell, where it is not the whole in its order.
+            whole: 1-D buffer for the full parameter.
+            gradient: 1-D buffer for its full gradient.
+            rows: 1-D buffer for the rows that this rank sends.
+            received: 1-D buffer for the received rows, if their order differs from that of the full parameter.
         """
         whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
@@ -319,12 +339,12 @@ class _OwnerRound:
         return "" if self._mine is None else self._mine.member.name
 
     def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What comes from each rank of the cell, and where it belongs in this rank's parameter."""
+        """Yield the rows received from each rank of the group, and their place in this rank's parameter."""
         if self._mine is not None:
             pieces = self._mine.pieces(whole)
             for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield came.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        """Of this rank's rows: those of each parameter of the round."""
+        """Split this rank's rows by the parameters of the round."""
         return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

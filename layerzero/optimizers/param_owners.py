@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer have owners, and the other cuts of the ZeRO-1 shards that this takes."""
+"""Owned parameters of an optimizer, and the ZeRO-1 layouts that they need."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from layerzero.optimizers.torch_state_dict import asked_by_torch
 
 __all__ = ["OwnerTable"]
 
-_Key = tuple[MeshInfo, int | None]  # of a cell: where it is, and the further axis that is put together
+_Key = tuple[MeshInfo, int | None]  # of an owner group: its mesh, and the model-parallel axis that is joined
 
 
 class OwnerTable:
-    """The parameters of one optimizer that are updated whole.
+    """Parameters of one optimizer that their owners update in full.
 
-    Every rank must make it, and those that it needs whole have owners then.
+    Every rank must construct it. The constructor assigns an owner to each parameter that needs one.
 
     Args:
         inner: the wrapped optimizer, with its groups.
-        whole_kinds: the kinds of its groups that need whole parameters; see compatibility.py.
+        whole_kinds: kinds of its groups that need full parameters; see compatibility.py.
 
     Attributes:
-        owned: by id of the sharded parameter.
+        owned: owned parameters, by id of the sharded parameter.
     """
 
     def __init__(self, runtime: LayerZeroState, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
@@ -53,13 +53,13 @@ class OwnerTable:
         self._whole_kinds = frozenset(whole_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
         held = [p for group in inner.param_groups if group_kind(group) in self._whole_kinds for p in group["params"]]
-        self._asked: set[str] = set()  # the names of what has owners as this optimizer needs them
+        self._asked: set[str] = set()  # names of the parameters that have owners as this optimizer needs them
         self._ask([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """A group has come, with these parameters and their masters. Every rank must call this.
+        """Add a group with these parameters and their masters. Every rank must call this.
 
-        Groups of a kind that has not been tried out are taken to need whole parameters if any do.
+        A group of a kind that was not in the compatibility trial needs full parameters if any other kind does.
         """
         kind = group_kind(group)
         if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
@@ -77,7 +77,7 @@ class OwnerTable:
         self._asked |= {member.name for member in members}
 
     def follow(self) -> None:
-        """Owners may have changed."""
+        """Update owners and owner groups after a change of layout."""
         owners, cells = self._runtime.owners, self._runtime.cells
         for key, each in self.owned.items():
             owner = owners[each.member.name]
@@ -86,12 +86,15 @@ class OwnerTable:
         self._foresee()
 
     def _foresee(self) -> None:
-        """Optimizers step one after the other, and when nothing is being reduced: the most of each will do."""
+        """Announce the buffers of the rounds to the scratch pool.
+
+        Optimizers step one after the other and not during a reduction, so the maximum over all users is enough.
+        """
         pool = self._runtime.buffers.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
-        """Step the whole optimizer."""
+        """Step all parameters of the optimizer, owned ones in full."""
         if not self.owned:
             take_step()
             return
@@ -99,7 +102,10 @@ class OwnerTable:
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
 
     def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state by name, with the entries that only owners know. Every rank must call this if there are owners."""
+        """Return the state by name, with entries for parameters that other ranks own.
+
+        Every rank must call this if there are owned parameters.
+        """
         if not self.owned:
             return dict(state)
         if asked_by_torch():
@@ -111,7 +117,7 @@ class OwnerTable:
         return with_what_others_own(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse(self, method: str) -> None:
-        """Raise RuntimeError if a method of the optimizer would find rows for whole parameters."""
+        """Raise RuntimeError if a method of the optimizer would get rows where it needs full parameters."""
         if self.owned:
             raise RuntimeError(
                 f"{method}() of {type(self._inner).__name__} cannot be called here: it would find this rank's rows, "
@@ -121,17 +127,19 @@ class OwnerTable:
 
 @torch.no_grad()
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
-    """Let each of these parameters, and of those that have one already, have an owner. Every rank must call this.
+    """Assign owners to these parameters and to those that have owners already. Every rank must call this.
 
-    What an optimizer has whole already may be a part to this one: matrices of a stack. Then all of them get more.
+    A parameter may be owned for another optimizer that updates the matrices of a stack separately. If this optimizer
+    needs the full stack, the parts are joined for both optimizers.
 
     Args:
-        optimizer: needs them whole.
+        optimizer: optimizer that needs these parameters in full.
 
     Raises:
-        RuntimeError: rows would have to move that something refers to already; nothing is changed then.
-        ValueError: ranks ask for different parameters, or have found that other ones must be put together, or what
-            further axes have cut cannot be.
+        RuntimeError: rows would have to move while gradients, optimizer state or views refer to them. Nothing is
+            changed in this case.
+        ValueError: the parameters, or the axes to join, differ between ranks, or parts on model-parallel axes cannot be
+            joined.
     """
     names = {*runtime.owners, *(member.name for member in members)}
     to_ask = [member for member in members if _may_be_a_part(member, runtime.owners.get(member.name))]
@@ -170,7 +178,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         (topology, axis): owner_group_of(topology) if axis is None else owner_group_across(topology, axis, places)
         for (topology, axis), places in new_cells.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # on all ranks alike, wherever rows move
+    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, also on ranks whose rows stay
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
@@ -185,7 +193,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
 def _plan(
     runtime: LayerZeroState, names: Collection[str], put_together: Mapping[str, JoinAxis]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
-    """The layouts of all handles, and the owners by name."""
+    """Return the new layouts of all handles, and the owners by name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
     for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
@@ -205,13 +213,13 @@ def _plan(
 
 
 def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
-    """A further axis cuts what the owner has, or would have."""
+    """Return whether a model-parallel axis that is not joined cuts the parameter."""
     face, axis = member.spec.model_parallel, None if owner is None else owner.axis
     return face is not None and any(face.sharded_dim(at) is not None for at in range(face.mesh.ndim) if at != axis)
 
 
 def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """By name, the owned parameters that are put together along a further axis."""
+    """Return the model-parallel axis along which each owned parameter is joined, by name, if there is one."""
     found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
         face = runtime.members[name].spec.model_parallel
@@ -223,9 +231,9 @@ def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
 def _to_put_together(
     members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
 ) -> dict[str, JoinAxis]:
-    """By name, those of these parameters that this optimizer needs put together along a further axis."""
+    """Return the model-parallel axis along which this optimizer needs each parameter joined, by name, if any."""
     found: dict[str, JoinAxis] = {}
-    apart: dict[int, bool] = {}  # by dims: the optimizer treats each matrix of a stack by itself
+    apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
     for member in members:
         face = member.spec.model_parallel
         assert face is not None
@@ -239,7 +247,11 @@ def _to_put_together(
 
 
 def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dict[_Key, dict[int, tuple[int, int]]]:
-    """The cells that are to be made for these owners, in one order on all ranks; of which ranks, and their places."""
+    """Return the owner groups to create for these owners, in the same order on all ranks.
+
+    Returns:
+        By owner group: its ranks and their positions. The dict is empty for a group that is a ZeRO-3 group.
+    """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
         topology, face, axis = (
@@ -253,7 +265,7 @@ def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dic
 
 
 def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, JoinAxis]) -> None:
-    """Raise ValueError where places of an axis along which parts are put together have different layouts."""
+    """Raise ValueError if the ranks of an axis along which parts are joined have different layouts."""
     members = [member for handle in handles for member in handle.members]
     axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
     for member in members:
@@ -280,7 +292,12 @@ def _scratch_again(runtime: LayerZeroState) -> Counter[Size]:
 
 
 def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
-    """Nothing refers to rows that are going to move."""
+    """Raise if something refers to the rows that are about to move.
+
+    Raises:
+        NotImplementedError: `offload_optimizer` is set.
+        RuntimeError: a view is active, a parameter has a gradient, or another optimizer has state for one.
+    """
     if runtime.config.offload_optimizer:
         raise NotImplementedError(
             "offload_optimizer=True is for optimizers that update rows, and this one needs whole parameters: use "

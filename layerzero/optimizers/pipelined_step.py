@@ -1,10 +1,10 @@
-"""The update of the masters in parts, so that the weights of one part travel while the next one is updated.
+"""Update of the masters in parts, so that the refresh of one part overlaps the update of the next one.
 
 [Note: A step as a pipeline]
-The refresh of a handle needs its own masters and no others. So masters are updated in the order in which the next
-forward wants the weights, some handles at a time, and the refresh of each part is launched behind its update: what an
-optimizer takes stands before the first part's refresh alone. With `offload_optimizer`, where the host updates, that is
-most of it. Each part is a call of the optimizer, which takes time of the host; a few parts are enough.
+The refresh of a handle needs only the masters of this handle. So masters are updated in the order in which the next
+forward needs the weights, some handles at a time. The refresh of each part is launched right after its update, so only
+the update of the first part is not overlapped. This matters most with `offload_optimizer`, where the host updates the
+masters. Each part costs one optimizer call on the host, so there are only a few parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layerzero.optimizers.param_owners import OwnerTable
 
 __all__ = ["update"]
 
-_MOST = 8  # parts: the first one's update, which nothing hides, is about an eighth
+_MOST = 8  # parts; the update of the first one, which is not overlapped, is about an eighth
 
 
 def update(
@@ -34,12 +34,12 @@ def update(
     refresh: RefreshRound | None,
     take_step: Callable[[], Any],
 ) -> None:
-    """Step `inner` once, and launch the refresh of what is updated before the rest.
+    """Step `inner` once, in parts if possible, and launch the refresh of each part after its update.
 
     Args:
-        inner: its groups list masters.
-        names: of the masters' parameters, by the masters' ids.
-        refresh: None if it comes later.
+        inner: optimizer whose groups list masters.
+        names: parameter names, by id of the master.
+        refresh: refresh to launch handles in; None if it is launched later.
         take_step: steps `inner`.
     """
     travels = runtime.config.offload_optimizer or any(handle.topology.replicas > 1 for handle in runtime.handles)
@@ -51,7 +51,7 @@ def update(
 
 
 def _can_step_in_parts(inner: Optimizer) -> bool:
-    """All that the optimizer keeps, it keeps by parameter, and nobody looks at all parameters before the refresh."""
+    """Return whether the optimizer keeps all state by parameter and no hook sees all parameters before the refresh."""
     step = vars(inner).get("step")
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")
     return is_own and is_elementwise_by_name(inner) and not inner._optimizer_step_post_hooks
@@ -71,7 +71,7 @@ def _step_in_parts(
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
     for index, masters in enumerate(listed):
         for master in masters:
-            # What is not sharded comes last.
+            # Parameters that are not sharded are in the last part.
             chosen[number_of.get(names.get(id(master), ""), -1)][index].append(master)
     try:
         for part, by_group in zip(parts, chosen, strict=True):
@@ -89,7 +89,7 @@ def _step_in_parts(
 
 
 def _cut(handles: Sequence[Handle]) -> list[list[Handle]]:
-    """Neighbours together, about as many elements in each part."""
+    """Cut the handles into runs with about the same number of elements."""
     total = sum(handle.layout.numel for handle in handles)
     parts: list[list[Handle]] = []
     seen = 0

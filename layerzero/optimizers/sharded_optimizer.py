@@ -1,9 +1,9 @@
-"""The optimizer around an optimizer: reduce, update, refresh.
+"""Optimizer wrapper: reduce gradients, update masters, refresh compute weights.
 
 [Note: Two faces of a parameter group]
-The wrapped optimizer and the wrapper share their group dictionaries, so that a scheduler may hold either. Groups list
-sharded parameters, which schedulers, clipping and people expect. Only while the wrapped optimizer steps do they list
-the masters, plain tensors, on which fused and foreach kernels run at full speed.
+The wrapped optimizer and the wrapper share their group dictionaries, so a scheduler may hold either optimizer. Between
+steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer steps, they
+list the masters instead: plain tensors, on which fused and foreach kernels run at full speed.
 """
 
 from __future__ import annotations
@@ -67,21 +67,24 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     """Make an optimizer update the masters of a sharded model.
 
     The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
-    hyperparameters survive, and state that it has gathered before is cut like its parameters. Step through what this
-    returns; stepping the old object raises. All ranks must call this.
+    hyperparameters are kept, and existing state is cut like its parameters. Step the returned optimizer; stepping the
+    old one raises. All ranks must call this.
 
     Args:
-        optimizer: any torch optimizer that updates each element by itself, fused and foreach variants included; or each
-            parameter by itself, as Muon does: such a parameter is updated whole, by the rank that then owns it.
+        optimizer: any torch optimizer that updates each element independently, including fused and foreach variants; or
+            each parameter independently, as Muon does. In the second case, one rank owns each parameter and updates it
+            in full.
         model: from :func:`shard_model`.
-        elementwise: the optimizer updates each element by itself. None: found out, by name or by trying a copy on small
-            parameters. True: your word is taken. False: it updates each parameter by itself, on your word. See
-            ``docs/optimizers.md``.
+        elementwise: True: the optimizer updates each element independently. False: it updates each parameter
+            independently. Neither is verified. None: decide by class name, or by a trial of a copy on small parameters.
+            See ``docs/optimizers.md``.
 
     Raises:
-        ValueError: the optimizer mixes parameters or could not be tried out, or holds parameters that the model does
-            not own.
-        RuntimeError: it needs whole parameters, and there are gradients already, or another optimizer has made a step.
+        TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
+        ValueError: the optimizer mixes parameters, the trial failed, or it holds parameters that the model does not
+            own.
+        RuntimeError: the optimizer needs full parameters, and there are gradients already, or another optimizer has
+            made a step.
 
     Example::
 
@@ -110,27 +113,28 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """Made by :func:`shard_optimizer`. A torch ``Optimizer`` over sharded parameters.
+    """Torch ``Optimizer`` over sharded parameters, created by :func:`shard_optimizer`.
 
-    Other public attributes are those of the wrapped optimizer. Its methods (``train`` and ``eval`` of schedule-free
-    ones) work on the masters; what they change is refreshed before the next forward, so that all ranks must call them.
+    Other public attributes are those of the wrapped optimizer. Its methods, such as ``train`` and ``eval`` of
+    schedule-free optimizers, work on the masters. All ranks must call them, because the weights that they change are
+    refreshed before the next forward.
 
     Attributes:
-        inner: the wrapped optimizer; its state is keyed by plain tensors, this rank's rows.
+        inner: the wrapped optimizer. Its state is keyed by plain tensors, this rank's rows.
         state: the same state, keyed by sharded parameter.
     """
 
     def __init__(self, inner: Optimizer, runtime: LayerZeroState, whole_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
-        self.load_error: str | None = None  # a load has failed halfway: what to say to whoever goes on
-        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # says whether a step may be made
+        self.load_error: str | None = None  # set while a load is incomplete: error text of the next step
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether to make the step
         self._runtime = runtime
-        self._model = runtime.model  # kept, as a torch optimizer keeps the parameters
-        self._masters: list[list[Tensor]] = []  # by group: what the inner optimizer updates
-        self._shown: list[list[Tensor]] = []  # by group: what takes its place between steps
-        self._master_of: dict[int, Tensor] = {}  # by id of the parameter in a group
-        self._member_at: dict[int, ManagedParam] = {}  # the same, for sharded ones
+        self._model = runtime.model  # a strong reference, as a torch optimizer has to its parameters
+        self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
+        self._shown: list[list[Tensor]] = []  # by group: parameters that are listed between steps
+        self._master_of: dict[int, Tensor] = {}  # by id of the listed parameter
+        self._member_at: dict[int, ManagedParam] = {}  # by id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(runtime, inner, whole_kinds)
         old_groups, old_state = inner.param_groups, inner.state
@@ -159,17 +163,17 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Reduce what is unreduced, update the masters, launch the refresh.
+        """Reduce unreduced gradients, update the masters, and launch the refresh.
 
         Args:
-            closure: evaluates the loss and its gradients once, before the update.
+            closure: computes the loss and its gradients; called once, before the update.
 
         Returns:
-            What `closure` returned, or None.
+            The result of `closure`, or None.
 
         Raises:
-            RuntimeError: inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning rates or other
-                settings differed between ranks in one of the last two steps.
+            RuntimeError: the call is inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning
+                rates or other settings differed between ranks in one of the last two steps.
         """
         refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
         if ParamView.EMA in self._runtime.active_views:
@@ -203,7 +207,7 @@ class ShardedOptimizer(OptimizerProxy):
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's parameters, those inside ``no_sync`` included."""
+        """Clear the gradients of this optimizer's parameters, including those accumulated inside ``no_sync``."""
         self._runtime.recover_interrupted_pass()
         self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -237,14 +241,14 @@ class ShardedOptimizer(OptimizerProxy):
                         master.grad = None
 
     def _without_rows(self) -> list[Tensor]:
-        """Return the empty masters that the optimizer must not step; see placeholders.py."""
+        """Return the empty masters that need placeholders during a step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
         masters = [self._master_of[key] for key in self._member_at if key not in self._owner_table.owned]
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer, which may change masters, as ``train`` and ``eval`` may."""
+        """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         self._owner_table.refuse(method.__name__)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
@@ -260,7 +264,7 @@ class ShardedOptimizer(OptimizerProxy):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of sharded parameters (or of the model's parameters from before sharding)."""
+        """Add a group of sharded parameters, or of the model's parameters from before sharding."""
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -298,13 +302,13 @@ class ShardedOptimizer(OptimizerProxy):
             raise
 
     def on_layout_change(self) -> None:
-        """Masters lie elsewhere, and other ranks may own what is updated whole."""
+        """Update references to masters and owners after a change of layout."""
         for key, member in self._member_at.items():
             self._master_of[key].data = member.master
         self._owner_table.follow()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
-        if member is None:  # ignored by shard_model: stepped as it is
+        if member is None:  # ignored by shard_model, so the optimizer steps the parameter itself
             self._master_of[id(parameter)] = parameter
             return parameter
         key = id(member.sharded)
@@ -318,13 +322,15 @@ class ShardedOptimizer(OptimizerProxy):
     # State by name
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by parameter name.
+        """Return state and groups by parameter name.
+
+        If parameters have owners, every rank must call this.
 
         Returns:
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
-            a parameter's shape are sharded tensors of that shape that share memory with the optimizer's state. Where
-            parameters are updated whole, every rank must call this: tensors of their state are sharded tensors all of
-            whose rows are on the owner. To ``torch.distributed.checkpoint.state_dict``, by number: see
+            a parameter's shape are sharded tensors that share memory with the optimizer's state. State tensors of owned
+            parameters are sharded tensors whose rows are all on the owner. If
+            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered: see
             [Note: torch's get_state_dict].
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -350,8 +356,8 @@ class ShardedOptimizer(OptimizerProxy):
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
         """Gather the full state in the form of a plain optimizer of the unsharded model.
 
-        A plain optimizer with the same groups loads it, and so does :meth:`load_state_dict` on every rank. Tensors are
-        gathered one by one. Every rank must call this, also if parameters are updated whole (Muon).
+        A plain optimizer with the same groups can load it, and so can :meth:`load_state_dict` on every rank. Tensors
+        are gathered one by one. Every rank must call this, also if parameters have owners (Muon).
 
         Args:
             cpu: put the tensors into host memory.
@@ -376,7 +382,7 @@ class ShardedOptimizer(OptimizerProxy):
         keeps = not rank0_only or everyone.is_first
 
         def gathered(value: Any) -> Any:
-            if isinstance(value, DTensor):  # all ranks, in one order
+            if isinstance(value, DTensor):  # a collective: all ranks, in the same order
                 value = value.full_tensor()  # type: ignore[no-untyped-call]
             if not keeps or not isinstance(value, Tensor):
                 return value if keeps else None
@@ -389,21 +395,21 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take what :meth:`state_dict` returned; whole plain tensors in place of sharded ones are cut.
+        """Load the result of :meth:`state_dict`. Full plain tensors are accepted and cut to rows.
 
-        Any name of a tied parameter will do, and so will the numbers of an optimizer that is not sharded. Groups are
-        matched by the names of their parameters: each takes the hyperparameters of the saved groups that held them.
-        `foreach`, `fused` and `capturable`, which say how and not what is computed, stay as they are.
+        Parameters may have any of their tied names, or the numbers of an optimizer that is not sharded. Groups are
+        matched by the names of their parameters: each group takes the hyperparameters of the saved groups that held
+        them. `foreach`, `fused` and `capturable`, which do not change the results, keep their values.
 
         Raises:
             ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
-                different hyperparameters; nothing is changed then.
+                different hyperparameters. The optimizer is not changed in this case.
         """
         self._load(state_dict, copy=True)
 
     @torch.no_grad()
     def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """:meth:`load_state_dict` that may keep the given tensors instead of copies of them."""
+        """Load as :meth:`load_state_dict`, but keep the given tensors instead of copies where possible."""
         self._load(state_dict, copy=False)
 
     def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
@@ -423,7 +429,7 @@ class ShardedOptimizer(OptimizerProxy):
             cut = self._cut(values, holder, group, copy=copy)
             if holder is None:
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
-            if group.get("fused") or group.get("capturable"):  # their step counts are on the parameter's device
+            if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
                 cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
             if not isinstance(holder, OwnedParam) or holder.is_owned_here:
                 new_state[self._master_of[id(parameter)]] = cut
@@ -442,10 +448,10 @@ class ShardedOptimizer(OptimizerProxy):
         return cut_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """The hyperparameters that some saved groups give to the parameters of `group`.
+        """Return the hyperparameters of the saved groups that hold the parameters of `group`.
 
         Raises:
-            ValueError: no saved group has one of the parameters, or two that have them differ.
+            ValueError: a parameter is in no saved group, or the saved groups have different hyperparameters.
         """
         missing = {self._name(parameter) for parameter in group["params"]}
         names, found = set(missing), None
@@ -464,19 +470,19 @@ class ShardedOptimizer(OptimizerProxy):
         return found or {}
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
-        """The names by which :meth:`state_dict` calls the parameters of one of the groups."""
+        """Return the names of a group's parameters as in :meth:`state_dict`."""
         return [self._name(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """What the wrapped optimizer keeps, not copied, by the names by which :meth:`state_dict` calls parameters."""
+        """Return the wrapped optimizer's state by parameter name as in :meth:`state_dict`, without copies."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """The parameter that :meth:`state_dict` calls so, if one rank updates it, and has all of its state."""
+        """Return the owned parameter with this name in :meth:`state_dict`; None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """How a tensor of `shape` in the state of a parameter is cut; None: it is not."""
+        """Return the sharding of a state tensor of `shape` of a parameter; None if it is not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

@@ -1,9 +1,10 @@
-"""One step of an optimizer, taken in parts: its parameters one after the other, though it counts one step.
+"""One optimizer step, parameter by parameter, that counts as one step.
 
-An optimizer keeps numbers for itself: a count of steps in its groups, a rate in its attributes. Each part would change
-them again, and how many parts there are differs from rank to rank. So each part begins with the numbers of before the
-step, and what remains is what a part leaves in which none of those parameters had a gradient, as on a rank that owns
-none. Whether an optimizer can be stepped so is found out: see compatibility_trial.py.
+An optimizer may keep scalars outside of its parameter state, such as a step count in its groups or a rate in its
+attributes. Each part of a step would change them again, and the number of parts differs between ranks. So each part
+starts with the scalars from before the step. The final scalars are those of the first part, which steps none of the
+parameters of `turns`, as on a rank that owns none. The compatibility trial decides whether an optimizer can be stepped
+in this way; see compatibility_trial.py.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ __all__ = ["Turn", "step_param_by_param"]
 
 Turn = tuple[MutableMapping[str, Any], Tensor]  # a group of the optimizer, and a parameter to step with its settings
 
-_MOST_ELEMENTS = 64  # of a tensor that is a number or some; others are data
+_MOST_ELEMENTS = 64  # tensors with at most this many elements count as scalars, larger ones as data
 
 
 def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
-    """Step what has a gradient now, then parameter by parameter what `turns` bring.
+    """Step all parameters that have a gradient now, then the parameters of `turns` one by one.
 
     Args:
         take_step: steps `optimizer`.
-        turns: each parameter is whole and has its gradient from when it comes until the next one is asked for.
+        turns: iterator over groups and parameters. A parameter is full and has its gradient until the next one is
+            requested.
     """
     before = _Numbers(optimizer)
     take_step()
@@ -47,7 +49,7 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
 
 
 class _Numbers:
-    """What an optimizer keeps for itself, beside the state of its parameters, as it is now."""
+    """Copy of the scalars that an optimizer keeps outside of its parameter state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -66,7 +68,7 @@ class _Numbers:
 def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     now = table.get(key)
     if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
-        now.copy_(value)  # it stays the tensor that others hold
+        now.copy_(value)  # in place, because others may refer to the tensor
     else:
         table[key] = _copy(value)
 

@@ -1,4 +1,4 @@
-"""The state of the wrapped optimizer as people look it up: by the parameters that the groups show."""
+"""State of the wrapped optimizer, keyed by sharded parameter instead of master."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ParamKeyedState"]
 
 
 class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
-    """The inner optimizer's state, keyed by the parameters that the groups show."""
+    """Inner optimizer's state, keyed by the parameters that the groups list between steps."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
         self._inner = inner
@@ -50,4 +50,4 @@ class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
     def __bool__(self) -> bool:
         return (
             len(self) > 0 or asked_by_torch()
-        )  # which would otherwise take a step; see [Note: torch's get_state_dict]
+        )  # torch takes a step if the state is empty; see [Note: torch's get_state_dict]

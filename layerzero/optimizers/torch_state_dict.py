@@ -1,10 +1,10 @@
-"""A sharded optimizer's state in the form that ``torch.distributed.checkpoint.state_dict`` expects.
+"""Optimizer state in the form that ``torch.distributed.checkpoint.state_dict`` expects.
 
 [Note: torch's get_state_dict]
-torch's ``get_state_dict`` and ``set_state_dict`` number an optimizer's parameters in the order of its groups, and put
-names in place of the numbers themselves. An optimizer without state they step once with zero gradients and a zero rate,
-so that there are tensors to load into; a step that counts. So when torch asks, parameters have their numbers, and those
-without state have the one that they would begin with, which is made for the answer and kept by nobody.
+torch's ``get_state_dict`` and ``set_state_dict`` expect parameters that are numbered in the order of the groups, and
+replace the numbers by names. If an optimizer has no state, they step it once with zero gradients and a zero learning
+rate to create tensors to load into, and this step counts. So if these functions are among the callers, state dicts are
+numbered, and parameters without state get their initial state. This state is created for the call and not stored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["asked_by_torch", "by_own_names", "first_state", "numbered"]
 
 _CALLER = "torch.distributed.checkpoint.state_dict"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # what counts steps, or is multiplied by each
+_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of state that each step increments or multiplies
 
 
 def asked_by_torch() -> bool:
-    """``torch.distributed.checkpoint.state_dict`` is among the callers."""
+    """Return whether ``torch.distributed.checkpoint.state_dict`` is among the callers."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CALLER:
@@ -40,8 +40,8 @@ def asked_by_torch() -> bool:
 
 
 def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> dict[str, Any]:
-    """The state with which a parameter that `inner` has not stepped yet begins; its tensors are new."""
-    # Without the group's parameters, of whose states the trial would make use.
+    """Return the initial state of a parameter that `inner` has not stepped yet, in new tensors."""
+    # The trial would copy the state of the group's parameters, so the group is passed without them.
     found, _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
     return {key: _begun(key, value, master) for key, value in found.items()}
 
@@ -57,7 +57,7 @@ def _begun(key: str, value: Any, master: Tensor) -> Any:
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict by name, by number: torch's own form."""
+    """Convert a state dict by name to torch's numbered form."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[n] for n in group["params"]]} for group in state_dict["param_groups"]]
@@ -65,14 +65,14 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
-    """A state dict with the optimizer's own name for each parameter.
+    """Return the state dict with the optimizer's own name for each parameter.
 
     Args:
-        state_dict: by any name that the model has for a parameter, wrappers left out or not; or by number, as an
-            optimizer that is not sharded has it.
+        state_dict: keyed by any name that the model has for a parameter, with or without the prefixes of wrappers; or
+            by number, as the state of an optimizer that is not sharded.
 
     Raises:
-        ValueError: by number, and the groups are not as long as the optimizer's.
+        ValueError: the state dict is numbered, and its group sizes differ from those of the optimizer.
     """
     groups = state_dict["param_groups"]
     own = [optimizer.parameter_names(group) for group in optimizer.param_groups]
@@ -96,7 +96,7 @@ def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, mod
 
 
 def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
-    """By every name of a parameter of the model: the one in `own`."""
+    """Return a dict from every name of a model parameter to its name in `own`."""
     known = set(own)
     names_of: dict[int, list[str]] = {}
     aliases: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How the wrapper treats the optimizer inside: hooks that run once, its methods and state, groups that nobody edits."""
+"""Access of the wrapper to the wrapped optimizer: hooks, methods, state, and checks of its groups."""
 
 from __future__ import annotations
 
@@ -30,26 +30,30 @@ __all__ = [
     "step_without_global_hooks",
 ]
 
-_OWN = ("inner", "defaults", "state", "param_groups")  # that both optimizers have
+_OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both optimizers have
 
 
 class StepCounter:
-    """Counts an optimizer's steps as ``"taken"``, and as ``"skipped"`` gradients that are forgotten without one.
+    """Counter of steps: ``"taken"``, and ``"skipped"`` if gradients are zeroed without a step.
 
-    A scaler that has met an overflow steps nothing, and tells nobody.
+    A ``GradScaler`` that has found an overflow skips the step without a notification.
     """
 
     def __init__(self, counter: Counter[str]) -> None:
         self._counter = counter
-        self._stepped = True  # since gradients were forgotten last
-        self._backwards = 0  # before they were
+        self._stepped = True  # since gradients were last zeroed
+        self._backwards = 0  # number of backwards when gradients were last zeroed
 
     def take(self) -> None:
         self._counter["taken"] += 1
         self._stepped = True
 
     def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
-        """`backwards`: so far. Without another, gradients that are there have been zeroed before, and not stepped."""
+        """Record that gradients are zeroed, and count a skipped step if there were new ones.
+
+        Args:
+            backwards: number of backwards so far. If it has not grown, the gradients were zeroed before.
+        """
         is_new = not self._stepped and backwards > self._backwards
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._counter["skipped"] += 1
@@ -57,7 +61,7 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """An optimizer whose other public attributes and methods are those of the one inside."""
+    """Optimizer that forwards other public attributes and methods to the inner optimizer."""
 
     inner: Optimizer
 
@@ -66,7 +70,7 @@ class OptimizerProxy(Optimizer):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        # Private ones tell others how to treat this very object: GradScaler asks fused optimizers for such a mark.
+        # Private attributes describe this object and are not forwarded: GradScaler reads one from fused optimizers.
         if name.startswith("_") or "inner" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.inner, name)
@@ -83,19 +87,21 @@ class OptimizerProxy(Optimizer):
 
 
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
-    """``inner.step()`` with the instance's own hooks, without torch's global ones, which see the wrapper's step.
+    """Call ``inner.step()`` with the hooks of the instance but without torch's global hooks.
+
+    The global hooks run for the step of the wrapper.
 
     Args:
-        update: calls what it is given, which steps `inner`, once or in parts; None: once.
+        update: called with a function that steps `inner`; calls it once or in parts. None: call it once.
     """
     update = update or _at_once
     replaced = vars(inner).get("step")
     bare = unhooked(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
-        update(inner.step)  # somebody else's
+        update(inner.step)  # a custom step, called as it is
         return
     if replaced is not None:
-        inner._opt_called = True  # type: ignore[attr-defined]  # all that a scheduler's replacement does
+        inner._opt_called = True  # type: ignore[attr-defined]  # the only effect of a scheduler's replacement
     args: tuple[Any, ...] = (inner,)
     kwargs: dict[str, Any] = {}
     for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
@@ -126,13 +132,13 @@ _MIXED = (
 def require_one_kind(
     inner: Optimizer, group: Mapping[str, Any], ignored: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError where one foreach or fused call would get plain tensors and DTensors.
+    """Raise ValueError if one foreach or fused call would get both plain tensors and DTensors.
 
     Args:
-        inner: the optimizer that the group is for.
+        inner: optimizer that the group is added to.
         group: settings that differ from its defaults.
-        ignored: those of the group's parameters that are stepped as they are.
-        parameters: all of the group.
+        ignored: parameters of the group that are not sharded by layerzero.
+        parameters: all parameters of the group.
     """
     foreign = sum(isinstance(parameter, DTensor) for parameter in ignored)
     settings = {**inner.defaults, **group}
@@ -143,7 +149,7 @@ def require_one_kind(
 def require_unedited(
     groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Raise RuntimeError unless `groups` list the parameters that went through the wrapper, group by group."""
+    """Raise RuntimeError unless each of `groups` lists exactly the parameters that were added through the wrapper."""
     if groups is not inner:
         raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
     if len(groups) != len(known):
@@ -171,10 +177,13 @@ def _shapes(parameters: Sequence[Tensor]) -> str:
 
 
 class MasterKeyedState(defaultdict[Tensor, Any]):
-    """The inner optimizer's state, by master. Asked for a sharded parameter's it would make an empty one, and go on."""
+    """Inner optimizer's state, keyed by master.
+
+    A lookup by sharded parameter raises RuntimeError; a plain defaultdict would silently create an empty state.
+    """
 
     def __init__(self, former: Mapping[Any, Any]) -> None:
-        """With what `former` holds for the whole optimizer, not by parameter."""
+        """Take over the entries of `former` that are not keyed by parameter."""
         super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
 
     def __missing__(self, key: Tensor) -> Any:
@@ -187,11 +196,12 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, tells before the first operation that writes to the memory of given tensors.
+    """Dispatch mode that reacts before the first operation that writes to the memory of given tensors.
 
     Args:
-        tell: is called then.
-        refusal: raise RuntimeError with it instead.
+        tensors: tensors to observe.
+        tell: called before the first write.
+        refusal: raise RuntimeError with this text instead.
     """
 
     def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
@@ -223,14 +233,14 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def final_rows(gradient: Tensor) -> Tensor | None:
-    """This rank's rows of a gradient; None where it is not reduced yet, as a method between steps may find it."""
+    """Return this rank's rows of a gradient, or None if it is not reduced yet (in a method called between steps)."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
     return None if withheld else plain(gradient)
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
-    """The masters of all these sharded parameters may be about to be written to, in a way that nobody watches."""
+    """Record a write to the masters of these sharded parameters, because the mutation tracker cannot see it."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.tracker is not None:
