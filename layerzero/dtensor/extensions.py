@@ -152,7 +152,7 @@ class ExtendedGather:
     """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
 
     It has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
-    :class:`~layerzero.dtensor.leaves.GatheredParams`.
+    :class:`~layerzero.engine.gathered_params.GatheredParams`.
 
     Args:
         name: name of the parameter.

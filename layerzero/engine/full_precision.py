@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
-from layerzero.dtensor.leaves import GatheredParams
 from layerzero.dtensor.model_parallel_spec import local_part
+from layerzero.engine.gathered_params import GatheredParams
 from layerzero.layout.shard_grid import Extent
 
 if TYPE_CHECKING:

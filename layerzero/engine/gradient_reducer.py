@@ -12,7 +12,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.device.streams import streams_of
 from layerzero.dtensor.lazy_grad import LazyGrad, accumulate_hooks, plain_access
-from layerzero.dtensor.main_grad import take_flag
+from layerzero.engine.gathered_params import take_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
 from layerzero.engine.hyperparameter_check import SettingsCheck

@@ -33,13 +33,13 @@ from layerzero.config import Precision
 from layerzero.device.gradient_offload import ModelPools
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
-from layerzero.dtensor.leaves import GatheredParams
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
 from layerzero.dtensor.ops_data import carry_over
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
+from layerzero.engine.gathered_params import GatheredParams
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle_gradients import HandleGradients, Inspect
 from layerzero.engine.managed_param import ManagedParam

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.dtensor.lazy_grad import accumulate_hooks
-from layerzero.dtensor.main_grad import MainGradParameter
 from layerzero.dtensor.outside import explain_dtype_error
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.gathered_params import MainGradParameter
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.runtime import LayerZeroState

@@ -39,8 +39,8 @@ from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
 from layerzero.device.gradient_offload import ModelPools
-from layerzero.dtensor.main_grad import FLAG, take_flag
 from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_transforms
+from layerzero.engine.gathered_params import FLAG, take_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.managed_param import ManagedParam, ParamRegistry

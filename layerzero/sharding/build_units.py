@@ -19,8 +19,8 @@ from layerzero.device.gradient_offload import ModelPools
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import carry_over
-from layerzero.dtensor.strided import keeps_order
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
+from layerzero.engine.gathered_params import keeps_order
 from layerzero.engine.handle import Handle
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.unit import Unit

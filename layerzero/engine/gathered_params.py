@@ -1,0 +1,149 @@
+"""Gathered parameters of a handle: the autograd leaves that modules compute with, also with ``main_grad``.
+
+[Note: main_grad]
+Kernels may accumulate weight gradients in fp32 themselves. The protocol is the one of Megatron-LM's gradient
+accumulation fusion, which NVIDIA Apex's ``fused_weight_gradient_mlp_cuda`` and Transformer Engine follow. The kernel
+adds to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with arbitrary
+values, which only triggers autograd's gradient accumulation. If the weight has ``zero_out_wgrad = True`` (a weight that
+is also used elsewhere), the returned gradient counts, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+
+__all__ = ["FLAG", "GatheredParams", "MainGradParameter", "keeps_order", "take_flag"]
+
+FLAG = "grad_added_to_main_grad"
+
+
+class MainGradParameter(nn.Parameter):
+    """Gathered parameter whose full gradient is kept between the backwards of a step."""
+
+    grad_added_to_main_grad: bool
+    open_main_grad: Callable[[], Tensor | None] | None
+
+    def offer(self, open_main_grad: Callable[[], Tensor | None]) -> None:
+        """Provide ``main_grad`` through a callable; if it returns None, the parameter has no ``main_grad``."""
+        self.open_main_grad = open_main_grad
+        self.grad_added_to_main_grad = False
+
+    @property
+    def main_grad(self) -> Tensor:
+        """Full gradient so far, in the master's dtype (fp32) and the parameter's shape. Kernels add to it.
+
+        Raises:
+            AttributeError: there is no ``main_grad``.
+        """
+        opened = None if self.open_main_grad is None else self.open_main_grad()
+        if opened is None:
+            raise AttributeError("main_grad")
+        return opened
+
+    @main_grad.setter
+    def main_grad(self, kept: Tensor) -> None:
+        # Megatron's linear layers save main_grad in forward and set it again in backward.
+        if kept.data_ptr() != self.main_grad.data_ptr():
+            raise AttributeError("main_grad of a gathered parameter is layerzero's; add to it instead of replacing it")
+
+
+def take_flag(leaf: Tensor) -> bool:
+    """Return whether a kernel has added the gradient to ``main_grad``, and reset the flag."""
+    if not getattr(leaf, FLAG, False):
+        return False
+    setattr(leaf, FLAG, False)
+    return True
+
+
+def keeps_order(parameter: Tensor) -> bool:
+    """Return whether a view of row-major memory can have the parameter's strides. Dims of size 1 are ignored."""
+    return parameter.is_contiguous() or parameter.numel() == 0
+
+
+class StridedParam:
+    """Gathered parameter that is copied to memory with the strides of the original parameter.
+
+    Shards consist of rows, so the full buffer is row-major. Kernels may be faster with the original strides, and other
+    strides change the last bits of the results. So each gather copies the parameter once.
+    """
+
+    def __init__(self, source: Tensor, like: Tensor) -> None:
+        self._source = source  # row-major, a view of the full buffer
+        self._written = torch.empty_like(like, dtype=source.dtype, device=source.device)  # keeps dense strides
+        self.gathered_bytes = self._written.untyped_storage().nbytes()
+        self.tensor = self._written.data  # an alias whose version counter does not count the writes of `fill`
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+    @torch.no_grad()
+    def fill(self, storages: FullBufferPool) -> None:
+        storages.allocate(self._written.untyped_storage(), self.gathered_bytes)
+        self._written.copy_(self._source)
+
+    def free(self, storages: FullBufferPool) -> None:
+        storages.free(self._written.untyped_storage())
+
+
+class GatheredParams:
+    """Gathered parameters over `compute`, a 1-D alias of the full buffer.
+
+    Most are views and share the version counter of `compute`. Parameters with non-contiguous strides and DTensors have
+    their own version counters.
+    """
+
+    def __init__(self, compute: Tensor) -> None:
+        self._compute = compute  # 1-D [G]
+        self._strided: list[StridedParam] = []
+        self._counters = [compute]
+
+    def make(
+        self, place: slice, original: Tensor, face: ModelParallelSpec | None, *, offers_main_grad: bool
+    ) -> nn.Parameter:
+        """Create the leaf for the elements at `place`, with the shape and strides of `original`."""
+        whole = self._compute[place].view(original.shape)
+        if not keeps_order(original):
+            self._strided.append(StridedParam(whole, like=original))
+            whole = self._strided[-1].tensor
+            self._counters.append(whole)
+        if face is None or not face.is_dtensor:
+            return (MainGradParameter if offers_main_grad else nn.Parameter)(whole)
+        leaf = face.to_module_param(whole)
+        self._counters.append(leaf)
+        return leaf
+
+    def fill(self, storages: FullBufferPool) -> None:
+        """Copy the gathered full buffer to the parameters that have their own strides."""
+        for strided in self._strided:
+            strided.fill(storages)
+
+    def free(self, storages: FullBufferPool) -> None:
+        for strided in self._strided:
+            strided.free(storages)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each allocation that exists beside the full buffer while the unit computes."""
+        return tuple(strided.gathered_bytes for strided in self._strided)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of these bytes that are allocated now."""
+        return sum(strided.nbytes for strided in self._strided)
+
+    @property
+    def version(self) -> int:
+        """Sum of the version counters, which grows with every in-place write to a leaf."""
+        return sum(tensor._version for tensor in self._counters)
+
+    def bump_version(self) -> None:
+        """Make autograd reject graphs that have saved a leaf."""
+        increment_version(self._counters)
