@@ -4,9 +4,10 @@ Collectives abort or hang when ranks disagree about sizes and dtypes. The store 
 publishes what it is about to do, the first rank compares, and every rank reads the verdict.
 
 [Note: What is kept in the store]
-A text of one rank is read by the first only, before it publishes its verdict: whoever has read the verdict deletes its
-own. A verdict is read by all, at any time; that all have done so is known once all take part in the next agreement: the
-first rank then deletes the one before. What remains of an agreement that failed is the sentence that says why.
+Only the first rank reads the entries of all ranks, before it publishes its verdict. So a rank that has read the verdict
+deletes its own entry. Each rank reads the verdict in its own time. When all ranks take part in the next agreement, all
+of them have read the previous verdict, and the first rank deletes it. After a failed agreement, only the sentence with
+the reason remains.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["has_peers", "require_equal"]
 
 _AGREED = "agreed"
 _COMPARE = "compare"
-_ALL = ""  # the group of all ranks
+_ALL = ""  # name of the group of all ranks
 _CALL_ON_ALL = (
     "All ranks must call it. Look for `if rank == 0:` around the call, and in the output of each rank for an error, a "
     "signal or a slow step"
@@ -34,9 +35,9 @@ _CALL_ON_ALL = (
 
 
 def has_peers(ranks: Sequence[int]) -> bool:
-    """Others take part, that this rank could disagree with.
+    """Return whether there are other ranks that this rank could disagree with.
 
-    On torch's fake process group one process plays one rank of many, and the others do not exist.
+    On torch's fake process group one process simulates one rank, and the other ranks do not exist.
     """
     return len(ranks) > 1 and dist.get_backend() != "fake"
 
@@ -54,19 +55,19 @@ def require_equal(
     """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
 
     Args:
-        subject: what is being agreed on; starts the error message.
-        fields: name -> JSON-serialisable value.
-        ranks: global ranks that call this together, in the same order everywhere; a rank's calls with the same
-            `ranks` must come in the same order on all of them.
-        groups: by the name of a group: further fields, equal on the ranks that publish something of this group.
-        failure: what this rank would have raised; re-raised here, and reported on the other ranks.
-        timeout: how long to wait for the others; the store's own timeout by default.
-        advice: a sentence for the message of a difference, which says what to do. It is not a part of `subject`, which
-            messages of other ranks quote.
+        subject: subject of the agreement; starts the error message.
+        fields: JSON-serialisable values by name.
+        ranks: global ranks that call this together, in the same order on all of them. Calls with the same `ranks` must
+            come in the same order on all of them.
+        groups: further fields by group name. They must be equal on the ranks that publish fields for this group.
+        failure: error that this rank would have raised. It is raised here, and reported on the other ranks.
+        timeout: time to wait for the other ranks; by default the timeout of the store.
+        advice: sentence that says what to do, appended to the message about a difference. It is not a part of
+            `subject`, because messages of other ranks quote the subject.
 
     Raises:
         ValueError: the ranks disagree; names each field, its values and the ranks that hold them.
-        RuntimeError: a rank never arrived, or failed while this one did not.
+        RuntimeError: another rank did not take part, or it failed while this rank did not.
     """
     if not has_peers(ranks):
         if failure is not None:
@@ -77,7 +78,7 @@ def require_equal(
     except RuntimeError as error:
         if failure is None:
             raise
-        # Its own error first, whatever became of the others.
+        # The error of this rank takes precedence over errors of the agreement.
         raise failure from failure.__cause__ or failure.__context__ or error
     if failure is not None:
         raise failure
@@ -94,20 +95,20 @@ def _exchange(
     failure: Exception | None,
     timeout: timedelta | None,
 ) -> str:
-    """Publish what this rank means; the verdict on what all do. See [Note: What is kept in the store]."""
+    """Publish the fields of this rank and return the verdict. See [Note: What is kept in the store]."""
     store = _get_default_store()
     timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:
-        # The store itself counts this rank's calls, so that no counter lives in the process.
+        # The store counts the calls of this rank, so that the process keeps no counter.
         turn = store.add(f"{scope}/turn/{rank}", 1)
         here = f"{scope}/{turn}"
         publish_status(RankStatus(subject, answer=f"{here}/first"))
 
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
         mine = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
-        # Digests first: the full text travels only when these differ.
+        # Send digests first. The full text follows only if they differ.
         told = {name: _digest([subject, fields]) for name, fields in groups.items()}
         store.set(f"{here}/digest/{rank}", "failed" if failure else json.dumps(told))
         if rank == ranks[0]:
@@ -133,23 +134,23 @@ def _exchange(
 
 
 def _forget(store: Store, key: str) -> None:
-    """Delete what everyone has read."""
+    """Delete a key that all ranks have read."""
     try:
         store.delete_key(key)
     except dist.DistNetworkError:
         raise
-    except RuntimeError:  # a store that keeps everything
+    except RuntimeError:  # the store cannot delete keys
         pass
 
 
 def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
-    """The text of every rank, or one sentence that names the ranks which did not come."""
+    """Return the text of every rank, or one sentence that names the ranks that did not take part."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
         store.wait(list(keys.values()), timeout)
     except dist.DistNetworkError:
         raise
-    except RuntimeError:  # DistStoreError, or what FileStore raises
+    except RuntimeError:  # DistStoreError; FileStore raises another subclass
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
             waited = _spell_wait(missing, timeout)
@@ -158,7 +159,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
 
 
 def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
-    """How long they were waited for, and where they last were, as far as is known."""
+    """Return the waiting time and, as far as known, the last status of the missing ranks."""
     last = [f"rank {rank} last left word at: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
 
@@ -178,7 +179,7 @@ def _digest(told: object) -> str:
 
 def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
     try:
-        # The first rank may itself wait a whole timeout for a rank that never comes.
+        # The first rank may itself wait for a full timeout for another rank.
         store.wait([key], 2 * timeout)
     except dist.DistNetworkError:
         raise

@@ -1,4 +1,4 @@
-"""What travels in a gather instead of the weights: :class:`GatherCodec`, and one in 8 bits."""
+"""Codecs for the weights that gathers send: :class:`GatherCodec`, and an 8-bit implementation."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ __all__ = ["Float8Rows", "GatherCodec", "RowBlock"]
 
 
 class RowBlock(NamedTuple):
-    """The rows of one parameter in a ZeRO-3 shard."""
+    """Rows of one parameter in a ZeRO-3 shard."""
 
-    start: int  # element of the shard
+    start: int  # first element in the shard
     rows: int
-    length: int  # elements of a row
+    length: int  # elements per row
 
     @property
     def numel(self) -> int:
         return self.rows * self.length
 
     def of(self, shard: Tensor) -> Tensor:
-        """Its part of a shard, ``[rows, length]``."""
+        """Return the view of these rows in a shard, ``[rows, length]``."""
         return shard[self.start : self.start + self.numel].view(self.rows, self.length)
 
 
 class GatherCodec(Protocol):
     """Encodes ZeRO-3 shards in bf16 or fp16 for a gather: ``shard_model(gather_codec=...)``.
 
-    It has no state: what is decoded follows from the bytes alone, on every rank alike. `blocks` are the rows of each
-    parameter in the shard, ``block.of(shard)`` is ``[rows, length]``; what lies between them is padding.
+    A codec has no state: the decoded weights depend only on the bytes, so that all ranks get the same ones. `blocks`
+    are the rows of each parameter in the shard. ``block.of(shard)`` is ``[rows, length]``. Elements between blocks are
+    padding.
     """
 
     def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
-        """Of an encoded shard, known before it has values."""
+        """Return the bytes of an encoded shard. They must not depend on the values."""
 
     def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
-        """Write a shard, 1-D, to `out`, uint8 ``[nbytes]``, which begins at a multiple of 16 bytes."""
+        """Encode a 1-D shard into `out`, uint8 ``[nbytes]``, which begins at a multiple of 16 bytes."""
 
     def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
-        """Write the blocks of `out`, 1-D, from uint8 ``[nbytes]``."""
+        """Decode uint8 ``[nbytes]`` into the blocks of `out`, a 1-D shard."""
 
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """float8_e4m3fn with an fp32 scale for each row: ``shard_model(gather_codec=layerzero.Float8Rows())``.
+    """Codec to float8_e4m3fn with one fp32 scale per row: ``shard_model(gather_codec=layerzero.Float8Rows())``.
 
-    About half the bytes of bf16. A weight differs by no more than 2^-4 of the largest one of its row (each by 2^-4 of
-    itself, but for the least). Rows of fewer than 16 elements (biases, norms) travel as they are.
+    It sends about half the bytes of bf16. The error of a weight is at most 2^-4 of the largest weight of its row, and
+    at most 2^-4 of the weight itself except for the smallest ones. Rows of fewer than 16 elements (biases, norms) are
+    not encoded.
 
     Example::
 
         model = layerzero.shard_model(model, mp_policy=bf16, gather_codec=layerzero.Float8Rows())
     """
 
-    _SHORT = 16  # elements of a row that do not pay for a scale
-    _MOST = 448.0  # of float8_e4m3fn
-    _LEAST_SCALE = 2.0**-120  # so that nothing is divided by zero, nor by a denormal number
-    _AT_ONCE = 2**22  # elements, or one row: scratch is for so many
+    _SHORT = 16  # elements; a scale does not pay off for shorter rows
+    _MOST = 448.0  # maximum of float8_e4m3fn
+    _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
+    _AT_ONCE = 2**22  # elements (at least one row) that are converted at once, to bound the scratch memory
 
     def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
         return sum(b.numel * dtype.itemsize if b.length < self._SHORT else b.numel + 4 * b.rows for b in blocks)
@@ -70,21 +72,22 @@ class Float8Rows:
             if scales is None:
                 numbers.copy_(rows)
                 continue
-            # A number that is not finite makes its row NaN: as with the weights themselves, nothing is hidden.
+            # A weight that is not finite makes its row NaN, so that the error stays visible.
             torch.clamp_min(rows.abs().amax(1, keepdim=True).float() / self._MOST, self._LEAST_SCALE, out=scales)
             numbers.copy_(rows / scales)
 
     def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         for rows, scales, numbers in self._places(out, blocks, encoded):
-            rows.copy_(numbers)  # exact: bf16 and fp16 have every number of float8_e4m3fn
+            rows.copy_(numbers)  # exact: bf16 and fp16 represent every float8_e4m3fn number
             if scales is not None:
                 rows.mul_(scales)
 
     def _places(
         self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Some rows, their scales, if they have any, ``[rows, 1]``, and their numbers. In the bytes all scales come
-        first, then short rows, then numbers in 8 bits.
+        """Yield chunks of rows with their scales ``[rows, 1]`` (None for short rows) and their encoded numbers.
+
+        In the encoded bytes all scales come first, then the short rows, then the 8-bit numbers.
         """
         long = [block for block in blocks if block.length >= self._SHORT]
         short = [block for block in blocks if block.length < self._SHORT]

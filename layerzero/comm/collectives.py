@@ -1,20 +1,20 @@
-"""The exchanges between ranks.
+"""Collectives between ranks.
 
-This is the only file of the package that calls a collective. Everyone else names an exchange
-(gather, hop 1, hop 2, refresh, ...) and a lane to run it on.
+This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
+hop 2, refresh, ...) and a communicator.
 
 [Note: Reductions add in fp32]
-On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the
-same bytes, adds in the accumulator's precision whatever dtype travelled, gives the same bits on every run, and is
-faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which adds
-in the dtype that travels. Where the ranks share memory, what would be received is read where it lies, and added in the
-same order: the same bits.
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
+bytes, adds in the accumulator's precision whatever the wire dtype is, and gives the same bits on every run. It is also
+faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which adds in the wire
+dtype. If the ranks share memory, each rank reads the pieces in place instead of receiving them. It adds them in the
+same order, which gives the same bits.
 
 [Note: Gathers in place]
-gloo's all-gather is a ring that builds the result in a buffer of its own and copies it out, this rank's piece included.
-Between two ranks, one broadcast from each, straight into place, sends the same bytes with a third less work. Between
-more, the ring crosses from node to node less often than the trees of broadcasts do, so it is taken; unless this rank's
-piece is a master that the user may edit meanwhile, which must only be read.
+gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
+Between two ranks, one broadcast from each, directly into the output, sends the same bytes with a third less work.
+Between more ranks, the ring is used, because it crosses between nodes less often than the trees of broadcasts. The
+exception is a piece of this rank that is a master: the user may write to it meanwhile, so it must only be read.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """One communicator along one axis of the mesh.
+    """Process group along one axis of the mesh, with the counters of its traffic.
 
-    Exchanges on a lane run in the order in which they were issued; exchanges on different lanes may overlap.
+    Collectives on one communicator run in the order in which they were launched. Collectives on different communicators
+    may overlap.
     """
 
-    name: str  # for people
-    axis: str  # "zero3", "replica" or "control"
+    name: str  # for display
+    axis: str  # "zero3", "replica", "control" or "across"
     held_group: HeldGroup
     counters: TrafficCounters
     size: int
@@ -96,7 +97,7 @@ class Communicator:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that carries tensors of a device: a group may have one for each, as in "cpu:gloo,cuda:nccl"."""
+    """Return the backend for tensors of a device type: a group may have one per type, as in "cpu:gloo,cuda:nccl"."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
@@ -106,12 +107,12 @@ Transfer = dist.Work | PeersReady
 
 @dataclass(frozen=True)
 class LaunchedCollective:
-    """An exchange that has been counted and launched."""
+    """Collective that has been counted and launched."""
 
     communicator: Communicator
     collective: Collective
-    name: str  # whose it is: a unit's, for instance
-    trace: CollectiveTrace | None  # for who watches
+    name: str  # for example that of the unit
+    trace: CollectiveTrace | None  # None: neither a trace nor the profiler is active
 
     def carried_by(self, *each: Transfer) -> PendingCollective:
         if self.trace is not None:
@@ -119,22 +120,22 @@ class LaunchedCollective:
         works = PendingCollective(each, self)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
-        if (watching := self.communicator.counters.on_launch) is not None:  # read once: it may end meanwhile
+        if (watching := self.communicator.counters.on_launch) is not None:  # read once: another thread may reset it
             works.watched.append(watching.launched(works))
         return works
 
     @property
     def status(self) -> RankStatus:
-        """What this rank leaves word of where it waits for it in vain."""
+        """Status that this rank publishes if the collective fails."""
         doing = spelled(self.collective, self.name)
         if self.collective not in (*GATHERS, Collective.GATHER_ORDER):
             return RankStatus(doing)
         return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
-        """What to raise where waiting for it has raised `error`: which ranks did not come to it, as far as is known."""
+        """Return the error to raise when the wait has raised `error`; it names the ranks that did not take part."""
         ledger, word = self.communicator.counters, self.status
-        if ledger.failure:  # the others may be anywhere by now
+        if ledger.failure:  # after a first failure, the status of other ranks explains nothing
             return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
         ranks = dist.get_process_group_ranks(self.communicator.group)
         collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
@@ -143,7 +144,7 @@ class LaunchedCollective:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of collectives in seconds; torch's default if the backend does not report it."""
+    """Return the timeout of collectives in seconds, or torch's default if the backend does not report it."""
     for entry in dist.get_backend_config(group).split(","):
         if (timeout := timeout_on(group, entry.split(":")[0])) is not None:
             return timeout.total_seconds()
@@ -152,11 +153,11 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """Several transfers in flight that are waited for together, as one exchange."""
+    """Transfers in flight that form one collective and are waited for together."""
 
     each: tuple[Transfer, ...]
     issued: LaunchedCollective
-    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # by a watchdog, if there is one
+    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # launches a watchdog has recorded
 
     @property
     def flight(self) -> CollectiveTrace | None:
@@ -166,9 +167,15 @@ class PendingCollective:
         return all(work.is_completed() for work in self.each)
 
     def wait(self, *, beside: bool = False) -> None:
-        """Raises CollectiveError where a rank did not come to it, or is gone.
+        """Wait for all transfers.
 
-        `beside`: the program does not wait, a thread does.
+        Args:
+            beside: a background thread waits, not the program. The time is then not counted.
+
+        Raises:
+            CollectiveError: a rank did not take part, or has ended.
+            RuntimeError: a previous collective of the model has failed.
+            DeferredCollectiveError: either of these, with `beside`.
         """
         began = time.perf_counter()
         try:
@@ -194,23 +201,26 @@ class PendingCollective:
 
 @dataclass
 class PendingReduction:
-    """A reduce-scatter in flight; holds its buffers alive until it is added somewhere."""
+    """Reduce-scatter in flight; keeps its buffers alive until its result has been added to a target."""
 
     work: PendingCollective
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
     parts: Callable[[], Sequence[Tensor]]  # after `wait`: each 1-D [n]; rounded to `wire`, their sum is the result
     wire: torch.dtype
-    give_back: Callable[[], None]  # the memory of the parts, which :meth:`add_to` calls
+    give_back: Callable[[], None]  # releases the memory of the parts; called by :meth:`add_to`
 
     def wait(self, *, beside: bool = False) -> None:
         self.work.wait(beside=beside)
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
-        """target (+)= scale * sum of the parts, in the target's dtype; once, after :meth:`wait`."""
+        """Add scale * sum of the parts to `target`, in the target's dtype. Call it once, after :meth:`wait`.
+
+        With `overwrite`, the result replaces the contents of `target`.
+        """
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
                 accumulate_parts(target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale)
-        finally:  # other ranks may wait for it
+        finally:  # other ranks may wait for the release
             self.give_back()
 
 
@@ -221,7 +231,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 @contextmanager
 def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
-    """Count an exchange that is launched, show it to who watches, and name it where it fails."""
+    """Count a collective that is launched inside, trace it, and name it in the error if the launch fails."""
     lane.held_group.require_open()
     if lane.held_group.reserved is not None:
         lane.held_group.reserved.wait()
@@ -234,7 +244,7 @@ def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> I
     try:
         with nullcontext() if flight is None else flight.launching():
             yield LaunchedCollective(lane, exchange, name, flight)
-    except CollectiveError:  # while it waited for room
+    except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:
         raise RuntimeError(
@@ -253,10 +263,13 @@ def all_gather(
     only_reads_shard: bool = False,
     parts: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start gathering `shard` [n] of every rank into `out` [size * n]; the caller waits.
+    """Start an all-gather of `shard` [n] into `out` [size * n]; the caller waits.
 
-    `shard` may be this rank's own place inside `out`; `only_reads_shard` if others may write there meanwhile. `name`
-    says, here and below, whose exchange it is, and `parts` how many elements each rank has, where they differ.
+    Args:
+        shard: may be the slice of this rank inside `out`.
+        name: name in messages and traces, for example that of the unit; also in the functions below.
+        only_reads_shard: never write `shard`, because the user may write to it during the collective.
+        parts: number of elements of each rank, if they differ.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
     with _issued(lane, exchange, name, sent) as issued:
@@ -286,10 +299,12 @@ def reduce_scatter(
     name: str = "",
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
-    """Start summing `flat` [size * n], as `wire`, over the lane, piece i to rank i.
+    """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i gets piece i.
 
-    `pool` lends what is received into; if it is the node's, nothing is received, and the others read `flat`, which may
-    then be finer than `wire`.
+    Args:
+        pool: provides the receive buffer. If it is a :class:`SharedBufferPool`, the other ranks read `flat` in place
+            instead, and its dtype may be more precise than `wire`.
+        parts: number of elements of each rank, if they differ.
     """
     if isinstance(pool, SharedBufferPool):
         assert parts is None
@@ -320,7 +335,7 @@ def reduce_scatter(
 def _sum_in_node(
     lane: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
 ) -> PendingReduction:
-    """See [Note: When a buffer is written again] in shm_buffers.py."""
+    """Reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
     numel = flat.numel() // lane.size
     with _issued(lane, Collective.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
         shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
@@ -331,7 +346,7 @@ def _sum_in_node(
             if shown is not flat:
                 pool.release(shown)
 
-        # Rounded by who reads: the bits of what would have travelled, without memory for all of it.
+        # The reader rounds to `wire`. This gives the bits of a send in `wire`, without memory for the rounded copy.
         parts = partial(pool.parts, number, numel, flat.dtype)
         return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire, give_back)
 
@@ -346,11 +361,11 @@ def all_to_all(
     to_each: Sequence[int],
     name: str = "",
 ) -> PendingCollective:
-    """Start sending each rank its own piece of `sent`; `received` is put together from what came, in rank order.
+    """Start an all-to-all: each rank gets its piece of `sent`; `received` holds the pieces for this rank in rank order.
 
     Args:
-        from_each: elements that come from each rank.
-        to_each: elements for each rank.
+        from_each: number of elements received from each rank.
+        to_each: number of elements sent to each rank.
     """
     elsewhere = sum(to_each) - to_each[lane.rank]
     with _issued(lane, exchange, name, elsewhere * sent.element_size()) as issued:
@@ -362,7 +377,10 @@ def all_to_all(
 def send_recv(
     lane: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
 ) -> PendingCollective:
-    """Start sending host memory to one rank of the lane, and receiving from another; None: nothing goes that way."""
+    """Start a send of host memory to rank `to` of the communicator, and a receive from rank `source`.
+
+    None for either rank skips that direction.
+    """
     with _issued(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
         if source is not None and received.numel():
@@ -373,14 +391,14 @@ def send_recv(
 
 
 def collective_error(lane: Communicator, exchange: Collective, name: str, error: Exception) -> RuntimeError:
-    """What to raise where waiting for others, in an exchange that is not carried by a backend, has raised `error`."""
+    """Return the error to raise when a wait for other ranks outside of any backend has raised `error`."""
     return LaunchedCollective(lane, exchange, name, None).failed(error)
 
 
 def all_reduce(
     lane: Communicator, exchange: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
-    """Start reducing a small tensor in place over the lane (counted as a ring would send it)."""
+    """Start an all-reduce of a small tensor in place. Its bytes are counted as for a ring."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
     with _issued(lane, exchange, "", sent) as issued:
         return issued.carried_by(dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
@@ -388,10 +406,10 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class PendingSmallGather:
-    """What all ranks of a lane are telling each other."""
+    """All-gather of a few numbers in flight."""
 
     work: PendingCollective
-    said: Tensor  # [size, n]: by rank, after the wait
+    said: Tensor  # [size, n], by rank; valid after the wait
     sent: Tensor  # 1-D [size * n]; must not be written before the wait
 
     def wait(self) -> Tensor:
@@ -400,10 +418,10 @@ class PendingSmallGather:
 
 
 def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -> PendingSmallGather:
-    """Start telling all ranks of the lane a few numbers, 1-D [n].
+    """Start an all-gather of a few numbers, 1-D [n].
 
-    Each sends to each at once. A ring, which gloo makes of a reduction, would send less, and take 2 (size - 1) times as
-    long as one message.
+    Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but take
+    2 (size - 1) times as long as one message.
     """
     with _issued(lane, exchange, "", (lane.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(lane.size)
@@ -413,12 +431,12 @@ def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -
 
 
 def connect(lane: Communicator, device: torch.device) -> None:
-    """Connect the lane's communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
+    """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
-    first backward, near the peak of memory. All ranks of the lane must call this.
+    first backward, near the peak of memory. All ranks of the communicator must call this.
     """
-    if lane.size == 1 or lane.held_group.is_local:  # gloo connects when the group is made
+    if lane.size == 1 or lane.held_group.is_local:  # gloo connects when the group is created
         return
     each = torch.zeros(1, device=device)
     all_of_them = torch.zeros(lane.size, device=device)
@@ -427,7 +445,7 @@ def connect(lane: Communicator, device: torch.device) -> None:
 
 
 def broadcast(lane: Communicator, exchange: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
-    """Copy `tensor` from the lane's rank `from_rank` to all of the lane."""
+    """Broadcast `tensor` from rank `from_rank` of the communicator, and wait."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
     with _issued(lane, exchange, "", sent) as issued:
         work = dist.broadcast(tensor, group_src=from_rank, group=lane.group, async_op=True)

@@ -1,11 +1,12 @@
-"""Where ranks are, for the errors of those that wait for them in vain.
+"""Status of ranks in the store, for error messages that say which rank did not take part in a collective.
 
 [Note: Word is left where something is wrong or rare]
-A rank that is busy with something else cannot be asked where it is. So each rank leaves word in the store, in one key
-of its own: when it comes to an agreement, when it compares the order of its gathers unforeseen, and when an exchange of
-it fails. A loop that repeats itself leaves none. Who fails leaves word first, and then waits a moment for those of the
-others. Whoever waits in the same exchange fails, too, and says so. Who says something else was elsewhere, and who says
-nothing has not come, or has died.
+A rank that is busy with something else cannot be asked for its position. So each rank publishes its status in the
+store, under one key of its own. It does so before an agreement, before an unexpected comparison of gather orders, and
+when one of its collectives fails. Steady-state training publishes nothing. A rank whose collective fails publishes its
+status first, and then waits briefly for the statuses of the other ranks. Ranks that wait in the same collective fail as
+well and report the same collective. A rank that reports another collective was elsewhere. A rank that reports nothing
+has not arrived, or has died.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 __all__ = ["CollectiveError", "RankStatus", "diagnose", "publish_status", "read_statuses"]
 
-_PAUSE = 0.05  # seconds between two looks at the words of others
-_TO_ANSWER = 5.0  # seconds for a store that has much to do
+_PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
+_TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
 _SILENT = "the store that the ranks meet in does not answer: its machine is stopped, or this one is cut off from it"
 _HINT = (
@@ -35,13 +36,13 @@ _HINT = (
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank has left word of."""
+    """Published status of a rank."""
 
-    doing: str  # "gather of 'layers.3'"
-    failed: str = ""  # how; empty: it has not failed there
-    passed: bool = False  # it has gone on since
-    answer: str = ""  # a key of the store that is there once it could go on
-    gathers: tuple[str, ...] = ()  # where it was about to gather: the last units, up to that one
+    doing: str  # for example "gather of 'layers.3'"
+    failed: str = ""  # kind of failure; empty: no failure
+    passed: bool = False  # the rank has continued since
+    answer: str = ""  # key of the store that exists once the rank can continue
+    gathers: tuple[str, ...] = ()  # for a gather: the last gathered units, up to this one
 
     def __str__(self) -> str:
         order = f" ({' -> '.join(map(repr, self.gathers))})" if self.gathers else ""
@@ -49,11 +50,11 @@ class RankStatus:
 
 
 class CollectiveError(RuntimeError):
-    """An exchange that failed because ranks did not come to it together.
+    """Raised when a collective fails because not all ranks took part in it.
 
     Attributes:
-        word: of this rank.
-        elsewhere: those of the ranks that were elsewhere; empty if a rank is missing altogether.
+        status: status of this rank.
+        elsewhere: statuses of the ranks that were in another collective; empty if a rank is missing.
     """
 
     def __init__(self, message: str, word: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
@@ -63,12 +64,12 @@ class CollectiveError(RuntimeError):
 
 
 def publish_status(word: RankStatus) -> None:
-    """One message to the store, with no answer that would have to be waited for."""
+    """Publish the status of this rank in the store, without waiting for an answer."""
     _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(word)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
-    """The last word of each of `ranks` that has ever left one, added to `found` as it comes."""
+    """Return the last status of each of `ranks` that has published one; each is added to `found` when it is read."""
     store = _get_default_store()
     found = {} if found is None else found
     for rank in ranks:
@@ -80,13 +81,13 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
 
 
 def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
-    """Leave word that an exchange has failed, hear from the others, and tell which of them did not come to it.
+    """Publish that a collective has failed, read the statuses of the other ranks, and return an error that names them.
 
     Args:
-        word: of this rank, without `failed`.
-        error: what the backend raised.
-        ranks: global ranks that take part.
-        timeout: of the exchange, in seconds.
+        word: status of this rank, without `failed`.
+        error: error of the backend.
+        ranks: global ranks of the collective.
+        timeout: timeout of the collective in seconds.
     """
     kind = _kind(str(error))
     word = replace(word, failed=kind or f"failed: {error}")
@@ -95,25 +96,25 @@ def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeou
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks came to it"
-    # Without `why`, which the message of another rank would report as the cause of its own failure.
+    # Publish without `why`, which the message of another rank would report as the cause of its own failure.
     if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
-        why += f"; {_SILENT}"  # by now
+        why += f"; {_SILENT}"  # the store has stopped answering meanwhile
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return CollectiveError(message, word, elsewhere)
 
 
 def _kind(text: str) -> str:
-    """How an exchange has failed, by the words of its backend; empty if it says something else."""
+    """Return the kind of failure according to the message of the backend; empty if the message is of another kind."""
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):
         return _TIMED_OUT
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
 def _within(seconds: float, do: Callable[[], None]) -> bool:
-    """Do something with the store; whether it is done by then.
+    """Run a request to the store in a thread; return whether it has ended within `seconds`.
 
-    A store on a machine that cannot be reached never answers, and nothing ends a question to it; whoever asks has the
-    store's client meanwhile, and even a word that needs no answer waits for that. So each is left to a thread.
+    A store on a machine that cannot be reached never answers, and a pending request cannot be cancelled. It also blocks
+    the store's client, so that even a request without an answer waits.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
     doing.start()
@@ -127,7 +128,7 @@ def _leave_if_there(word: RankStatus) -> None:
 
 
 def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """The words of others, and what is wrong with the store, if something is."""
+    """Return the statuses of the other ranks, and a sentence on the failure of the store; empty if there is none."""
     words: dict[int, RankStatus] = {}
     told = [_SILENT]
 
@@ -135,7 +136,7 @@ def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[
         try:
             publish_status(word)
             _get_default_store().check([_key(dist.get_rank())])
-            told[0] = ""  # it answers
+            told[0] = ""  # the store answers
             _hear(others, words, seconds=seconds)
         except Exception:
             told[0] = "the store that the ranks meet in is gone, with the process that served it"
@@ -145,7 +146,7 @@ def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[
 
 
 def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float) -> None:
-    """The words of all of them as soon as each has failed, or what there is by then."""
+    """Read statuses into `words` until all other ranks have failed, at most for `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         read_statuses(others, words)
@@ -157,13 +158,13 @@ def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float
 def _tell(
     word: RankStatus, others: Sequence[int], words: dict[int, RankStatus], timeout: float
 ) -> tuple[list[str], dict[int, RankStatus]]:
-    """What is known of the other ranks; and the words of those that were elsewhere, if no rank is missing."""
+    """Return sentences on the other ranks, and the statuses of those in another collective if no rank is missing."""
     there = {rank: said for rank, said in words.items() if said.failed or not said.passed}
     elsewhere = {rank: said for rank, said in there.items() if said.doing != word.doing}
     same = {rank: said for rank, said in there.items() if rank not in elsewhere}
     gave_up = [rank for rank, said in same.items() if said.failed.startswith(_TIMED_OUT)]
-    lost = word.failed == _LOST and not gave_up  # else those that gave up have closed the connection
-    # One that came here, too, has failed by now as this rank has, unless it is dead.
+    lost = word.failed == _LOST and not gave_up  # otherwise the ranks that timed out have closed the connection
+    # A rank that joined the same collective has failed by now as well, unless it is dead.
     missing = [rank for rank in others if rank not in there or (lost and rank in same and not same[rank].failed)]
     told = []
     for rank in missing:

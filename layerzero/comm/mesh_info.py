@@ -1,14 +1,14 @@
-"""Where this rank stands among the data-parallel ranks, and the lanes it talks on.
+"""Coordinates of this rank among the data-parallel ranks, and its communicators.
 
 Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
-the shard lies inside ZeRO-3 shard s and every exchange runs along one axis.
+the shard lies inside ZeRO-3 shard s and every collective runs along one axis.
 
 [Note: A group for each lane]
-A backend matches the exchanges of a group by their order. The model's own exchanges (tokens for experts, say) may use
-the groups of the mesh, several meshes may share one, and so may several models; and when an exchange of ours is
-launched among those, timing and what a rank has used may decide. So each lane has a group that nobody else knows; but
-those along further axes, on which exchanges come between passes, where the program says. Where the mesh's own is used
-by nobody, no backend connects it but gloo.
+A backend matches the collectives of a group by their order. The groups of a mesh may be shared by the user's
+collectives (for example token dispatch to experts), by several meshes and by several models. The position of
+layerzero's collectives among those may depend on timing and on the parameters that a rank has used. So each
+communicator has a process group of its own. Communicators along model-parallel axes are an exception: their collectives
+run between passes, at points that the program fixes. If nothing else uses a group of the mesh, only gloo connects it.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
-    """Sizes, coordinates and lanes of one rank. Built by :meth:`from_mesh`."""
+    """Mesh sizes, coordinates and communicators of one rank. Built by :meth:`from_mesh`."""
 
     mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
     flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
     ranks: tuple[int, ...]  # global ranks, by r * S + s
-    grid: ShardGrid  # where this rank stands among them
+    grid: ShardGrid  # coordinates of this rank
     device: torch.device
     counters: TrafficCounters
-    groups: ModelGroups  # owner of the process groups of the lanes, and of others of the model
-    # Gathers and reductions have a communicator each, so that one need not wait for the other. Their order on each is a
-    # function of the program; see "One step" in docs/architecture.md.
+    groups: ModelGroups  # owner of the communicators' process groups, and of other groups of the model
+    # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each one
+    # depends on the program only; see "One step" in docs/architecture.md.
     zero3_gather_comm: Communicator
     zero3_reduce_comm: Communicator
     replica_comm: Communicator
-    # gloo, for a few bytes that the CPU must read. See [Note: Control messages] in model_ranks.py.
+    # gloo, for a few bytes that the host must read. See [Note: Control messages] in model_ranks.py.
     zero3_control_comm: Communicator
     replica_control_comm: Communicator
-    # Along these, one after the other, a number reaches all ranks of the model. Empty until these are known.
+    # Collectives along these communicators, in this order, reduce over all ranks of the model. Empty until
+    # ModelRanks sets them.
     over_model: tuple[Communicator, ...] = ()
-    _among: dict[int, Communicator] = field(default_factory=dict)  # by ranks: see subgroup_comm
+    _among: dict[int, Communicator] = field(default_factory=dict)  # by number of ranks; see subgroup_comm
 
     @property
     def zero3_size(self) -> int:
@@ -78,21 +79,24 @@ class MeshInfo:
 
     @property
     def control_comms(self) -> tuple[Communicator, ...]:
-        """Lanes of several ranks that reach all data-parallel ranks one after the other, in the order of `ranks`."""
+        """Control communicators with more than one rank; messages along each in turn reach all data-parallel ranks."""
         return tuple(lane for lane in (self.zero3_control_comm, self.replica_control_comm) if lane.size > 1)
 
     @property
     def on_gloo(self) -> bool:
-        """Gradients are exchanged by gloo, whose `wait` blocks whoever calls it."""
+        """True if gloo reduces the gradients. Its `wait` blocks the calling thread."""
         return self.zero3_reduce_comm.is_gloo and self.replica_comm.is_gloo
 
     @property
     def shard_index(self) -> int:
-        """k, the place of this rank's ZeRO-1 shard in the flat order."""
+        """Index k of this rank's ZeRO-1 shard in the flat order."""
         return self.grid.shard_index
 
     def subgroup_comm(self, ranks: int) -> Communicator:
-        """A lane for gathers among `ranks` neighbours of a node, made when it is first asked for: by all ranks."""
+        """Return the communicator for gathers among `ranks` neighbours of the ZeRO-3 group.
+
+        The first call creates it. All ranks must make that call.
+        """
         if ranks not in self._among:
             node, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
             first, kind = self.grid.zero3_rank // ranks * ranks, self.mesh.device_type
@@ -105,11 +109,12 @@ class MeshInfo:
     def from_mesh(
         cls, mesh: DeviceMesh, ledger: TrafficCounters | None = None, groups: ModelGroups | None = None
     ) -> MeshInfo:
-        """Every rank of the mesh must call this.
+        """Create the communicators of a mesh. All ranks of the mesh must call this.
 
         Args:
-            ledger: counters of the model, if it has other topologies.
-            groups: process groups of the model, if it has other topologies.
+            mesh: see :func:`as_data_parallel`.
+            ledger: counters of the model, if it has other meshes.
+            groups: process groups of the model, if it has other meshes.
         """
         mesh, ledger = as_data_parallel(mesh), ledger or TrafficCounters()
         groups = groups or ModelGroups()
@@ -144,16 +149,18 @@ class MeshInfo:
 
 
 def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
-    """A mesh of all ranks with axes ``("replica", "zero3")``.
+    """Create a mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
-        zero3_size: S, the number of consecutive ranks that share the low-precision weights, usually the ranks of
-            one node. 1 gives ZeRO-1, the world size gives ZeRO-3. Must divide the world size. None: the ranks of a
-            node, as torchrun says in ``LOCAL_WORLD_SIZE``.
+        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. 1 gives
+            ZeRO-1, the world size gives ZeRO-3. It must divide the world size. None: the ranks of a node, which
+            torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
     Raises:
-        ValueError: `zero3_size` does not divide the world, or ranks ask for different values.
+        TypeError: `zero3_size` is not an int.
+        ValueError: `zero3_size` does not divide the world size, ranks pass different values, or `zero3_size` is None
+            and ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size.
         RuntimeError: torch.distributed is not initialised.
 
     Example::
@@ -168,7 +175,7 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
 
 def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
-    """:func:`init_mesh` of some ascending ranks, all of which call this."""
+    """Create the mesh of some ranks, in ascending order; see :func:`init_mesh`. All of these ranks must call this."""
     world = len(ranks)
     failure: Exception | None = None
     try:
@@ -203,18 +210,17 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
 
 
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
-    """The mesh of two process groups that a framework has already made.
-
-    Args:
-        zero1_group: all data-parallel ranks of this rank.
-        zero3_group: the consecutive members of `zero1_group`, this rank among them, that share the low-precision
-            weights.
+    """Create a mesh from two existing process groups of a framework.
 
     Every member of `zero1_group` must call this. One process group per replica axis is created.
 
+    Args:
+        zero1_group: group of all data-parallel ranks.
+        zero3_group: group of the consecutive members of `zero1_group` that share the compute weights with this rank.
+
     Raises:
-        ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of
-            different ranks differ in size.
+        ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of different
+            ranks differ in size.
     """
     ranks = sorted(dist.get_process_group_ranks(zero1_group))
     block = sorted(dist.get_process_group_ranks(zero3_group))
@@ -240,7 +246,7 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
 
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The mesh of ranks `table` [R, S] with a new group for this rank's replica axis."""
+    """Return the mesh of the ranks in `table` [R, S], with a group for this rank's replica axis."""
     _, column = _lines_of(table)
     replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
@@ -253,14 +259,14 @@ def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of data-parallel ranks, with the axes that everything here goes by.
+    """Return a mesh of data-parallel ranks with the axes ``("replica", "zero3")``.
 
     Args:
-        mesh: from :func:`init_mesh` or :func:`mesh_from_groups`; or torch's own, with one axis (all ranks share the
-            weights) or with two, whatever their names: replicas, and the ranks that share the weights.
+        mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a mesh of torch with one or two axes of any
+            names. One axis: all ranks share the weights. Two axes: replicas, then the ranks that share the weights.
 
     Raises:
-        TypeError, ValueError: it is something else; on this rank alone.
+        TypeError, ValueError: `mesh` is something else. Raised on this rank only.
     """
     check_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
@@ -276,7 +282,7 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless `mesh` is a DeviceMesh of data-parallel ranks alone, in their order."""
+    """Raise TypeError or ValueError unless `mesh` is a DeviceMesh of data-parallel ranks only, in ascending order."""
     if not isinstance(mesh, DeviceMesh):
         way_out = "make it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")

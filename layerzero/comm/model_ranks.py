@@ -1,14 +1,14 @@
-"""All ranks that hold a part of one model: the data-parallel ones, and those of further axes beside them.
+"""All ranks that hold a part of one model: along the data-parallel and the model-parallel axes.
 
 [Note: Control messages]
-A few bytes that the CPU of each rank must read go over gloo, along one axis after the other: to the ranks of the ZeRO-3
-group, then to the other replicas, then along further axes. So a rank has S + R sockets and sends S + R messages. gloo
-connects all ranks of a group with each other when the group is made. A group of all D ranks would therefore cost D
-sockets on each rank, which meets common limits of descriptors at D = 1024. Only checkpoints need one, for
-``torch.distributed.checkpoint``; it is made at the first save or load.
+A few bytes that the host of each rank must read are sent over gloo, along one axis after the other: to the ranks of the
+ZeRO-3 group, then to the other replicas, then along model-parallel axes. So a rank has S + R sockets and sends S + R
+messages. gloo connects all ranks of a group with each other when the group is created. A group of all D ranks would
+need D sockets on each rank, which reaches common limits of descriptors at D = 1024. Only checkpoints need such a group,
+for ``torch.distributed.checkpoint``; it is created at the first save or load.
 
-A message along the second axis depends on what has come along the first. Where a rank must not wait for it,
-:class:`LateMaximum` sends what came with the call before.
+A message along the second axis depends on what has arrived along the first. If a rank must not wait for it,
+:class:`LateMaximum` sends what arrived with the previous call.
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ __all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "
 
 @dataclass(frozen=True, eq=False)
 class ModelRanks:
-    """The ranks of a model: the root's data-parallel ones, and those that are beside each of them on further axes."""
+    """Ranks of a model: the root's data-parallel ranks, combined with the model-parallel axes of each."""
 
     mesh_info: MeshInfo  # of the root's parameters
-    ranks: tuple[int, ...]  # global, ascending
-    control_comms: tuple[Communicator, ...]  # that reach all of them, one after the other; see [Note: Control messages]
-    model_parallel: tuple[Communicator, ...]  # of this rank: one for each further axis
-    _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks: none until it is needed
+    ranks: tuple[int, ...]  # global ranks, ascending
+    control_comms: tuple[Communicator, ...]  # used in turn, they reach all ranks; see [Note: Control messages]
+    model_parallel: tuple[Communicator, ...]  # of this rank: one for each model-parallel axis
+    _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks; empty until it is needed
 
     @classmethod
     def around(cls, topology: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
-        """The ranks of `topology`, and those beside them on the `further` axes. All of them must call this.
+        """Create the ranks of a model. All of these ranks must call this.
+
+        Args:
+            topology: mesh of the root's data-parallel ranks.
+            further: mesh of the model-parallel axes; None if there are none.
 
         Raises:
-            ValueError: the ranks at different places of the further axes are not apart.
+            ValueError: data-parallel groups at different model-parallel coordinates share a rank.
         """
         if further is None or further.size() == 1:
             return cls(topology, topology.ranks, topology.control_comms, ())._known()
@@ -67,7 +71,7 @@ class ModelRanks:
         return replace(self, mesh_info=self.seen_from(self.mesh_info))
 
     def seen_from(self, topology: MeshInfo) -> MeshInfo:
-        """One of the model's topologies, which knows from now on how to reach all ranks of it."""
+        """Return a copy of a mesh of the model whose `over_model` reaches all ranks of the model."""
         return replace(topology, over_model=self.communicators[::-1])
 
     @property
@@ -76,7 +80,7 @@ class ModelRanks:
 
     @property
     def rank(self) -> int:
-        """Place of this rank among all."""
+        """Index of this rank in `ranks`."""
         return self.ranks.index(dist.get_rank())
 
     @property
@@ -85,15 +89,15 @@ class ModelRanks:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """On which a tensor comes from the first rank to all; in reverse, a number from all to all."""
+        """Communicators that broadcast a tensor from the first rank to all; in reverse order, they reduce over all."""
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give all ranks what the first one has. All of them must call this."""
+        """Broadcast a tensor from the first rank. All ranks must call this."""
         broadcast_over(self.communicators, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a small tensor in place, each rank's once. All of them must call this."""
+        """Reduce a small tensor in place over all ranks. All of them must call this."""
         reduce_over(self.mesh_info.over_model, number, op)
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -106,13 +110,13 @@ class ModelRanks:
         return [known[rank] for rank in self.ranks]
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
-        """Copy a small tensor of the CPU from the first rank to all. All of them must call this."""
+        """Broadcast a small CPU tensor from the first rank. All ranks must call this."""
         for lane in reversed(self.control_comms):
             if tensor.numel():
                 broadcast(lane, Collective.METADATA, tensor)
 
     def control_group(self) -> dist.ProcessGroup:
-        """Return the gloo group of all ranks; the first call makes it. All ranks must call this."""
+        """Return the gloo group of all ranks; the first call creates it. All ranks must call this."""
         if not self._control_group:
             require_equal(
                 "process group for torch.distributed.checkpoint", {}, ranks=self.ranks, groups=groups_so_far(self.ranks)
@@ -121,7 +125,7 @@ class ModelRanks:
         return self._control_group[0].group
 
     def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
-        """Make another gloo group of all ranks, for a thread of its own. All of them must call this.
+        """Create another gloo group of all ranks, for use by a separate thread. All ranks must call this.
 
         Args:
             groups: owner of the new group; None: the model.
@@ -131,17 +135,17 @@ class ModelRanks:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelAxes:
-    """The further axes around one data-parallel mesh, on which parameters are DTensors."""
+    """Model-parallel axes of one data-parallel mesh, on which parameters are DTensors."""
 
     mesh: DeviceMesh
-    communicators: tuple[Communicator, ...]  # one for each of its axes
+    communicators: tuple[Communicator, ...]  # one for each axis of `mesh`
     global_mesh: (
-        DeviceMesh  # of what users see: the further axes, then (zero3, replica); mesh order is the order of rows
+        DeviceMesh  # mesh that users see: model-parallel axes, then (zero3, replica); mesh order is the row order
     )
 
     @classmethod
     def of(cls, topology: MeshInfo, further: DeviceMesh, everyone: ModelRanks) -> ModelParallelAxes:
-        """All ranks of the model must call this, for the same parameters."""
+        """Create the model-parallel axes. All ranks of the model must call this, for the same parameters."""
         flat, names = topology.flat_mesh, further.mesh_dim_names
         told = dict(zip(everyone.ranks, everyone.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
         table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])
@@ -155,13 +159,13 @@ class ModelParallelAxes:
 
 
 class LateMaximum:
-    """Elementwise maximum over all ranks of a few bytes, for callers that do not wait for a message they just sent.
+    """Elementwise maximum of a few bytes over all ranks, for callers that do not wait for a message they just sent.
 
-    Each exchange carries the maximum one axis further. So with K axes, an exchange completes the maximum of what ranks
-    gave to the one K - 1 before, on all ranks at the same time. See [Note: Control messages].
+    Each round sends the maximum along one more axis. So with K axes, a round completes the maximum of the inputs from
+    K - 1 rounds before, on all ranks at the same time. See [Note: Control messages].
 
     Args:
-        axes: number of lanes along which messages are sent.
+        axes: number of communicators along which messages are sent.
         numel: bytes in a message.
     """
 
@@ -169,11 +173,11 @@ class LateMaximum:
         self._known = [torch.zeros(numel, dtype=torch.uint8, device="cpu") for _ in range(axes)]  # by axis
 
     def outgoing(self, own: Tensor) -> list[Tensor]:
-        """Return the message for each lane, uint8 [numel]; `own` is the first one."""
+        """Return the message for each communicator, uint8 [numel]; `own` is the first one."""
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Take what came along each lane, uint8 [ranks of the lane, numel]; return the maximum over all ranks."""
+        """Take the messages of each communicator, uint8 [ranks, numel], and return the maximum over all ranks."""
         self._known = [message.amax(dim=0) for message in messages]
         return self._known[-1]
 
@@ -184,14 +188,14 @@ def reduce_over(
     op: dist.ReduceOp.RedOpType,
     exchange: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
-    """Reduce a small tensor in place along one axis after the other."""
+    """Reduce a small tensor in place along one communicator after the other."""
     for lane in lanes:
         if lane.size > 1:
             all_reduce(lane, exchange, number, op).wait()
 
 
 def broadcast_over(lanes: Sequence[Communicator], tensor: Tensor) -> None:
-    """Give what the first rank of some axes has to all of them."""
+    """Broadcast a tensor from the first rank along one communicator after the other."""
     for lane in lanes if tensor.numel() else ():
         if lane.size > 1:
             broadcast(lane, Collective.BROADCAST, tensor)

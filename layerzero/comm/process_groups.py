@@ -1,7 +1,7 @@
-"""Process groups that layerzero makes, and when they are released.
+"""Creation and release of process groups.
 
 [Note: Groups of their members alone]
-Only the members of a group create it: a model may be on some of the ranks, and the others need not call anything.
+Only the members of a group create it: a model may be on some of the ranks, and the other ranks need not call anything.
 After ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group. All ranks of
 the world must take part in a split, so it hangs where only the members call it. Therefore the world is not bound to a
 device while a group is created here.
@@ -24,9 +24,9 @@ So the finalizer only passes the groups to a thread, which drops each group once
 rank has dropped a group, collectives of other ranks on it fail instead of waiting, so there is no deadlock.
 
 On other backends, destroying a communicator may be a collective (``ncclCommAbort`` was one). There the groups of a
-collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call compares which
-groups all of their ranks have given up, and destroys these in one order. They stay in torch's tables until then, so
-that ``destroy_process_group()`` destroys the rest.
+collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds the groups
+that all of their ranks have released, and destroys these in one order. They stay in torch's tables until then, so that
+``destroy_process_group()`` destroys the rest.
 
 [Note: Groups of meshes]
 The groups of a mesh are created once for the same ranks, backend and timeout. They stay until
@@ -91,7 +91,7 @@ class Ending(Protocol):
 
 
 class Reservation:
-    """Launches on some groups that a thread makes; launches of other threads on these groups come after."""
+    """Launches by one thread on some groups; launches of other threads on these groups come after them."""
 
     def __init__(self) -> None:
         self._made = threading.Event()
@@ -99,7 +99,7 @@ class Reservation:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Make the launches inside, in the thread that calls this."""
+        """Make the launches inside this context, in the thread that calls it."""
         self._thread = threading.current_thread()
         try:
             yield
@@ -107,22 +107,22 @@ class Reservation:
             self._made.set()
 
     def wait(self) -> None:
-        """Wait until the launches are made; in their own thread, return at once."""
+        """Wait until the launches are made. In the launching thread, return at once."""
         if threading.current_thread() is not self._thread:
             self._made.wait()
 
 
 class HeldGroup:
-    """A process group until it is released.
+    """Process group until its release.
 
     Attributes:
-        reserved: launches that come before others; None: there have been none.
+        reserved: launches that must come before all others; None if there are none.
         in_flight: work that must end before the group may be dropped, by id.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
-        self._store = store  # of the rendezvous; None for groups that torch keeps
+        self._store = store  # part of the store for the rendezvous; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.in_flight: dict[int, Ending] = {}
@@ -154,13 +154,13 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Drop work that is done although nothing waited for it, and thereby its tensors."""
+        """Drop work that is done although nothing waited for it. This releases its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
 
     def close(self) -> None:
-        """Allow no further use."""
+        """Refuse further use."""
         self._closed = True
 
     def forget_store(self) -> None:
@@ -188,7 +188,7 @@ class HeldGroup:
 
 
 class ModelGroups:
-    """The process groups that a model makes for itself; see [Note: Release of groups]."""
+    """Process groups that a model has created; see [Note: Release of groups]."""
 
     def __init__(self) -> None:
         self._held: list[HeldGroup] = []
@@ -197,7 +197,7 @@ class ModelGroups:
         self._finalizer.atexit = False  # the end of the process frees everything
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
-        """Create a group that is released with the model. Its members call this, all in the same order."""
+        """Create a group that is released with the model. All of its members must call this, in the same order."""
         group, store = _make(ranks, like=like, device_type=device_type, backend=backend)
         held = HeldGroup(group, store=store)
         self._held.append(held)
@@ -245,7 +245,7 @@ def new_group_like(
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Return numbers that the members of groups must agree on before they create one, as `groups` of :func:`agree`.
+    """Return the numbers that members must agree on before they create groups, as `groups` of :func:`require_equal`.
 
     See [Note: Names of groups].
     """
@@ -257,7 +257,7 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
 
 
 def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
-    """Drop the groups that all of their ranks have given up. All `ranks` must call this, with the same `told`.
+    """Drop the groups that all of their ranks have released. All `ranks` must call this, with the same `told`.
 
     Args:
         told: results of :func:`kept_for_release`, by rank.
@@ -269,7 +269,10 @@ def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def kept_for_release() -> str:
-    """Return the names of the groups that wait for their other ranks; see [Note: Release of groups]."""
+    """Return the names of the groups that this rank keeps until their other ranks release them, too, as JSON.
+
+    See [Note: Release of groups].
+    """
     world = dist.distributed_c10d._world
     for name, held in list(_KEPT.items()):
         if held._group not in world.pg_map:  # destroyed with its world
@@ -359,7 +362,7 @@ def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Return the timeout of the group's collectives; None for torch's default, if the backend does not report it."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
-    except (AttributeError, RuntimeError):  # the base class of backends raises where there are no options
+    except (AttributeError, RuntimeError):  # the base class of backends raises if there are no options
         return None
     return timeout
 
@@ -373,12 +376,12 @@ def _hand_over(groups: list[HeldGroup]) -> None:
 
 
 class _Releases:
-    """Thread that drops groups, and that lives as long as there are any; see [Note: Release of groups]."""
+    """Thread that drops groups. It lives as long as there are any; see [Note: Release of groups]."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[HeldGroup] | threading.Event | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._owners = 0  # alive, or with groups that are not dropped yet
+        self._owners = 0  # owners that are alive, or whose groups are not dropped yet
         self._thread: threading.Thread | None = None
 
     def expect(self) -> None:
@@ -442,7 +445,7 @@ class _Releases:
 
 
 def _drop_idle(groups: list[HeldGroup]) -> bool:
-    """Drop the groups without work in flight; return whether others are left in the list."""
+    """Drop the groups without work in flight; return whether any groups are left in the list."""
     here = [held for held in groups if held.is_local and held.is_idle]
     threads: list[threading.Thread] = []
     for held in here:

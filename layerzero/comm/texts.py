@@ -1,4 +1,4 @@
-"""Texts that all ranks tell each other."""
+"""All-gather of texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["all_gather_text", "need_numpy"]
 
 
 def all_gather_text(lane: Communicator, text: str) -> list[str]:
-    """The text of every rank of a lane that carries tensors of the CPU, by rank. All of its ranks must call this."""
+    """Return the text of every rank, by rank. All ranks of the communicator must call this.
+
+    Args:
+        lane: communicator for CPU tensors.
+    """
     if lane.size == 1:
         return [text]
     data = bytearray(text.encode())
@@ -31,7 +35,10 @@ def all_gather_text(lane: Communicator, text: str) -> list[str]:
 
 
 def need_numpy(what: str) -> None:
-    """torch.distributed sends objects as the bytes of arrays, and says only that numpy is not available."""
+    """Raise ModuleNotFoundError if numpy is missing, with a clearer message than that of torch.distributed.
+
+    torch.distributed sends objects between ranks through numpy arrays.
+    """
     if find_spec("numpy") is None:
         raise ModuleNotFoundError(
             f"{what} needs numpy, with which torch sends objects between ranks: pip install numpy"

@@ -1,14 +1,14 @@
-"""Who computes and what is exchanged, as a trace and torch's profiler see it.
+"""Trace and profiler events for the computation of units and for collectives.
 
-The engine tells an :class:`TraceDispatcher` what it does. The observer passes it on to the recorder of a trace
-(:func:`layerzero.trace`) and to torch's profiler, as ranges with the names of units, where one of them listens.
+The engine reports its operations to a :class:`TraceDispatcher`. While a trace (:func:`layerzero.trace`) or torch's
+profiler is active, the dispatcher passes them on to the recorder of the trace, and to the profiler as named ranges.
 
 [Note: Spans are a stack]
-A forward or backward begins in one hook and ends in another, and the second may never come: of inputs without gradients
-nothing is heard, and a pass may raise. What is left open ends with the span around it, at the latest with the pass.
-A backward of one unit begins just before that of the unit after it ends, as both hang on the same tensor; the first
-ends the second, so that spans are nested always. Where autograd goes back and forth between units side by side, all
-that is left of the first then counts for what is around it.
+The forward or backward of a unit begins in one hook and ends in another. The second hook may never run: inputs may need
+no gradient, and a pass may raise. An open span ends with its enclosing span, at the latest with the pass. In a
+backward, a unit begins just before the unit that was called after it ends, because both hooks are on the same tensor.
+The span that begins ends the other one, so that spans are always nested. If autograd alternates between parallel units,
+the rest of the first unit counts for the enclosing span.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ _NAP = 2e-4  # seconds
 
 @dataclass(frozen=True)
 class TraceMark:
-    """Something that a thread of the host did from `began` to `ended`, which are stamps of the recorder's clock."""
+    """Operation of a host thread from `began` to `ended`, which are stamps of the recorder's clock."""
 
     kind: str  # "launch", "wait", "add", "begin" or "end"
-    name: str  # of a unit
+    name: str  # of the unit
     began: Any
     ended: Any
     phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
     trace: CollectiveTrace | None = None  # of "launch", "wait" and "add"
-    in_background: bool = False  # a thread of the engine's did it
+    in_background: bool = False  # done by a background thread of the engine
 
 
 class TraceRecorder:
-    """The marks of one trace, in the order in which they ended."""
+    """Marks of one trace, in the order in which they ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.marks: list[TraceMark] = []
-        self.flying: list[CollectiveTrace] = []  # those that threads of the backend report on
+        self.flying: list[CollectiveTrace] = []  # collectives whose completion a thread of the backend reports
 
     def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
-        """Something of an exchange ends now."""
+        """Record an operation on a collective that began at `began` and ends now."""
         beside = isinstance(threading.current_thread(), StreamThread)
         self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=beside))
 
     def drain(self, seconds: float = math.inf) -> None:
-        """Wait, so long at most, until no thread of a backend has anything to report.
+        """Wait at most `seconds` until the threads of the backend have reported all completions.
 
-        A thread that wants to do so while the interpreter shuts down would abort the process. An exchange that hangs
-        ends with the timeout of its process group.
+        A report while the interpreter shuts down would abort the process. A collective that hangs ends with the timeout
+        of its process group.
         """
         deadline = time.monotonic() + seconds
         while any(flight.landed is None for flight in self.flying) and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ class TraceRecorder:
 
 
 class CollectiveTrace:
-    """One exchange in flight that is recorded, or that torch's profiler sees."""
+    """Collective in flight that is recorded in a trace or in torch's profiler."""
 
     def __init__(
         self, observer: TraceDispatcher, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
@@ -82,14 +82,14 @@ class CollectiveTrace:
         self.ranks = ranks
         self.name = name
         self.bytes = sent
-        self._works = 0  # whose ends are heard of
-        self._landings: list[Any] = []  # when they ended
+        self._works = 0  # works whose completion is reported
+        self._landings: list[Any] = []  # their completion times
         self._observer = observer
         self._recorder = observer.recorder
 
     @property
     def landed(self) -> Any:
-        """When it was complete; None if it is not, or not known to be."""
+        """Completion time; None if the collective is not known to be complete."""
         done = self._works and len(self._landings) == self._works
         return (max(self._landings) if self._works > 1 else self._landings[0]) if done else None
 
@@ -104,24 +104,24 @@ class CollectiveTrace:
             yield
 
     def arrived(self) -> None:
-        """Somebody has waited for it."""
+        """Record the end of the wait as the completion time, unless the backend reports it."""
         if self._recorder is not None and not self._works:
             self._works = 1
             self._landings.append(self._recorder.clock.now())
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """While what has been received is added up."""
+        """Record the addition of the received parts inside this context."""
         with self._seen("add", "layerzero.add "):
             yield
 
     def was_awaited(self, began: Any) -> None:
-        """The program has waited, since then, for what another thread did with it."""
+        """Record that the program has waited since `began` for a thread that handles this collective."""
         if self._recorder is not None:
             self._recorder.mark("wait", self.name, began, flight=self)
 
     def follow(self, works: Sequence[Any]) -> None:
-        """Note when the last of the works ends; where the clock or the backend cannot tell, when it was waited for."""
+        """Record when the last of the works ends, if the clock and the backend support it."""
         if self._recorder is None or not self._recorder.clock.sees_other_threads:
             return
         try:
@@ -150,13 +150,16 @@ class CollectiveTrace:
 class _OpenSpan:
     phase: str
     name: str
-    key: object  # a Use, or whatever else tells calls apart
-    task: int  # autograd's number of the backward in which it began; -1: in none
+    key: object  # a Use, or another object that identifies the call
+    task: int  # autograd's graph task id of the backward in which it began; -1: outside of a backward
     range: AbstractContextManager[Any]  # of torch's profiler
 
 
 class TraceDispatcher:
-    """Passes on what the engine does; costs the look at two attributes while nobody listens."""
+    """Dispatcher of the engine's operations to a trace and to torch's profiler.
+
+    While neither is active, it only reads two attributes.
+    """
 
     def __init__(self) -> None:
         self.recorder: TraceRecorder | None = None
@@ -174,7 +177,7 @@ class TraceDispatcher:
         return CollectiveTrace(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
-        """A span begins inside those that are open, unless it has begun before."""
+        """Begin a span inside the open ones, unless the span of `key` is already open."""
         if not self.listens or any(span.key is key for span in self._open):
             return
         profiled = _profiled(f"layerzero.{phase} {name}")
@@ -183,7 +186,7 @@ class TraceDispatcher:
         self._mark("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
-        """A backward has reached `key`, which was called by `around`: those of other units of the same pass end."""
+        """End the spans of other units of the same backward when it reaches `key`, which was called by `around`."""
         task = torch._C._current_graph_task_id() if self._open else -1
         while self._open:
             span = self._open[-1]
@@ -192,13 +195,13 @@ class TraceDispatcher:
             self._close()
 
     def end(self, key: object) -> None:
-        """The span of `key` ends, with what is open inside it."""
+        """End the span of `key` and all open spans inside it."""
         if any(span.key is key for span in self._open):
             while self._close() is not key:
                 pass
 
     def end_backward(self) -> None:
-        """A backward pass ends."""
+        """End the spans of a backward pass."""
         while self._open and self._open[-1].phase == "backward":
             self._close()
 
@@ -217,7 +220,11 @@ class TraceDispatcher:
 
     @contextmanager
     def awaiting(self, exchange: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
-        """The program waits for an exchange that another thread launches and adds up; `flight`: when it is known."""
+        """Record the program's wait inside this context for a collective that another thread launches and adds up.
+
+        Args:
+            flight: returns the trace of the collective after the wait; None if it is not known.
+        """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()
         with _profiled(f"layerzero.wait {exchange} {name}".rstrip()):

@@ -1,4 +1,4 @@
-"""The exchanges between ranks, by name, and the ledger that counts them."""
+"""Names of collectives, and counters of their calls and bytes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "g
 
 
 class Collective(enum.Enum):
-    """What an exchange is for; the value is its name in :class:`layerzero.TrafficReport`."""
+    """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""
 
     GATHER = "gather"  # ZeRO-3 shards -> full buffer
-    REGATHER = "regather"  # what few ranks have kept of it since the forward -> full buffer
-    HOP1 = "hop1"  # gradients, inside the node
+    REGATHER = "regather"  # post-forward shards of a few ranks -> full buffer
+    HOP1 = "hop1"  # gradients, inside the ZeRO-3 group
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    METADATA = "agree"  # which parameters were used, one byte each
-    GATHER_ORDER = "order"  # which unit is gathered next, where that was not foreseen
+    METADATA = "agree"  # used parameters, one byte each, and other control messages
+    GATHER_ORDER = "order"  # unit that is gathered next, if it was not predicted
     SCALAR_REDUCE = "norm"  # gradient norms
-    UNSHARD = "unshard"  # full-precision parameters for people and checkpoints
+    UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
     BROADCAST = "broadcast"  # initial weights
-    NODE_SUM = "node_sum"  # hop 1 through the memory of the node: bytes that were read there
-    OWNER_GATHER = "collect"  # rows of a parameter and its gradient -> their owner, inside the node
-    OWNER_SCATTER = "hand_back"  # the rows that it has updated
-    SNAPSHOT = "snapshot"  # a rank's part of a checkpoint -> the memory of another node
-    HAND_OVER = "hand_over"  # of weights in the memory of the node, once a refresh: nothing is sent
+    NODE_SUM = "node_sum"  # hop 1 through shared memory; counts the bytes that were read
+    OWNER_GATHER = "collect"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
+    OWNER_SCATTER = "hand_back"  # updated rows of the owner -> the ranks that hold them
+    SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
+    HAND_OVER = "hand_over"  # refresh of weights in shared memory, once per refresh; sends nothing
 
 
 GATHERS = (Collective.GATHER, Collective.REGATHER)
 
-_SPELLED = {  # for people
+_SPELLED = {  # for messages
     Collective.REGATHER: "gather among fewer ranks",
     Collective.HOP1: "hop 1",
     Collective.HOP2: "hop 2",
@@ -55,42 +55,44 @@ _SPELLED = {  # for people
 
 
 def spelled(exchange: Collective, name: str) -> str:
-    """Return the name of an exchange in messages, with `name`, its unit for instance."""
+    """Return the name of a collective in messages, together with `name`, for example that of its unit."""
     return _SPELLED.get(exchange, exchange.value) + (f" of {name!r}" if name else "")
 
 
 class Watched(Protocol):
-    """A launch that a watchdog knows."""
+    """Launch that a watchdog has recorded."""
 
     def waited(self) -> None:
-        """Note that the wait for it has returned, or failed."""
+        """Record that the wait for it has returned or failed."""
 
 
 class Watching(Protocol):
-    """A watchdog, from the side of what it watches."""
+    """Interface of a watchdog for the code that launches collectives."""
 
     def launched(self, works: Any) -> Watched:
-        """Note that works have been launched."""
+        """Record that works have been launched."""
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
         """Count the steps of the model by this optimizer."""
 
 
-_SHOWN = 6  # gathers before a failure that its error names
+_SHOWN = 6  # number of gathers before a failure that the error names
 
 
 def gather_name(exchange: Collective, unit: str) -> str:
-    """Of a gather, where orders are compared and told."""
+    """Return the name of a gather in comparisons and messages about the gather order."""
     return f"{unit} (kept)" if exchange is Collective.REGATHER else unit
 
 
 @dataclass
 class TrafficCounters:
-    """Calls and bytes that this rank sent, by exchange and by (exchange, axis), and what else is counted.
+    """Counters of one model on this rank.
 
     Attributes:
-        waited: seconds that the program has waited, by exchange. Where a device's streams wait instead, next to none.
-        steps: ``"taken"`` by optimizers, and ``"skipped"``: gradients that were forgotten and not stepped.
+        calls: number of calls by collective.
+        bytes: bytes that this rank sent, by (collective, axis).
+        waited: seconds that the program has waited, by collective. Close to zero if device streams wait instead.
+        steps: ``"taken"``: steps of optimizers; ``"skipped"``: steps whose gradients were discarded instead.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -98,10 +100,10 @@ class TrafficCounters:
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: Counter[str] = field(default_factory=Counter)
     observer: TraceDispatcher = field(default_factory=TraceDispatcher)
-    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # the last gathers, by name
-    failure: str = ""  # of the first exchange that did
-    on_launch: Watching | None = None  # is told of each exchange as it is launched, and when its wait has returned
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # threads launch exchanges, too
+    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the last gathers
+    failure: str = ""  # message of the first collective that failed
+    on_launch: Watching | None = None  # watchdog that records each launch and the end of its wait
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads launch collectives, too
 
     def record(self, exchange: Collective, axis: str, sent: int, name: str = "") -> None:
         with self._lock:
@@ -111,10 +113,13 @@ class TrafficCounters:
             self.gathered.append(gather_name(exchange, name))
 
     def gathers_up_to(self, exchange: Collective, unit: str) -> tuple[str, ...]:
-        """The last gathers, each once in a row, up to that of `unit`: the last of them, or the next."""
+        """Return the names of the last gathers, up to and including that of `unit`, without consecutive repeats.
+
+        For a collective that is not a gather, `unit` is appended as the next one.
+        """
         names, name, launched = list(self.gathered), gather_name(exchange, unit), exchange in GATHERS
         if launched and name in names:
-            while names[-1] != name:  # others have been launched ahead
+            while names[-1] != name:  # later units have been prefetched
                 names.pop()
         return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
 

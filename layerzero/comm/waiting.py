@@ -1,4 +1,4 @@
-"""What the program waits for an exchange that somebody else adds up."""
+"""Time that the program waits for a collective that a background thread handles."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ def record_wait(
     issued: Sequence[LaunchedCollective] = (),
     number: int = 0,
 ) -> Iterator[None]:
-    """Around the program's waiting for an exchange that a thread adds up: `issued[number]`, once it is launched; or,
-    without one, for all of a kind.
+    """Count and trace the program's wait inside this context for a collective that a thread adds up.
+
+    Args:
+        exchange: counts the wait if `issued[number]` does not exist after it.
+        issued: launched collectives; the thread may append to it during the wait.
+        number: index of the awaited collective in `issued`.
     """
     began = time.perf_counter()
     with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].trace if issued[number:] else None):

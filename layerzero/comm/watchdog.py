@@ -1,11 +1,12 @@
-"""Watchdog that names the ranks which have not come to a collective that is late.
+"""Watchdog that names the ranks that have not joined a late collective.
 
 [Note: How absent ranks are found]
-All ranks of a group launch the same collectives in the same order, and each rank counts its launches. A rank that has
-counted less than the number of the late collective has not come to it. A rank that waits cannot answer, so a thread of
-each rank does. It reads a number in the store periodically, which a rank with a late collective increments. Then each
-rank publishes its state. A rank that does not answer is stopped, dead, or cut off. A rank that is cut off from the
-store gets no answer, and its request cannot be ended. A second thread therefore measures how long requests take.
+All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
+rank is less than the number of the late collective, the rank has not joined it. A rank that waits cannot answer, so a
+thread of each rank does. The thread reads a number in the store periodically. A rank with a late collective increments
+it, and then each rank publishes its state. A rank that does not answer is stopped, dead, or cut off from the store. If
+this rank is cut off, its own request gets no answer and cannot be cancelled. A second thread therefore measures how
+long requests take.
 
 [Note: Watching a device]
 On NCCL the host's `wait` never raises. If a rank is absent, torch's own watchdog kills the process at the timeout of
@@ -15,10 +16,10 @@ A collective ends in the device's order, some time after `wait` has returned to 
 holds its outputs, so the watchdog refers to works weakly. After `wait` it holds an event of the stream that waits
 instead, which holds no memory.
 
-Asking an event or a work whether it is done is cheap, but a query from another thread may invalidate a CUDA graph that
-is being captured. So the watchdog's thread asks about nothing before it is older than the limit, or another rank
-reports a late collective. Until then, the thread that launches collectives removes the oldest that are done, once there
-are more than `_MOST`. The answers only remove entries: no launch depends on them.
+A query of an event or a work is cheap, but a query from another thread may invalidate a CUDA graph that is being
+captured. So the watchdog's thread queries a launch only if it is older than the limit, or if another rank reports a
+late collective. Until then, the thread that launches collectives removes the oldest completed ones, once there are more
+than `_MOST`. The results only remove entries: no launch depends on them.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 _T = TypeVar("_T")
 _LOG = logging.getLogger("layerzero")
 _SILENT = 3.5  # seconds after which the store does not answer
-_MOST = 1024  # launches that are kept before the oldest are asked about
+_MOST = 1024  # launches that are kept before the oldest are queried
 _SCOPE = "layerzero/late"
 
 
 def default_limit(timeout: float) -> float:
-    """Return the limit of the watchdog that runs by default, in seconds, for the timeout of a process group.
+    """Return the limit of the default watchdog, in seconds, for the timeout of a process group.
 
-    The line comes at most a tenth of the limit, or 5 s, after the limit: with half the timeout, well before torch ends
-    the process. A step rarely takes 5 minutes, so a longer limit would only report later.
+    The report comes at most a tenth of the limit, or 5 s, after the limit. Half the timeout is therefore well before
+    torch ends the process. A step rarely takes 5 minutes, so a longer limit would only report later.
     """
     return min(timeout / 2, 300.0)
 
@@ -92,7 +93,7 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 
 
 class Launch:
-    """A collective that this rank has launched, until it is done. See [Note: Watching a device]."""
+    """Collective that this rank has launched, until it completes. See [Note: Watching a device]."""
 
     __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
 
@@ -115,14 +116,14 @@ class Launch:
 
     @property
     def is_waited(self) -> bool:
-        """Whether the host's wait for it has returned."""
+        """True if the host's wait for it has returned."""
         return self._over or self._mark is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known to be over, without asking the device."""
-        works = self._works()  # first: `waited` sets the mark before the works end
-        return self._over or (works is None and self._mark is None)  # given up without a wait
+        """True if it is known to be over, without a query of the device."""
+        works = self._works()  # read first: `waited` sets the mark before the works end
+        return self._over or (works is None and self._mark is None)  # dropped without a wait
 
     def waited(self) -> None:
         """Note that `wait` has returned, or failed."""
@@ -132,7 +133,7 @@ class Launch:
             self._mark = self._order.record_event()
 
     def ask(self) -> bool:
-        """Return whether it is over; the device may be asked."""
+        """Return whether it is over; may query the device."""
         works = self._works()
         if not self._over:
             self._over = bool(self._mark.query()) if self._mark is not None else works is None or works.done()
@@ -145,8 +146,8 @@ class _Answer:
 
     counts: Mapping[str, int]  # launches by group
     step: int
-    last: str  # what it launched last
-    ago: float  # seconds
+    last: str  # name of its last launch
+    ago: float  # seconds since that launch
     late: tuple[str, str, int, tuple[int, ...], float] | None  # doing, group, number, ranks, seconds
 
     @classmethod
@@ -160,7 +161,7 @@ class Watchdog:
 
     Attributes:
         limit: seconds from the launch of a collective.
-        is_default: whether ``shard_model`` has started it.
+        is_default: True if ``shard_model`` has started it.
         reports: lines that this rank has logged.
     """
 
@@ -173,21 +174,21 @@ class Watchdog:
         self._ledger, self._order = topology.counters, CurrentStream.of(topology.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
-        # A connection of its own: a request that waits in the default one keeps it from other threads.
+        # A separate connection: a request that waits on the default connection blocks other threads.
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._scope = scope.prefix
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
-        self._who = ""  # was told last
-        self._told: set[tuple[str, int]] = set()  # groups and numbers of what has been reported
-        self._looking = threading.Lock()  # of those that remove from `_flying`
-        self._flying: deque[Launch] = deque()  # in the order of their launches
+        self._who = ""  # the last report
+        self._told: set[tuple[str, int]] = set()  # groups and numbers of late collectives that raised an alarm
+        self._looking = threading.Lock()  # held while entries are removed from `_flying`
+        self._flying: deque[Launch] = deque()  # in launch order
         self._counts: Counter[str] = Counter()  # launches by group
         self._last: Launch | None = None
         self._steps = 0
         self._hooks: list[Any] = []  # on optimizers
         self._started = time.monotonic()
         self._ended = threading.Event()
-        self._asking_since: float | None = None  # the store
+        self._asking_since: float | None = None  # start of the request to the store that is pending
         self._silences: set[tuple[str, int]] = set()  # late collectives reported while the store did not answer
         self._threads = [
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
@@ -204,7 +205,7 @@ class Watchdog:
         """End the watchdog. The end of the model does the same."""
         self._finalizer()
         for thread in self._threads:
-            thread.join(_SILENT)  # one may wait for a store that does not answer
+            thread.join(_SILENT)  # a thread may wait for a store that does not answer
 
     def _stop(self) -> None:
         self._ledger.on_launch = None
@@ -221,7 +222,7 @@ class Watchdog:
         self._steps += 1
 
     def launched(self, works: PendingCollective) -> Launch:
-        """Note that works have been launched. Called for each collective: it takes no lock, and asks no device."""
+        """Record a launch. Called for each collective, so it usually takes no lock and does not query the device."""
         group = works.issued.communicator.held_group.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
         self._last = launch = Launch(works, number, self._steps, self._order)
@@ -238,14 +239,14 @@ class Watchdog:
         try:
             while not self._ended.wait(self._period) and self._has_world():
                 self._look()
-        except (dist.DistNetworkError, dist.DistStoreError):  # gone, with the process that served it: others say so
+        except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
         finally:
-            self._ended.set()  # for the other thread, too
+            self._ended.set()  # ends the other thread, too
             self._forget()
-            del self._store  # a connection
+            del self._store  # closes the connection
 
     def _has_world(self) -> bool:
         """Return whether the process group has not been destroyed."""
@@ -263,7 +264,7 @@ class Watchdog:
             pass
 
     def _mind(self) -> None:
-        """Say, if it is so, that the store does not answer."""
+        """Report late collectives while the store does not answer."""
         while not self._ended.wait(self._period):
             since = self._asking_since
             silent = 0.0 if since is None else time.monotonic() - since
@@ -292,12 +293,12 @@ class Watchdog:
         if self._answered_alarm():
             deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
             while time.monotonic() < deadline and not self._ended.wait(0.25):
-                self._answered_alarm()  # of others, meanwhile
+                self._answered_alarm()  # other ranks may raise alarms meanwhile
             self._report()
             self._reported = self._alarms
 
     def _asked(self, question: Callable[[], _T]) -> _T:
-        """Return the store's answer, and note since when it is waited for."""
+        """Return the store's answer, and record the start of the request while it is pending."""
         self._asking_since = time.monotonic()
         try:
             return question()
@@ -314,7 +315,7 @@ class Watchdog:
         return is_new
 
     def _late(self, *, older_than: float) -> Launch | None:
-        """Return the oldest launch that is not over; ask the device about those of more than so many seconds ago."""
+        """Return the oldest launch that is not over; query only launches older than `older_than` seconds."""
         with self._looking:
             while self._flying:
                 oldest = self._flying[0]
@@ -341,7 +342,7 @@ class Watchdog:
         texts = self._asked(lambda: self._store.multi_get(keys)) if keys else ()
         for key, text in zip(keys, texts, strict=True):
             entry: dict[str, Any] = json.loads(text)
-            if entry.pop("alarm") > self._reported:  # else it is of an earlier incident
+            if entry.pop("alarm") > self._reported:  # otherwise it belongs to an earlier incident
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
         who, longest = _told(answers, self.limit)
         if who and who != self._who:
@@ -354,10 +355,10 @@ class Watchdog:
 
 
 def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return the keys that a store has, with few requests where few are missing.
+    """Return the keys that a store has, with few requests if few are missing.
 
     Args:
-        check: whether the store has all of some keys.
+        check: returns whether the store has all of the given keys.
     """
     if not keys or check(keys):
         return list(keys)
@@ -368,8 +369,8 @@ def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> lis
 
 
 def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
-    """Return a sentence on which ranks wait for which, and the longest wait in seconds."""
-    waits: dict[tuple[str, int], list[int]] = {}  # by exchange and step: who waits
+    """Return a sentence that names the waiting and the missing ranks, and the longest wait in seconds."""
+    waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks by collective and step
     missing: dict[tuple[str, int], dict[int, None]] = {}
     longest = 0.0
     for rank, answer in answers.items():

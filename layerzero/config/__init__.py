@@ -1,4 +1,4 @@
-"""What a user can choose, checked in one place."""
+"""Settings of :func:`layerzero.shard_model`, and their validation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ACCUMULATIONS = ("sharded", "full")
 SHARED_MEMORY_MODES = ("auto", "off")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
-AUTO = "auto"  # units: what a model says of itself
-UNSUPPORTED = "unsupported"  # ignored_params: what is frozen and cannot be sharded
+AUTO = "auto"  # units: those that the model declares
+UNSUPPORTED = "unsupported"  # ignored_params: frozen parameters that cannot be sharded
 
-# Callable[..., bool] is a policy of FSDP1; a list inside the iterable is one unit of several modules.
+# Callable[..., bool] is an FSDP1 policy. A list inside the iterable is one unit of several modules.
 _UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
 Units = _UnitEntry | Callable[[str, nn.Module], bool | str] | Callable[..., bool] | Iterable[_UnitEntry] | None
 Accumulation = str | Callable[[str, nn.Module], str]
@@ -32,20 +32,20 @@ Reshards = bool | int | Callable[[str, nn.Module], bool | int]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one handle."""
+    """Dtypes of one handle."""
 
-    master: torch.dtype  # ZeRO-1 shard, accumulator and gradient shard
+    master: torch.dtype  # ZeRO-1 shard, accumulator and final gradient
     compute: torch.dtype  # ZeRO-3 shard and full buffer
-    reduce: torch.dtype  # hop 1 on the wire, at most
-    replica_reduce: torch.dtype  # hop 2 on the wire
+    reduce: torch.dtype  # most precise wire dtype of hop 1
+    replica_reduce: torch.dtype  # wire dtype of hop 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerZeroConfig:
-    """The settings of :func:`layerzero.shard_model`, which documents them.
+    """Settings of :func:`layerzero.shard_model`, which documents them.
 
     Raises:
-        TypeError, ValueError: a setting of the wrong type or value; names it and what is accepted.
+        TypeError, ValueError: a setting has a wrong type or value; names the setting and the accepted values.
 
     Example::
 
@@ -73,17 +73,17 @@ class LayerZeroConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
-        """The settings in a YAML file (needs ``pip install PyYAML``).
+        """Read the settings from a YAML file (needs ``pip install PyYAML``).
 
-        Names are those of the fields; dtypes are ``bf16``, ``fp16`` and ``fp32`` or torch's names, `mp_policy` holds
-        its own fields, `units` and `ignored_modules` are names of modules or of their classes, `gather_codec` is
-        ``float8_rows``. The names of MindSpeed's LayerZeRO are understood, too: ``transformer_layers``,
-        ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (fp32 outputs), ``forward_prefetch``
-        with ``backward_prefetch``.
+        The names are those of the fields. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's names. `mp_policy` is a
+        mapping of its own fields. `units` and `ignored_modules` list names of modules or of their classes.
+        `gather_codec` is ``float8_rows``. The names of MindSpeed's LayerZeRO are accepted, too:
+        ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (fp32
+        outputs), and ``forward_prefetch`` with ``backward_prefetch``.
 
         Raises:
-            TypeError, ValueError: a name or value that is unknown, wrong, given twice, or without a counterpart here,
-                such as a ``ckpt_load_path``; names it and the file. Nothing is ignored.
+            TypeError, ValueError: a name or value is unknown, invalid, given twice, or not supported here, such as
+                ``ckpt_load_path``; names it and the file. No entry is ignored.
 
         Example::
 
@@ -92,7 +92,7 @@ class LayerZeroConfig:
             units: [TransformerLayer]
             mp_policy: {param_dtype: bf16, reduce_dtype: fp32}
         """
-        from layerzero.config.yaml_file import read_settings  # noqa: PLC0415 - files alone need it
+        from layerzero.config.yaml_file import read_settings  # noqa: PLC0415 - needed only to read a file
 
         settings = read_settings(path, tuple(field.name for field in fields(cls)))
         try:
@@ -101,7 +101,7 @@ class LayerZeroConfig:
             raise type(error)(f"{os.fspath(path)}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`layerzero.shard_model`."""
+        """Return the keyword arguments of :func:`layerzero.shard_model`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class LayerZeroConfig:
             raise ValueError(f"prefetch must be an int >= 0 (units gathered ahead), got {self.prefetch!r}")
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
-        """The accumulation mode of a unit."""
+        """Return the accumulation mode of a unit, ``"sharded"`` or ``"full"``."""
         if not callable(self.accumulation):
             return self.accumulation
         chosen = self.accumulation(name, module)
@@ -151,7 +151,7 @@ class LayerZeroConfig:
         return chosen
 
     def policy_of(self, name: str, module: nn.Module) -> MixedPrecisionPolicy:
-        """The precision of a unit."""
+        """Return the mixed-precision policy of a unit."""
         if isinstance(self.mp_policy, MixedPrecisionPolicy):
             return self.mp_policy
         chosen = self.mp_policy(name, module)
@@ -159,11 +159,12 @@ class LayerZeroConfig:
         return chosen
 
     def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
-        """A unit is freed after its forward; an int, more than 1 and less than `zero3_size`: its backward gathers it
-        again among so many ranks.
+        """Return whether a unit is resharded after its forward.
+
+        An int k with 1 < k < `zero3_size` means that k ranks keep post-forward shards, from which the backward gathers.
 
         Raises:
-            ValueError: a number that does not divide `zero3_size`.
+            ValueError: the number of ranks does not divide `zero3_size`.
         """
         chosen, what = self.reshard_after_forward, "reshard_after_forward"
         if callable(chosen):
@@ -171,7 +172,7 @@ class LayerZeroConfig:
             _check_reshards(chosen, what)
         if isinstance(chosen, bool):
             return chosen
-        if zero3_size == 1:  # nothing is gathered: what is meant for more ranks holds here, too
+        if zero3_size == 1:  # nothing is gathered, so that any number of ranks is accepted
             return True
         if zero3_size % chosen:
             divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
@@ -182,9 +183,9 @@ class LayerZeroConfig:
         return chosen == zero3_size if chosen in (1, zero3_size) else chosen
 
     def precision_of(self, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> Precision:
-        """The dtypes for parameters that the model holds in `dtype`, in a unit of some policy.
+        """Return the dtypes of a handle for parameters of `dtype` in a unit with the given policy.
 
-        The master is never less precise than fp32 for what is trained, and exactly what it was for what is frozen.
+        Masters of trainable parameters have at least the precision of fp32. Masters of frozen parameters have `dtype`.
         """
         compute = policy.param_dtype or dtype
         master = torch.promote_types(dtype, torch.float32) if trainable else dtype
@@ -192,7 +193,7 @@ class LayerZeroConfig:
         return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
 
     def comparable_settings(self) -> dict[str, object]:
-        """What must be the same on every rank, as text; what is chosen for each unit is in :meth:`of_unit`."""
+        """Return the settings that must be equal on all ranks, by name. For settings per unit see :meth:`of_unit`."""
         policy = self.mp_policy
         whole = (
             {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
@@ -217,7 +218,7 @@ class LayerZeroConfig:
         }
 
     def of_unit(self, name: str, module: nn.Module, zero3_size: int) -> dict[str, object]:
-        """What is chosen for a unit over `zero3_size` ranks, as text: the same on every rank, too."""
+        """Return the settings of a unit over `zero3_size` ranks, by name. They must be equal on all ranks, too."""
         reshards = self.reshards(name, module, zero3_size)
         chosen: dict[str, object] = {"accumulation": self.accumulation_of(name, module)}
         if callable(self.mp_policy):
@@ -228,7 +229,7 @@ class LayerZeroConfig:
 
 
 def _told(codec: GatherCodec | None) -> str | None:
-    """Its class and, of a dataclass, the settings whose texts do not differ between processes by themselves."""
+    """Return the class name of a codec; for a dataclass also its fields whose text is equal in all processes."""
     if codec is None:
         return None
     values: dict[str, Any] = {f.name: getattr(codec, f.name) for f in fields(codec)} if is_dataclass(codec) else {}

@@ -1,4 +1,4 @@
-"""Settings from a YAML file, under our own names or those of MindSpeed's LayerZeRO."""
+"""Settings from a YAML file, with the names of :class:`LayerZeroConfig` or those of MindSpeed's LayerZeRO."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments for :class:`layerzero.LayerZeroConfig` that a file gives.
+    """Return the arguments for :class:`layerzero.LayerZeroConfig` from a file.
 
     Args:
         known: names of the settings.
 
     Raises:
-        ValueError: a name or a value that is not understood, or that has no counterpart here; names it, and the file.
+        ValueError: a name or value is invalid, or not supported here; names it and the file.
     """
     content = read_yaml(Path(path))
     try:
@@ -47,7 +47,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
-    """The file has settings by MindSpeed's names, so that its `zero3_size` counts tensor ranks, too."""
+    """Return whether the file uses MindSpeed's names. Its `zero3_size` then counts tensor-parallel ranks, too."""
     return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
@@ -58,12 +58,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ValueError: the file is not YAML, holds no mapping or gives a name twice.
     """
     try:
-        import yaml  # noqa: PLC0415 - files alone need it
+        import yaml  # noqa: PLC0415 - needed only to read a file
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
-        """Plain data only; a name that is given twice is an error instead of the last one."""
+        """Loader of plain data that raises if a name is given twice, instead of using the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -82,7 +82,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """What a file holds, as arguments for :class:`layerzero.LayerZeroConfig`; see :func:`read_settings`."""
+    """Return the contents of a file as arguments for :class:`layerzero.LayerZeroConfig`; see :func:`read_settings`."""
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
@@ -92,7 +92,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name in ("replica_reduce_dtype", "buffer_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
-    if settings.get("shared_memory") is False:  # what YAML makes of off
+    if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
     if isinstance(word := settings.get("gather_codec"), str):
         if word != "float8_rows":
@@ -102,7 +102,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:
             translate(name, theirs[name], settings, policy)
-    if "transformer_layers" in theirs:  # a whole file of MindSpeed's, with its defaults
+    if "transformer_layers" in theirs:  # a MindSpeed file, so that its defaults apply
         for name in ("param_dtype", "reduce_dtype"):
             if name not in policy:
                 _log.info("%s is not given: torch.float16, MindSpeed's default", name)
@@ -118,7 +118,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
 def _policy(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    if isinstance(value, MixedPrecisionPolicy):  # of settings that Python gives
+    if isinstance(value, MixedPrecisionPolicy):  # settings from Python instead of a file
         return {name: getattr(value, name) for name in _POLICY}
     if not isinstance(value, dict) or not set(value) <= set(_POLICY):
         raise ValueError(f"mp_policy must hold {', '.join(_POLICY)}, got {value!r}")
@@ -130,7 +130,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:
-    """The dtype that a setting `name` gives as a word.
+    """Return the dtype named by the value of a setting `name`.
 
     Raises:
         ValueError: there is no such dtype.

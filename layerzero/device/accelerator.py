@@ -1,4 +1,4 @@
-"""The one place that knows about devices."""
+"""Device-specific code: streams, events, copies to and from the host, and clocks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
     "refuse_capture",
 ]
 
-StreamEvent = Any  # a place in what a stream does: the device's event, None on the CPU
+StreamEvent = Any  # event of the device; None on the CPU
 
 
 def default_device_type() -> str:
-    """The accelerator's type where there is one, else ``"cpu"``."""
+    """Return the type of the accelerator if there is one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def device_module(device: torch.device) -> Any:
-    """``torch.cuda``, or what has the streams of another device; None where the host itself computes."""
+    """Return ``torch.cuda`` or the corresponding module of another device; None for the CPU and meta devices."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
@@ -43,7 +43,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raise if the current stream is being captured into a CUDA graph.
 
     Raises:
-        RuntimeError: names `what`, which was called, and modules that can be captured.
+        RuntimeError: names the call `what`, and says which modules can be captured.
     """
     module = device_module(device)
     if module is None or not module.is_current_stream_capturing():
@@ -56,45 +56,45 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 
 def compute_device(device_type: str) -> torch.device:
-    """This rank's device of the given type."""
+    """Return this rank's device of the given type."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def host_memory(numel: int, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    """1-D [numel] in host memory, pinned where `device` is not the CPU."""
+    """Return an uninitialized 1-D tensor [numel] in host memory, pinned if `device` is not the CPU."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def finish_copies(device: torch.device) -> None:
-    """Return when everything in the current stream of a device is done, copies to the host among it."""
+    """Wait until all work in the current stream of a device is done, including copies to the host."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 class CurrentStream:
-    """Orders what the current stream of a device does after what another one, or itself, has done before."""
+    """Events on the current stream of a device, and waits for them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream | None:
-        """None on the CPU, which has no streams: what the host has done is done."""
+        """Return the current stream of a device; None for the CPU, which has no streams."""
         module = device_module(device)
         return None if module is None else cls(module)
 
     def current(self) -> Any:
-        """The current stream."""
+        """Return the stream that is current now."""
         return self._module.current_stream()
 
     def record_event(self) -> StreamEvent:
-        """What the current stream was given so far."""
+        """Return an event after the work that the current stream has been given so far."""
         return self._module.current_stream().record_event()
 
     def wait_event(self, mark: StreamEvent) -> None:
-        """What the current stream does from here on comes after `mark`. The host does not wait."""
+        """Make the current stream wait for `mark`. The host does not wait."""
         if mark is not None:
             self._module.current_stream().wait_event(mark)
 
@@ -102,8 +102,8 @@ class CurrentStream:
 class TouchedBy:
     """Streams that have read or written a buffer since its last copy.
 
-    Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. It may
-    differ from the stream that is current at a copy.
+    Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. This stream
+    may differ from the one that is current at a copy.
     """
 
     def __init__(self, order: CurrentStream | None) -> None:
@@ -116,15 +116,15 @@ class TouchedBy:
             self._streams.append(stream)
 
     def marks(self) -> list[StreamEvent]:
-        """Return one event per stream, after its uses so far, and clear the streams."""
+        """Return one event per stream, recorded after its uses so far, and forget the streams."""
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
 
 
 class HostDeviceCopies:
-    """Copies between a device and host memory that run beside the computation, one after the other each way.
+    """Copies between a device and host memory that overlap with the computation, with one stream per direction.
 
-    On the CPU, where there is nothing to run beside, a copy is done when :meth:`copy` returns.
+    On the CPU a copy is done when :meth:`copy` returns.
 
     Args:
         pin_memory: pin the host memory. The host waits for copies of memory that is not pinned.
@@ -139,7 +139,7 @@ class HostDeviceCopies:
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
-        """1-D [nbytes] of bytes on the device, not used for anything else while a copy may use it."""
+        """Return a 1-D uint8 tensor [nbytes] on the device whose memory is not reused while a copy may use it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._side is not None:
             for stream in self._side.values():
@@ -147,23 +147,23 @@ class HostDeviceCopies:
         return buffer
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D [numel] in host memory, pinned where there is a device, unless the user has chosen otherwise."""
+        """Return a 1-D tensor [numel] in host memory, pinned if there is a device and `pin_memory` is set."""
         if not self._pin_memory:
             return torch.empty(numel, dtype=dtype)
         return host_memory(numel, dtype, device=self.device)
 
     def beside(self, *, to_host: bool) -> AbstractContextManager[object]:
-        """Make the stream of copies in one direction the current one."""
+        """Return a context in which the copy stream of one direction is current."""
         stream: AbstractContextManager[object] = (
             nullcontext() if self._side is None else self._module.stream(self._side[to_host])
         )
         return stream
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamEvent] = ()) -> StreamEvent:
-        """Start a copy that sees all that the current stream has computed so far, and what `after` marks.
+        """Start a copy after the work of the current stream so far and after the events in `after`; return its event.
 
-        Neither tensor may be touched, nor `source` be written, before :meth:`wait` for the mark that this returns.
-        Later copies the same way come after it by themselves.
+        Until :meth:`wait` for that event, `target` must not be used and `source` must not be written. Later copies in
+        the same direction run after this one.
         """
         if self._side is None:
             target.copy_(source)
@@ -178,23 +178,23 @@ class HostDeviceCopies:
         return side.record_event()
 
     def finish(self, mark: StreamEvent) -> None:
-        """Return when the copy is done: the host may use both tensors then."""
+        """Wait on the host until the copy is done. Then the host may use both tensors."""
         if mark is not None:
             mark.synchronize()
 
     def wait(self, mark: StreamEvent) -> None:
-        """Let what the current stream computes from here on come after the copy. The host does not wait."""
+        """Make the current stream wait for the copy. The host does not wait."""
         if self.order is not None:
             self.order.wait_event(mark)
 
 
 class Clock:
-    """Host time, which is the time of work on the CPU."""
+    """Clock for work on the CPU: host time."""
 
     sees_other_threads = True  # a stamp may be taken in any thread
 
     def __init__(self) -> None:
-        self.epoch = time.time()  # seconds: the moment 0 of this clock
+        self.epoch = time.time()  # time 0 of this clock, in seconds since the Unix epoch
         self._zero = time.perf_counter_ns()
 
     @classmethod
@@ -205,14 +205,14 @@ class Clock:
         return time.perf_counter_ns()
 
     def microseconds(self, stamp: Any) -> float:
-        """Since the clock was made."""
+        """Return the microseconds from the creation of the clock to a stamp."""
         return float(stamp - self._zero) / 1e3
 
 
 class DeviceClock(Clock):
-    """The time at which the current stream of a device gets to where the stamp was taken."""
+    """Clock for work on a device: a stamp is the time at which the current stream reaches it."""
 
-    sees_other_threads = False  # the current stream of a backend's thread is another one
+    sees_other_threads = False  # threads of a backend have another current stream
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,9 +1,9 @@
-"""Adding tensors up.
+"""Addition of tensors to an accumulator.
 
 [Note: Adding in pieces]
-On a CPU, torch adds a tensor of another dtype by first making a copy of all of it in the dtype of the sum. In pieces
-that stay in a core's cache, that copy, and the sum while several tensors are added to it, need not go through memory.
-Each element is rounded as if all were added at once: the same bits. On a device an addition is one kernel.
+On a CPU, torch adds a tensor of another dtype by first copying all of it to the dtype of the sum. Pieces that fit into
+a core's cache keep this copy in the cache, and also the sum while several tensors are added to it. Each element is
+rounded as in one addition of the full tensors, which gives the same bits. On a device an addition is one kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["accumulate_parts"]
 
-_PIECE = 1 << 16  # elements: in fp32, with its copy, half a MiB; torch gives two threads of a pool such a one
+_PIECE = 1 << 16  # elements: half a MiB in fp32 with its copy; torch uses two threads for such a piece
 
 
 def accumulate_parts(
@@ -26,12 +26,12 @@ def accumulate_parts(
     overwrite: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """target (+)= scale * sum of the parts, one after the other, in the target's dtype.
+    """Add scale * sum of the parts to `target`, one part after the other, in the target's dtype.
 
     Args:
-        parts: each of the target's shape, of any floating dtype.
-        wire: round each to that first.
-        overwrite: forget what the target holds.
+        parts: tensors of the target's shape, of any floating dtype.
+        wire: dtype to which each part is rounded first; None: do not round.
+        overwrite: replace the contents of the target instead of adding to them.
     """
     parts = tuple(parts)
     if _is_in_pieces(target, parts):

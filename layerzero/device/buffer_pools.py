@@ -1,4 +1,4 @@
-"""Memory that is taken, given back and taken again."""
+"""Pools that reuse memory of flat buffers and full buffers."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from layerzero.device.accelerator import CurrentStream, StreamEvent
 
 __all__ = ["BufferPool", "FullBufferPool", "Size", "UnitFootprint", "bytes_of_buffers", "max_gathered_bytes"]
 
-Size = tuple[int, torch.dtype]  # of a flat buffer: elements of a dtype
+Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 
-_SLOTS = 3  # buffers of a size that units on a device take in turns: one is filled, one is sent, one is added up
+_SLOTS = 3  # buffers of one size that a device uses in turn: one is filled, one is sent, one is added up
 
 
 def bytes_of_buffers(foreseen: Mapping[Size, int], *, on_device: bool) -> int:
-    """What a pool comes to have allocated, if no more of a size are in use at once."""
+    """Return the bytes that a pool allocates if no more than `foreseen` buffers of each size are in use at once."""
     return sum(
         (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in foreseen.items()
     )
 
 
 def _slots(foreseen: int) -> int:
-    """How many of a size a device's pool makes: one for a unit whose size no other has, such as embeddings."""
+    """Return the number of buffers of one size in a device's pool: one for a size of a single unit (embeddings)."""
     return 1 if foreseen == 1 else _SLOTS
 
 
 class UnitFootprint(NamedTuple):
-    """What is there while a unit computes."""
+    """Memory of one gathered unit."""
 
-    nbytes: int
-    reshards: bool | int  # it is freed after a forward
-    post_forward_ranks: Hashable  # what it is gathered from
-    kept: int = 0  # bytes that stay of it from a forward to its backward
+    nbytes: int  # bytes of its full buffers
+    reshards: bool | int  # true: the full buffers are freed after a forward
+    post_forward_ranks: Hashable  # mesh over which it is gathered
+    kept: int = 0  # bytes of its post-forward shards
 
 
 def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
-    """Bytes of the full buffers that are filled at once: the root's, those that stay, of each mesh a unit's and those
-    ahead of it; and of what is kept of them.
+    """Return the maximum bytes of gathered full buffers and post-forward shards at one time.
+
+    Counted are the root (the first of `units`), units that stay gathered, the post-forward shards of all units, and for
+    each mesh the `prefetch` + 1 largest of the other units.
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
@@ -54,19 +56,20 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
 
 
 class BufferPool:
-    """Reuses flat buffers of equal size and dtype, so that a steady state allocates nothing.
+    """Pool of flat buffers that are reused by size and dtype, so that the steady state allocates nothing.
 
-    A buffer handed to an exchange is given back only after the exchange was waited for. On a device that is a stream's
-    waiting, not the host's: the host has given a buffer back long before it is free, and so takes the one that was
-    given back first, once there are as many as are used at a time; whoever takes it waits for whoever gave it.
+    A buffer that a collective uses is released only after the wait for the collective. On a device, a stream waits and
+    not the host, so the host releases a buffer long before it is free. Once there are as many buffers as are used at a
+    time, the pool therefore returns the one that was released first. The current stream waits for the event of its
+    release.
 
     Args:
-        expected: how many of a size may be in use at once. In the host's memory these are made together, and those that
-            were given back last are taken first: what is never needed is an address, and no memory. More are made where
-            they are needed.
+        foreseen: number of buffers by size that may be in use at once. In host memory these are allocated together, and
+            the one that was released last is reused first. Buffers that are never used then take addresses only, and no
+            memory. The pool allocates more if needed.
 
     Attributes:
-        expected: the same; it may be changed before there are any.
+        expected: the same numbers; they may be changed while there are no buffers yet.
     """
 
     def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
@@ -75,16 +78,16 @@ class BufferPool:
         self._order = CurrentStream.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
-        self._lock = threading.Lock()  # reductions take and give in threads of theirs
+        self._lock = threading.Lock()  # background threads of reductions use the pool, too
         self.allocated_bytes = 0
 
     @property
     def predicted_bytes(self) -> int:
-        """What it comes to have allocated, if no more are needed than was foreseen."""
+        """Bytes that the pool allocates if no more than the expected buffers are needed."""
         return bytes_of_buffers(self.expected, on_device=self._order is not None)
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D buffer ``[numel]`` with unspecified contents."""
+        """Return a 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
         if self._order is None:
             with self._lock:
@@ -113,13 +116,13 @@ class BufferPool:
 
 
 class FullBufferPool:
-    """Lends memory to the storages of full buffers, of which few are filled at once.
+    """Pool of memory for the storages of full buffers, few of which are gathered at once.
 
-    Autograd saves views of a full buffer, so its storage must stay the same object while its memory comes and goes.
-    Memory given back is parked and lent again to a storage of the same size: no allocation, and none of the page faults
-    that memory fresh from the system costs. A storage gets the memory that it had before, where that is free. No more
-    is parked than what is lent leaves of the limit. torch 2.11 cannot move memory between storages; there, every loan
-    is an allocation.
+    Autograd saves views of a full buffer, so its storage must stay the same object while its memory is allocated and
+    freed. Freed memory is cached and reused for a storage of the same size. This avoids an allocation, and the page
+    faults of new memory. A storage gets its previous memory again if that is free. Memory is cached only while the
+    bytes in use and the cached bytes stay within the limit. torch 2.11 cannot move memory between storages, so there
+    each use is an allocation.
 
     Memory is freed on the stream that allocated it, after its last use on the current stream, because torch's caching
     allocator reuses it on that stream without further synchronization.
@@ -128,20 +131,20 @@ class FullBufferPool:
     can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, device: torch.device) -> None:
-        self.limit = 0  # bytes that may be lent and parked; to be set
+        self.limit = 0  # bytes in use and cached; set by the owner
         self.cached_bytes = 0
-        self.allocations = 0  # so far
-        self.most_bytes = 0  # lent and parked at once, so far
+        self.allocations = 0  # number of allocations so far
+        self.most_bytes = 0  # maximum of bytes in use and cached so far
         self._lent_bytes = 0
         self._device = device
         self._order = CurrentStream.of(device)
-        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # by bytes
+        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached, by bytes
         self._empty: list[UntypedStorage] = []
-        self._homes: dict[int, int] = {}  # by storage: the address that it had last
+        self._homes: dict[int, int] = {}  # last address of each storage
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
     def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Give a storage `nbytes` of memory with unspecified contents; what it may have is taken first."""
+        """Give a storage `nbytes` of memory with unspecified contents. Memory that it has is freed first."""
         if storage.nbytes():
             self.free(storage)
         parked = self._parked[nbytes]
@@ -163,9 +166,9 @@ class FullBufferPool:
         self.most_bytes = max(self.most_bytes, self._lent_bytes + self.cached_bytes)
 
     def free(self, storage: UntypedStorage) -> None:
-        """Take a storage's memory; it has 0 bytes then."""
+        """Free the memory of a storage, which then has 0 bytes."""
         nbytes = storage.nbytes()
-        self._lent_bytes = max(0, self._lent_bytes - nbytes)  # what a storage was born with was not lent
+        self._lent_bytes = max(0, self._lent_bytes - nbytes)  # the initial memory of a storage is not from the pool
         if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
@@ -182,12 +185,15 @@ class FullBufferPool:
         storage.resize_(0)
 
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
-        """The memory that it had last, if it is there: a program that repeats itself finds units where they were."""
+        """Return the index of the storage's previous memory if it is cached, else -1.
+
+        So in a loop, units keep their addresses.
+        """
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)
 
     def _keep_parked(self, most: int) -> None:
-        """Free parked memory, of whatever size, until no more than `most` bytes are parked."""
+        """Free cached memory of any size until no more than `most` bytes are cached."""
         for nbytes, parked in self._parked.items():
             while parked and self.cached_bytes > max(most, 0):
                 storage, given = parked.pop()

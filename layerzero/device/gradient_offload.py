@@ -1,14 +1,15 @@
-"""Sums that wait in pinned host memory between the backwards of a step.
+"""Accumulators in pinned host memory between the backwards of a step.
 
 [Note: Two slabs]
-With `offload_grads` the sums that wait lie in pinned host memory. A unit's sums are used in a slab: device memory for
-the largest unit. There are two of them, for the unit whose backward runs and for a neighbour of it, whose sums are on
-their way out or in meanwhile. A unit that needs a slab takes the one that was not used for longer; what is in there and
-not yet in the host is carried there first. A copy comes after all that the current stream was given before, after the
-uses of the slab on other streams, and after the copies from and to it. Only streams wait.
+With `offload_grads` accumulators are in pinned host memory. During its backward, a unit uses them in a slab: device
+memory for the accumulators of the largest unit. There are two slabs: one for the unit whose backward runs, and one for
+a neighbour whose accumulators are copied to or from the host meanwhile. A unit that needs a slab takes the least
+recently used one. Contents that the host does not have yet are copied to the host first. A copy runs after the work of
+the current stream so far, after uses of the slab on other streams, and after earlier copies from and to it. Only
+streams wait.
 
-On the CPU threads end exchanges that read slabs, while the program takes slabs for other units: each holds a lock for
-what it does, so that a slab stays with a unit until its next exchange has been launched.
+On the CPU, threads finish collectives that read slabs, while the program takes slabs for other units. Each holds a lock
+during its operation, so that a slab stays with a unit until its next collective has been launched.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _SLABS = 2
 
 
 class AccumulatorAllocator:
-    """Makes the places in which the sums of a model wait.
+    """Allocator of the storages for the accumulators of a model.
 
     Args:
-        device: where they are used.
-        transfers: what carries them to the host and back; None keeps them on the device.
-        in_node: where hop 1 reads them in the node's memory: makes their places in there.
+        device: device on which they are used.
+        transfers: copies to and from the host; None: accumulators stay on the device.
+        in_node: creates a storage in shared memory, if hop 1 reads accumulators there.
     """
 
     def __init__(
@@ -51,17 +52,21 @@ class AccumulatorAllocator:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device now."""
+        """Bytes on the device now, including slabs."""
         slabs = 0 if self._slabs is None else self._slabs.nbytes
         return slabs + sum(each.nbytes for each in self._made)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory now."""
+        """Bytes in host memory now."""
         return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
 
     def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> GradientStorage:
-        """A place of `numel` elements for a handle of `unit`; `sent_in_node`: hop 1 sends it, if there is one."""
+        """Return a storage of `numel` elements for a handle of `unit`.
+
+        Args:
+            sent_in_node: hop 1 sends it, if there is a hop 1.
+        """
         made: GradientStorage
         if self._slabs is not None:
             made = OffloadedStorage(self._slabs, unit, numel, dtype)
@@ -74,7 +79,11 @@ class AccumulatorAllocator:
 
 
 def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tuple[int, int]:
-    """Bytes on the device and in the host, where the sums of each unit take `sizes` bytes each."""
+    """Return the bytes of all accumulators on the device and on the host.
+
+    Args:
+        sizes: by unit: bytes of each accumulator.
+    """
     total = sum(map(sum, sizes))
     if not offloaded:
         return total, 0
@@ -84,23 +93,23 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
 
 @dataclass(frozen=True)
 class ModelPools:
-    """What the handles of a model share."""
+    """Memory pools and host copies that the handles of a model share."""
 
-    scratch: BufferPool  # of exchanges
-    outgoing: BufferPool  # of what hop 1 sends: the same, or memory that the other ranks of the node read
+    scratch: BufferPool  # for collectives
+    outgoing: BufferPool  # for gradients that hop 1 sends: the same pool, or shared memory
     full: FullBufferPool
     accumulators: AccumulatorAllocator
-    to_host: HostDeviceCopies | None = None  # what carries masters and final gradients, where the host updates
+    to_host: HostDeviceCopies | None = None  # copies of masters and final gradients, if the optimizer runs on the host
     weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
 
 
 def _aligned(nbytes: int) -> int:
-    """Rounded up to where the next sum of a slab may begin, whatever its dtype."""
+    """Return `nbytes` rounded up to 16, the alignment of accumulators of any dtype in a slab."""
     return -(-nbytes // 16) * 16
 
 
 class OffloadedStorage(GradientStorage):
-    """See [Note: Two slabs]."""
+    """Accumulator in host memory that is used in a slab; see [Note: Two slabs]."""
 
     lasting = False
 
@@ -109,11 +118,11 @@ class OffloadedStorage(GradientStorage):
         self._slabs = slabs
         self.guard = slabs.lock
         self._tenant = slabs.tenant_of(unit)
-        self._place = self._tenant.add(self, numel * dtype.itemsize)  # bytes of a slab
-        self._host: Tensor | None = None  # [numel], from the first store on
-        self._device: Tensor | None = None  # [numel], inside a slab, while the unit has one
-        self._newer = False  # the slab holds contents that the host does not
-        self._stored: StreamEvent = None  # of the last copy to the host
+        self._place = self._tenant.add(self, numel * dtype.itemsize)  # byte range in a slab
+        self._host: Tensor | None = None  # [numel], allocated at the first copy to the host
+        self._device: Tensor | None = None  # [numel], view of a slab while the unit has one
+        self._newer = False  # the slab holds contents that the host does not have
+        self._stored: StreamEvent = None  # event of the last copy to the host
 
     @property
     def host_bytes(self) -> int:
@@ -153,7 +162,7 @@ class OffloadedStorage(GradientStorage):
         self._newer = False
 
     def leave(self) -> None:
-        """Another unit takes the slab."""
+        """Store the contents on the host, because another unit takes the slab."""
         self._close(keep=True)
         self._device = None
 
@@ -168,7 +177,7 @@ class OffloadedStorage(GradientStorage):
 
 
 class _Tenant:
-    """The sums of one unit, which share a slab."""
+    """Accumulators of one unit, which share a slab."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -180,7 +189,7 @@ class _Tenant:
         return any(place.leased for place in self._places)
 
     def add(self, place: OffloadedStorage, nbytes: int) -> slice:
-        """The bytes of a slab that are to be its own."""
+        """Reserve `nbytes` for an accumulator; return its byte range in a slab."""
         assert self.slab is None, "a unit grows while it has a slab"
         self._places.append(place)
         own = slice(self.nbytes, self.nbytes + nbytes)
@@ -197,23 +206,23 @@ class _Slab:
     def __init__(self, touched: TouchedBy) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
-        self.copied: StreamEvent = None  # the last copy from or to it
+        self.copied: StreamEvent = None  # event of the last copy from or to it
         self.touched = touched  # streams that have opened it since, and not closed it yet
-        self.used: list[StreamEvent] = []  # ends of uses since
+        self.used: list[StreamEvent] = []  # events after the uses since
 
     def end_uses(self) -> None:
         """Order the next copy after the work so far of the current stream and of streams that have opened the slab."""
-        self.touched.note()  # a collective that reads it ends on another stream than the one that launched it
+        self.touched.note()  # a collective that reads the slab ends on another stream than the one that launched it
         self.used += self.touched.marks()
 
 
 class _Slabs:
-    """Two slabs, and who has them."""
+    """Two slabs, and the units that use them."""
 
     def __init__(self, transfers: HostDeviceCopies) -> None:
         self.transfers = transfers
         self.lock = threading.RLock()
-        self._slabs = [_Slab(TouchedBy(transfers.order)) for _ in range(_SLABS)]  # the one used last comes last
+        self._slabs = [_Slab(TouchedBy(transfers.order)) for _ in range(_SLABS)]  # least recently used first
         self._tenants: dict[Hashable, _Tenant] = {}
 
     @property
@@ -222,20 +231,20 @@ class _Slabs:
 
     def tenant_of(self, unit: Hashable) -> _Tenant:
         tenant = self._tenants.setdefault(unit, _Tenant())
-        if tenant.slab is not None:  # it is about to grow
+        if tenant.slab is not None:  # the unit is about to get another accumulator
             tenant.slab.tenant = None
             tenant.leave()
         return tenant
 
     def free_slab(self) -> _Slab | None:
-        """The slab that a unit without one would take."""
+        """Return the slab that a unit without one would take; None if all are leased."""
         for slab in self._slabs:
             if slab.tenant is None or not slab.tenant.leased:
                 return slab
         return None
 
     def admit(self, tenant: _Tenant) -> _Slab:
-        """The slab of a unit, which gets one if it has none."""
+        """Return the slab of a unit, after giving it one if it has none."""
         slab = tenant.slab or self.free_slab()
         assert slab is not None, "exchanges read both slabs"
         if slab.tenant is not tenant:
@@ -260,7 +269,7 @@ class _Slabs:
         return slab.copied
 
     def wait(self, slab: _Slab) -> None:
-        """Let what the current stream computes from here on come after the copies from and to a slab."""
+        """Make the current stream wait for the copies from and to a slab, and for its uses."""
         if slab.copied is not None:
             self.transfers.wait(slab.copied)
         for mark in slab.used:

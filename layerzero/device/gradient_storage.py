@@ -1,18 +1,20 @@
-"""Memory of a sum: kept, scratch, or inside the memory of another sum. For slabs see gradient_offload.py.
+"""Memory of a gradient buffer: persistent, from a pool, or a part of another buffer. For slabs see gradient_offload.py.
 
 [Note: The final gradient rests in the node sum]
-Once hop 2 has sent a sharded node sum, nothing in it matters until the next backward. The final gradient therefore
-needs no memory of its own: it rests in this rank's part of the node sum, which is what ``.grad`` shows.
+Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward. So the final
+gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` shows
+that part.
 
-It must leave before anything else is summed up there, if it is still wanted (no zero_grad since): it is a mean over all
-ranks already, and what comes is a part of a sum. It is copied to memory of its own then, and back when the node sum has
-been sent. That memory is allocated at the first such copy and kept, so that the memory of a model depends on the
-program and not on timing. ``.grad`` always shows the home. It cannot be read while the home holds another sum, which is
-during backwards and after a backward inside no_sync. A loop that zeroes gradients before the next backward, to None,
-never moves anything.
+Before new gradients are added there, a final gradient that is still needed (no zero_grad since) must be set aside: it
+is already a mean over all ranks, and the new gradients are not. It is copied to separate memory, and copied back when
+the ZeRO-3 gradient shard has been sent. That memory is allocated at the first such copy and kept, so that the memory of
+a model depends on the program and not on timing. ``.grad`` always shows the part of the ZeRO-3 gradient shard. It
+cannot be read while that part holds other gradients: during backwards, and after a backward inside no_sync. A loop that
+sets gradients to None before the next backward copies nothing.
 
-Sums in slabs have no lasting place on the device, and a whole one may be opened to kernels (``main_grad``) while
-``.grad`` is read: beside these, as where nothing waits, the final gradient has memory of its own.
+The final gradient has memory of its own if the accumulators are in slabs, which have no persistent memory on the
+device, or if full gradients are accumulated, since kernels may write these (``main_grad``) while ``.grad`` is read. The
+same holds if no ZeRO-3 gradient shard waits between backwards.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ __all__ = ["AliasedStorage", "GradientStorage", "Lease", "PersistentStorage", "P
 
 
 class GradientStorage(ABC):
-    """Flat memory for one sum, 1-D [numel].
+    """Flat memory of one gradient buffer, 1-D [numel].
 
     Attributes:
-        lasting: an opened tensor stays valid when other places are opened.
-        fixed: every opened tensor is the same one.
-        guard: to be held where its memory must not be given to another place between two calls.
+        lasting: an opened tensor stays valid when other storages are opened.
+        fixed: :meth:`open` always returns the same tensor.
+        guard: lock to hold if the memory must not move to another storage between two calls.
     """
 
     lasting = True
@@ -51,31 +53,37 @@ class GradientStorage(ABC):
 
     @property
     def own_numel(self) -> int:
-        """Elements of memory that nothing else has, once it has been opened."""
+        """Number of elements of memory that only this storage uses, once it has been opened."""
         return self.numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of its own on the device now."""
+        """Bytes of its own memory on the device now."""
         return 0
 
     @property
     def leased(self) -> bool:
-        """An exchange reads it, or will be added to it: it stays where it is."""
+        """True while a collective reads it or will be added to it. Its memory must not move then."""
         return self._leases > 0
 
     @property
     def blocked(self) -> bool:
-        """It cannot be opened before an exchange that reads another place has ended."""
+        """True if it cannot be opened before a collective that reads another storage has ended."""
         return False
 
     def lease(self) -> Lease:
-        """Keep it where it is while an exchange is in flight, which ends what this returns."""
+        """Keep the memory in place while a collective is in flight. The collective ends the returned lease."""
         self._leases += 1
         return Lease(self._end_lease)
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Let an exchange read all of it, as `wire`: in place, or with `copies` from scratch; nothing is to be kept."""
+        """Lend the full contents to a collective in the dtype `wire`, after which they are no longer needed.
+
+        Args:
+            wire: dtype in which they are sent.
+            pool: provides scratch if the dtypes differ.
+            copies: use scratch even if the dtypes are equal.
+        """
         tensor = self.open(keep=True)
         if tensor.dtype != wire or copies:
             tensor = pool.acquire(self.numel, wire).copy_(tensor)
@@ -93,35 +101,35 @@ class GradientStorage(ABC):
 
     @abstractmethod
     def open(self, *, keep: bool) -> Tensor:
-        """The memory, to be read and written now; without `keep` its contents are unspecified."""
+        """Return the memory for reads and writes from now on. Without `keep` its contents are unspecified."""
 
     def home(self) -> Tensor:
-        """Where it is between passes."""
+        """Return the memory in which the contents are between passes."""
         return self.open(keep=True)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory now, where the device is another."""
+        """Bytes in host memory now, if the device is not the CPU."""
         return 0
 
-    def wait_for_host(self) -> None:  # noqa: B027 - most are where they are computed
-        """The host is about to read what was closed: return when it is there."""
+    def wait_for_host(self) -> None:  # noqa: B027 - most storages are on the device
+        """Wait until the host can read the contents of the last :meth:`close`."""
 
-    def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most places are where they are
-        """It will be opened soon."""
+    def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most storages need no preparation
+        """Prepare for an :meth:`open` that will follow soon."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
-        """It is not needed for now, and its contents only with `keep`."""
+        """End the use of the opened memory; its contents are needed later only with `keep`."""
 
     def set_aside(self, *, keep: bool) -> None:  # noqa: B027
-        """Something else is about to be summed up where it rests; its contents are needed with `keep`."""
+        """Vacate memory that is shared with another storage; the contents are needed only with `keep`."""
 
     def restore(self, *, keep: bool) -> None:  # noqa: B027
-        """Where it rests is free again."""
+        """Return to the shared memory, which is free again; the contents are needed only with `keep`."""
 
 
 class Lease:
-    """Keeps a place where it is; whoever finishes the exchange ends it, once."""
+    """Lease that keeps a storage in place. The code that finishes the collective ends it; further calls do nothing."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end
@@ -133,7 +141,7 @@ class Lease:
 
 
 class SendLease(Lease):
-    """A lease of what an exchange reads: `tensor`."""
+    """Lease of the `tensor` that a collective reads."""
 
     def __init__(self, end: Callable[[], None], tensor: Tensor) -> None:
         super().__init__(end)
@@ -141,7 +149,7 @@ class SendLease(Lease):
 
 
 class PersistentStorage(GradientStorage):
-    """Memory of its own, from its first use on; it starts with zeros."""
+    """Memory of its own, allocated at first use and filled with zeros."""
 
     fixed = True
 
@@ -161,7 +169,7 @@ class PersistentStorage(GradientStorage):
 
 
 class PooledStorage(GradientStorage):
-    """Memory that it takes from a pool when it is opened, and gives back when nothing is to be kept."""
+    """Memory that is acquired from a pool at :meth:`open` and released at a :meth:`close` without `keep`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
@@ -170,7 +178,7 @@ class PooledStorage(GradientStorage):
 
     @property
     def own_numel(self) -> int:
-        return 0  # the pool's
+        return 0  # the memory belongs to the pool
 
     def open(self, *, keep: bool) -> Tensor:
         if self._tensor is None:
@@ -181,7 +189,7 @@ class PooledStorage(GradientStorage):
         if self.dtype != wire:
             return super().lend_send_buffer(wire, pool)
         tensor = self.open(keep=True)
-        self._tensor = None  # what comes meanwhile lies elsewhere
+        self._tensor = None  # gradients that arrive during the collective get another buffer
         return SendLease(partial(self._pool.release, tensor), tensor)
 
     def close(self, *, keep: bool) -> None:
@@ -191,7 +199,10 @@ class PooledStorage(GradientStorage):
 
 
 class AliasState(enum.Enum):
-    """States of an :class:`AliasedStorage`: HOME -> AWAY (nothing to keep) -> ASIDE (in memory of its own) -> HOME."""
+    """State of an :class:`AliasedStorage`.
+
+    Transitions: IN_PLACE -> VACATED (no contents) -> SET_ASIDE (contents in separate memory) -> IN_PLACE.
+    """
 
     IN_PLACE = "home"
     VACATED = "away"
@@ -199,7 +210,7 @@ class AliasState(enum.Enum):
 
 
 class AliasedStorage(GradientStorage):
-    """A part of another place, which it leaves while something else is summed up there.
+    """Part of another storage, with separate memory while other gradients are accumulated there.
 
     See [Note: The final gradient rests in the node sum].
     """

@@ -1,11 +1,11 @@
 """Masters, final gradients and compute weights in host memory; the optimizer runs there.
 
 [Note: The host updates]
-With `offload_optimizer` masters lie in pinned host memory, and so do the final gradients that ``.grad`` shows; the
-optimizer runs on the CPU and keeps its state there. A final gradient is summed up in scratch on the device, and stored
-when it rests. Fresh rows are carried up to the ZeRO-3 shard when a refresh is launched, and cast on the way. Both are
-copies beside other work, which streams wait for. The host waits before it reads a gradient that has just been stored.
-It may write a master that is still being carried up: who writes launches another refresh, which comes after.
+With `offload_optimizer` masters and the final gradients that ``.grad`` shows are in pinned host memory. The optimizer
+runs on the CPU and keeps its state there. A final gradient is accumulated in scratch on the device, and copied to the
+host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both copies
+overlap with other work, and streams wait for them. The host waits before it reads a gradient that has just been copied.
+It may write a master that is still being copied to the device: another refresh follows each write.
 
 [Note: Weights in the host]
 With `offload_params` ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
@@ -31,22 +31,22 @@ __all__ = ["Fetch", "HostShard", "HostStorage"]
 
 
 class HostStorage(GradientStorage):
-    """Memory in the host, used on the device; see [Note: The host updates]."""
+    """Gradient in host memory that is computed on the device; see [Note: The host updates]."""
 
     lasting = False
 
     def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
         self._transfers = transfers
-        self._pool = pool  # lends the scratch
+        self._pool = pool  # provides scratch on the device
         self._host: Tensor | None = None
-        self._stored: StreamEvent = None  # ends when the host has what was stored last
-        self._device: Tensor | None = None  # while it is used
+        self._stored: StreamEvent = None  # event of the last copy to the host
+        self._device: Tensor | None = None  # scratch while it is open
         self._touched = TouchedBy(transfers.order)
 
     @property
     def own_numel(self) -> int:
-        return 0  # on the device: the pool's
+        return 0  # memory on the device belongs to the pool
 
     @property
     def host_bytes(self) -> int:
@@ -73,7 +73,7 @@ class HostStorage(GradientStorage):
         uses = self._touched.marks()
         if keep:
             self._stored = self._transfers.copy(self.home(), device, to_host=True, after=uses)
-            self._transfers.wait(self._stored)  # whoever takes the scratch next comes after it
+            self._transfers.wait(self._stored)  # the next user of the scratch comes after the copy
         else:
             for mark in uses:
                 self._transfers.wait(mark)
@@ -97,7 +97,7 @@ class Fetch:
 
 
 class HostShard:
-    """A ZeRO-3 shard in host memory; see [Note: Weights in the host].
+    """ZeRO-3 shard in host memory; see [Note: Weights in the host].
 
     Attributes:
         tensor: 1-D [numel], initially zeros.
@@ -106,9 +106,9 @@ class HostShard:
     def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         self.tensor = transfers.host_buffer(numel, dtype).zero_()
         self._transfers = transfers
-        self._pool = pool  # lends the scratch
-        self._stored: StreamEvent = None  # of the last copy to the host
-        self._fetched: StreamEvent = None  # of the last copy to the device
+        self._pool = pool  # provides scratch on the device
+        self._stored: StreamEvent = None  # event of the last copy to the host
+        self._fetched: StreamEvent = None  # event of the last copy to the device
 
     @contextmanager
     def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
@@ -132,7 +132,7 @@ class HostShard:
         return self._pool.acquire(self.tensor.numel(), self.tensor.dtype)
 
     def store(self, fresh: Tensor) -> None:
-        """Copy borrowed scratch to the host, and return it to the pool."""
+        """Copy borrowed scratch to the host, and release it to the pool."""
         self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
         self._transfers.wait(self._stored)
         self._pool.release(fresh)

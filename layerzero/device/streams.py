@@ -1,24 +1,25 @@
-"""Work that is done beside the program, in an order that the program fixes.
+"""Streams for background work, in an order that the program fixes.
 
 [Note: Streams]
-A stream does what it was given, one after the other. What lies in different streams is ordered by marks alone: one
-stream waits for a mark of another. Everything that a handle's reduction needs is given to the streams at one point of
-the program, so what is done, and in which order on each stream, is a function of the program; how fast an exchange is
-decides nothing but when.
+A stream runs its operations in the order in which they were enqueued. Operations of different streams are ordered by
+events only: one stream waits for an event of another. All operations of a handle's reduction are enqueued at one point
+of the program. So the operations, and their order on each stream, depend on the program only. The speed of a collective
+affects only when they run.
 
-On a device the streams are the device's own: the host hands over and waits for nothing. gloo's `wait` blocks whoever
-calls it, so there worker threads play the streams (:class:`ThreadStreams`), and the host waits where it needs a result.
-Backends that run on the CPU and are not gloo may want one order over all their groups: for them everything is done at
-once, where it is handed over.
+On a device, the streams are streams of the device: the host enqueues and does not wait. gloo's `wait` blocks the
+calling thread. So with gloo, worker threads act as streams (:class:`ThreadStreams`), and the host waits where it needs
+a result. Other backends on the CPU may require one order over all their groups: for them each operation runs at once,
+where it is enqueued.
 
 [Note: Threads and what they share]
-What a reduction sums up is its handle's own, and the host leaves it alone until the last mark has passed. So threads
-and host share nothing but pools, slabs and records of what happened, each of which has a lock or one writer an entry.
-The first exchange of a reduction is launched by the host, in the order of the program: sums that wait in slabs are
-brought in for it, and a thread that did so later might take the slab in which the next gradients are being written.
-A failure in a thread is kept, what depends on it does nothing, and the host raises it at the end of the backward; that
-of an exchange, which is the end anyway, where it next hands over or waits for a thread. If it waits for a gather
-meanwhile, that one fails, too, and tells more: who does what elsewhere.
+The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed. So
+threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer per entry.
+The host launches the first collective of a reduction, in program order, because accumulators in slabs are copied in for
+it. A thread that did this later might take the slab to which the next gradients are being written.
+A failure in a thread is stored, and operations that depend on it do nothing. The host raises it at the end of the
+backward. The failure of a collective, after which training cannot continue, is raised where the host next enqueues work
+or waits for a thread. If the host waits for a gather meanwhile, the gather fails as well. Its error says more: it names
+the ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -57,66 +58,70 @@ _PATIENCE = 5.0  # seconds to wait for collectives in flight when a model is clo
 
 
 class Waitable(Protocol):
-    """Something that ends: an exchange, a mark."""
+    """Something that completes: a collective or an event."""
 
     def wait(self) -> None:
-        """What is done from here on comes after it."""
+        """Make subsequent work run after it."""
 
 
 class Stream(ABC):
-    """See [Note: Streams]."""
+    """Queue of operations that run in order; see [Note: Streams]."""
 
     @abstractmethod
     def run(self, operation: Operation) -> None:
-        """Do this after all that was given before."""
+        """Enqueue an operation."""
 
     @abstractmethod
     def wait_event(self, awaited: Waitable) -> None:
-        """What is given from here on is done after `awaited`."""
+        """Make operations that are enqueued from now on wait for `awaited`."""
 
     @abstractmethod
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
-        """Ends when all is done that was given so far; `waiting` is around the time that the host waits for it."""
+        """Return an event that completes after all operations so far.
+
+        Args:
+            waiting: returns a context that surrounds the host's wait for the event.
+        """
 
 
 class ReductionStreams(ABC):
-    """The streams of a model's reductions: launches, what arrives from the node, and from the replicas.
+    """Streams of a model's reductions: for launches, results of hop 1 (`node`) and results of hop 2 (`replica`).
 
-    A stream waits for marks of those before it, and `launches` for those of `node`.
+    A stream waits for events of the streams before it. `launches` waits for events of `node`, too.
     """
 
     launches: Stream
     node: Stream
     replica: Stream
-    off_main_thread = False  # what waits on them is not the program
+    off_main_thread = False  # background threads wait for collectives, not the program
 
     @property
     def failed(self) -> bool:
-        """What was to launch a hop 2 has, and that is not settled yet."""
+        """True if the thread that launches hop 2 has failed since the last :meth:`synchronize`."""
         return False
 
     @abstractmethod
     def gradients_ready(self) -> Waitable:
-        """All that the program has computed so far: the gradients that have arrived."""
+        """Return an event after the program's work so far, which has produced the gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
-        """Forget the oldest of `marks` until `most` are left, where the host runs ahead of them: waiting for each."""
+        """Forget the oldest of `marks` until `most` are left. Waits for each of them if threads act as streams."""
         while len(marks) > most:
             marks.popleft()
 
-    def check(self) -> None:  # noqa: B027 - most fail where they are handed over
-        """Raise the failure of an exchange that somebody else than the program has waited for."""
+    def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
+        """Raise the failure of a collective for which a background thread has waited."""
 
     def close(self) -> None:  # noqa: B027 - most have no threads
         """End the threads that act as streams, after their pending work."""
 
     @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        """What the program does from here on comes after all that was given to any stream; forget all `marks`."""
+        """Make subsequent work of the program run after all operations of all streams; forget all `marks`."""
 
 
 class _Nothing:
-    """What has ended before it is asked for."""
+    """Event that has already completed."""
 
     def wait(self) -> None:
         pass
@@ -125,11 +130,11 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-# Threads of the host
+# Host threads
 
 
 class _ThreadEvent:
-    """A place in what a thread does. Waited for by the host, or by another thread."""
+    """Event of a thread. The host or another thread may wait for it."""
 
     def __init__(self, failures: _Failures, waiting: Waiting) -> None:
         self.passed = threading.Event()
@@ -144,7 +149,12 @@ class _ThreadEvent:
 
 
 class DeferredCollectiveError(RuntimeError):
-    """An error of a thread, of which the host is to find out more where it comes to it: it may know better by then."""
+    """Error of a collective in a background thread. The host explains it when it raises it.
+
+    Args:
+        error: error that the thread has caught.
+        explain: returns the error to raise on the host.
+    """
 
     def __init__(self, error: Exception, explain: Callable[[Exception], Exception]) -> None:
         super().__init__(str(error))
@@ -153,7 +163,7 @@ class DeferredCollectiveError(RuntimeError):
 
 
 class _Failures:
-    """What threads have raised, oldest first."""
+    """Errors of threads, oldest first."""
 
     def __init__(self) -> None:
         self._found: deque[BaseException] = deque()
@@ -162,10 +172,10 @@ class _Failures:
         self._found.append(error)
 
     def check(self, *, settled: bool = False) -> None:
-        """Raise the first one, once; the others followed from it.
+        """Raise the first error once, and discard the others, which follow from it.
 
-        Before all is `settled`, only if it is of an exchange. Others come to all ranks at another place of the program,
-        and a rank that stopped there would leave its lanes out of step.
+        Before all operations have run (`settled`), raise it only if it is of a collective. Other errors may reach other
+        ranks at another point of the program, and a rank that stopped early would leave its communicators out of step.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
             first = self._found.popleft()
@@ -176,12 +186,12 @@ class _Failures:
 
 
 class StreamThread(threading.Thread):
-    """Plays a stream. It holds nothing of a model but what it was given."""
+    """Thread that acts as a stream. It refers to a model only through its pending operations."""
 
     def __init__(self, name: str, failures: _Failures) -> None:
         super().__init__(name=f"layerzero {name}", daemon=True)
         self.given: SimpleQueue[Operation | None] = SimpleQueue()
-        self.failed = False  # since all was settled last
+        self.failed = False  # since the last synchronization
         self._failures = failures
 
     def run(self) -> None:
@@ -195,7 +205,7 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """End after the pending work. Never waits, since finalizers call this in any thread at any point."""
+        """End after the pending operations. Never waits, since finalizers call this in any thread at any point."""
         self.given.put(None)
 
     def end(self) -> None:
@@ -217,7 +227,7 @@ def _end_threads() -> None:
 
 
 class ThreadStream(Stream):
-    """A thread that plays a stream: daemonic, begun when it is given something."""
+    """Daemon thread that acts as a stream. It starts with the first operation."""
 
     def __init__(self, name: str, failures: _Failures | None = None) -> None:
         self._failures = _Failures() if failures is None else failures
@@ -236,7 +246,7 @@ class ThreadStream(Stream):
         self.start()
         if self.thread.is_alive():
             self.thread.given.put(operation)
-        else:  # ended with the process, or left behind by a fork
+        else:  # the process is ending, or it is a fork without the thread
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
@@ -244,7 +254,7 @@ class ThreadStream(Stream):
             self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
-        if self.thread.ident is None:  # nothing was given
+        if self.thread.ident is None:  # no operations so far
             return _NOTHING
         mark = _ThreadEvent(self._failures, waiting)
         self.run(mark.passed.set)
@@ -252,7 +262,7 @@ class ThreadStream(Stream):
 
 
 class ThreadStreams(ReductionStreams):
-    """Streams that threads play; see [Note: Threads and what they share]."""
+    """Streams that are threads; see [Note: Threads and what they share]."""
 
     off_main_thread = True
 
@@ -261,7 +271,7 @@ class ThreadStreams(ReductionStreams):
         node, replica = (ThreadStream(name, self._failures) for name in ("node", "replica"))
         self.launches, self.node, self.replica = _ImmediateStream(), node, replica
         self._threads = (node, replica)
-        self._launcher = node.thread  # of every hop 2 that follows a hop 1
+        self._launcher = node.thread  # launches each hop 2 that follows a hop 1
         for stream in self._threads:
             stream.end_with(self)
 
@@ -274,7 +284,7 @@ class ThreadStreams(ReductionStreams):
         return self._launcher.failed
 
     def gradients_ready(self) -> Waitable:
-        for stream in self._threads:  # before anything is in flight
+        for stream in self._threads:  # start them before anything is in flight
             stream.start()
         return _NOTHING
 
@@ -291,7 +301,7 @@ class ThreadStreams(ReductionStreams):
                 self.limit_in_flight(each, 0)
             self._finish()
         except BaseException:
-            with suppress(Exception):  # what follows from it; a second interruption leaves marks that have not passed
+            with suppress(Exception):  # subsequent errors; a second interrupt may leave events that are not complete
                 self._finish()
             for each in marks:
                 each.clear()
@@ -305,7 +315,7 @@ class ThreadStreams(ReductionStreams):
         self._failures.check(settled=True)
 
 
-# Done where it is handed over
+# Operations that run at once
 
 
 class _ImmediateStream(Stream):
@@ -320,7 +330,7 @@ class _ImmediateStream(Stream):
 
 
 class ImmediateStreams(ReductionStreams):
-    """One order for all: nothing runs beside anything."""
+    """Streams that run each operation at once, so that nothing overlaps."""
 
     def __init__(self) -> None:
         self.launches = self.node = self.replica = _ImmediateStream()
@@ -333,7 +343,7 @@ class ImmediateStreams(ReductionStreams):
             each.clear()
 
 
-# The device's own
+# Device streams
 
 
 class _DeviceEvents:
@@ -365,9 +375,10 @@ class _DeviceStream(Stream):
 
 
 class DeviceStreams(ReductionStreams):
-    """Streams of an accelerator, beside the one that computes.
+    """Streams of an accelerator, in addition to the one that computes.
 
-    Autograd delivers gradients of leaves on the stream under which their nodes were made: the one that is current now.
+    Autograd delivers gradients of leaves on the stream that was current when their nodes were created. That is the
+    stream which is current in the constructor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -390,7 +401,7 @@ class DeviceStreams(ReductionStreams):
 
 
 def streams_of(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
-    """On what the reductions of a model run; see [Note: Streams]."""
+    """Return the streams for the reductions of a model; see [Note: Streams]."""
     if device_module(device) is not None:
         return DeviceStreams(device)
     return ThreadStreams() if on_gloo else ImmediateStreams()

@@ -1,4 +1,4 @@
-"""Short texts that tell whether tensors on several ranks have the same bits."""
+"""Digests of tensors, to compare their bits between ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from torch import Tensor
 
 __all__ = ["digest"]
 
-_CHUNK = 1 << 20  # words of eight bytes that are worked on at once
+_CHUNK = 1 << 20  # 8-byte words that are processed at once
 
 
 def digest(tensor: Tensor) -> str:
-    """Equal for equal bits, and almost surely different otherwise: a weighted sum of 8-byte words modulo 2^64."""
+    """Return a hexadecimal digest of the bits of a tensor: a weighted sum of its 8-byte words modulo 2^64.
+
+    Tensors with different bits almost surely have different digests.
+    """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     words = raw[:whole]

@@ -1,4 +1,4 @@
-"""Callables and classes that a user names: ``package.module:name``."""
+"""Import of callables and classes by name: ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ __all__ = ["load_named"]
 
 
 def load_named(target: str, what: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names.
+    """Import the callable that ``package.module:name`` names.
+
+    Args:
+        what: description of the callable for error messages.
 
     Raises:
-        ValueError: there is none; says `what` was looked for.
+        ValueError: the name is malformed, the import fails, or the object is not callable.
     """
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
@@ -26,7 +29,7 @@ def load_named(target: str, what: str) -> Callable[..., Any]:
                 f"{what} {target!r}: there is no module {error.name!r} here or among the installed packages"
             ) from None
         raise ValueError(f"{what} {target!r}: importing {module_name!r} failed: {error}") from None
-    except Exception as error:  # whatever the module's own code raises
+    except Exception as error:  # raised by the module's own code
         raise ValueError(
             f"{what} {target!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""Whether numbers are finite."""
+"""Tests for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """0-dim, bool, on `device`: a tensor holds a NaN or an infinity. One read of each; the host waits for nothing."""
+    """Return a 0-dim bool tensor on `device`: whether any tensor contains a NaN or an infinity.
+
+    Each tensor is read once. The host does not wait.
+    """
     found = torch.zeros((), dtype=torch.bool, device=device)
     for of_device in _by_device(tensors):
         found |= (~_are_finite(list(of_device.values()))).any().to(device, non_blocking=True)
@@ -25,7 +28,10 @@ def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tenso
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold a NaN or an infinity. One read of each; the host waits for the device."""
+    """Return the names of the tensors that contain a NaN or an infinity.
+
+    Each tensor is read once. The host waits for the device.
+    """
     return [
         name
         for of_device in _by_device(tensors)
@@ -35,7 +41,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _by_device(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Those that can hold something that is not finite."""
+    """Group the non-empty floating-point tensors by device."""
     looked = {name: tensor for name, tensor in tensors.items() if tensor.numel() and tensor.dtype in _WIDE}
     devices = dict.fromkeys(tensor.device for tensor in looked.values())
     return [{name: tensor for name, tensor in looked.items() if tensor.device == device} for device in devices]
@@ -46,13 +52,14 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """0-dim: the largest magnitude in each, NaN where there is one; of tensors on one device that are not empty.
+    """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains one.
 
-    A sum of squares would do less: it may overflow where every element is finite.
+    The tensors must not be empty and must be on one device. A sum of squares is not used instead, because it may
+    overflow although every element is finite.
     """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(tensors, math.inf))
-    pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # a twelfth of the time that the norm takes there
+    pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # a twelfth of the time of the norm on a CPU
     return [torch.maximum(largest, -least) for least, largest in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside the values that modules take and return."""
+"""Tensors in nested inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 __all__ = ["cast_floating", "iter_tensors"]
 
 
-_DEEPEST = 8  # of objects inside objects
+_DEEPEST = 8  # maximum depth of objects with attributes
 
 
 def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings, dataclasses and attributes of other objects, in order."""
+    """Yield every tensor in nested tuples, lists, mappings, dataclasses and attributes of other objects, in order."""
     items: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
@@ -27,13 +27,13 @@ def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = (getattr(value, field.name) for field in dataclasses.fields(value))
     elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
-        items = tuple(vars(value).values()) if _depth < _DEEPEST else ()  # such objects may hold one another
+        items = tuple(vars(value).values()) if _depth < _DEEPEST else ()  # such objects may form cycles
     for item in items:
         yield from iter_tensors(item, _depth + 1)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The value with its floating-point tensors in `dtype`; containers are rebuilt, never changed."""
+    """Return the value with its floating-point tensors cast to `dtype`. Containers are rebuilt, never modified."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -56,7 +56,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    # Of a dict subclass or a dataclass; those that are both (as model outputs often are) keep the two in step.
+    # For a dict subclass or a dataclass. Objects that are both, like many model outputs, keep items and fields equal.
     names = list(value) if isinstance(value, dict) else [field.name for field in dataclasses.fields(value)]
     old = [value[name] if isinstance(value, dict) else getattr(value, name) for name in names]
     new = [_map_tensors(item, change) for item in old]

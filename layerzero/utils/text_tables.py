@@ -1,4 +1,4 @@
-"""Plain text for people: tables and numbers with units."""
+"""Plain-text tables, and numbers with units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns under a header; the first `left` of them begin in one line, the others end in one."""
+    """Return a table with a header; the first `left` columns are left-aligned, the others right-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = []
@@ -24,12 +24,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def size(nbytes: float) -> str:
-    """Bytes, in units of 1,000: ``1.24 GB``."""
+    """Return a number of bytes as text, with powers of 1000: ``1.24 GB``."""
     return _with_unit(nbytes, "B")
 
 
 def rate(number: float) -> str:
-    """A number without a unit: ``12.3 k``."""
+    """Return a number as text without a unit, with powers of 1000: ``12.3 k``."""
     return _with_unit(number, "").rstrip()
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a gathered handle from a forward to its backward: a part on each of a few neighbouring ranks."""
+"""Post-forward shards: parts of a full buffer that a few neighbouring ranks keep from a forward to its backward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["PostForwardShard", "kept_bytes"]
 
 
 class PostForwardShard:
-    """N/k elements of a full buffer on each of k neighbours: ``reshard_after_forward=k``.
+    """N/k elements of a full buffer on each of k neighbouring ranks: ``reshard_after_forward=k``.
 
-    There from the end of a forward whose graph may come back to the end of the backward of the last forward that has
-    kept it, or until the weights change. A forward that is thrown away keeps it until then, too: whether its graph is
-    still there depends on each rank's garbage collection, and ranks must agree. Gathers take place among the k ranks
-    meanwhile.
+    It is allocated at the end of a forward that may have a backward. It is freed at the end of the backward of the last
+    forward that has kept it, or when the weights change. A forward whose output is discarded keeps it, too: the
+    lifetime of the graph depends on each rank's garbage collection, and ranks must agree. While it is allocated,
+    gathers run among the k ranks.
 
     Args:
         full: 1-D [G], the full buffer.
-        lane: of the k ranks; None: nothing is ever kept.
+        lane: communicator of the k ranks; None: nothing is kept.
+        storages: pool that provides the memory.
     """
 
     def __init__(self, full: Tensor, lane: Communicator | None, storages: FullBufferPool) -> None:
@@ -32,23 +33,23 @@ class PostForwardShard:
         numel = 0 if lane is None else kept_bytes(full.numel(), 1, lane.size)
         self._shard = torch.empty(numel, dtype=full.dtype, device=full.device)  # 1-D [G / k]
         self._storage = self._shard.untyped_storage()
-        self.size = self._storage.nbytes()  # bytes, when it is there
+        self.size = self._storage.nbytes()  # bytes while it is allocated
         storages.free(self._storage)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there now."""
+        """Bytes that are allocated now."""
         return self._storage.nbytes()
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take this rank's part of what has been gathered, unless it is there."""
+        """Copy this rank's part from the gathered full buffer, unless it is already kept."""
         if self._lane is not None and self.size > self.nbytes:
             self._storages.allocate(self._storage, self.size)
             self._shard.copy_(self._full.chunk(self._lane.size)[self._lane.rank])
 
     def gather(self, *, name: str) -> PendingCollective | None:
-        """Start filling the full buffer again; None: nothing is kept."""
+        """Start the regather of the full buffer; return None if nothing is kept."""
         if self._lane is None or not self.nbytes:
             return None
         return all_gather(self._lane, Collective.REGATHER, self._full, self._shard, name=name)
@@ -59,5 +60,5 @@ class PostForwardShard:
 
 
 def kept_bytes(numel: int, element: int, ranks: int) -> int:
-    """Of a full buffer of `numel` elements: what each of `ranks` keeps."""
+    """Return the bytes that each of `ranks` ranks keeps of a full buffer of `numel` elements of `element` bytes."""
     return numel // ranks * element

@@ -1,9 +1,9 @@
-"""How ZeRO-3 shards come together in a full buffer.
+"""All-gather of ZeRO-3 shards into full buffers.
 
 [Note: Encoded gathers]
-Each rank encodes its ZeRO-3 shard, the bytes are gathered, and each rank decodes all of them into its full buffer, its
-own ones, too: all compute with the same weights. Masters stay exact, and so do ZeRO-3 shards; where nothing is gathered
-(S = 1, shared memory) nothing is encoded, and what `reshard_after_forward` keeps has been decoded before.
+Each rank encodes its ZeRO-3 shard, and the bytes are gathered. Each rank decodes all of them into its full buffer, its
+own shard included, so that all ranks compute with the same weights. Masters and ZeRO-3 shards stay exact. Without a
+gather (S = 1, shared memory) nothing is encoded. Post-forward shards hold decoded weights.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from layerzero.layout.shard_grid import overlap
 
 __all__ = ["GatherOptions", "GatheredFullBuffer", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
 
-_ALIGNED = 16  # bytes: where a rank's part begins
+_ALIGNED = 16  # bytes: alignment of each rank's part
 
 
 class GatherOptions(NamedTuple):
-    """What travels in the gathers of a handle, and among whom."""
+    """Encoding and communicator for the gathers of a handle."""
 
-    codec: GatherCodec | None = None  # None: the weights as they are
-    keeping: Communicator | None = None  # of the ranks that keep it in parts until its backward; None: it is freed
+    codec: GatherCodec | None = None  # None: weights are not encoded
+    keeping: Communicator | None = None  # ranks that keep post-forward shards; None: nothing is kept
 
 
 def travels_coded(dtype: torch.dtype) -> bool:
-    """Weights of a dtype are encoded."""
+    """Return whether weights of a dtype are encoded."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def coded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, dtype: torch.dtype) -> list[int]:
-    """Bytes of each rank's encoded shard; none: nothing is encoded.
+    """Return the bytes of each rank's encoded shard; an empty list if nothing is encoded.
 
     Raises:
-        TypeError: the codec does not say how many.
+        TypeError: ``codec.nbytes`` does not return a number of bytes.
     """
     if codec is None or zero3_size == 1 or not travels_coded(dtype):
         return []
@@ -54,12 +54,12 @@ def coded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, 
 
 
 def coded_bytes(sizes: Sequence[int]) -> int:
-    """What is received where shards of these sizes are gathered: each rank sends as much."""
+    """Return the bytes of the buffer that gathers encoded shards of these sizes; all parts are padded to equal size."""
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
 def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
-    """Of each ZeRO-3 shard."""
+    """Return the blocks of each ZeRO-3 shard."""
     found: list[list[RowBlock]] = []
     for s in range(zero3_size):
         shard, blocks = layout.zero3_range(s, zero3_size), []
@@ -72,11 +72,14 @@ def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
 
 
 class GatheredFullBuffer:
-    """The gathers of one handle; see [Note: Encoded gathers].
+    """Full buffer of one handle, filled by all-gathers; see [Note: Encoded gathers].
 
     Args:
+        codec: None: weights are not encoded.
         full: 1-D [G], the full buffer.
         shard: 1-D [G / S], this rank's ZeRO-3 shard.
+        lane: communicator of the gathers.
+        storages: pool that provides the memory for encoded shards.
     """
 
     def __init__(
@@ -95,14 +98,14 @@ class GatheredFullBuffer:
         self._storages = storages
         self._sizes = coded_sizes(codec, layout, lane.size, full.dtype)
         self._blocks = _blocks(layout, lane.size) if self._sizes else []
-        self._bytes = torch.empty(coded_bytes(self._sizes), dtype=torch.uint8, device=full.device)  # 1-D [S * each]
+        self._bytes = torch.empty(coded_bytes(self._sizes), dtype=torch.uint8, device=full.device)  # 1-D [S * part]
         self._storage = self._bytes.untyped_storage()
-        self.size = self._storage.nbytes()  # while it travels
+        self.size = self._storage.nbytes()  # bytes during a gather
         storages.free(self._storage)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there now."""
+        """Bytes of encoded shards that are allocated now."""
         return self._storage.nbytes()
 
     @torch.no_grad()
@@ -113,7 +116,7 @@ class GatheredFullBuffer:
         self._storages.allocate(self._storage, self.size)
         rank = self._lane.rank
         own = self._bytes.chunk(self._lane.size)[rank]
-        if self._blocks[rank]:  # a shard may be padding alone
+        if self._blocks[rank]:  # a shard may consist of padding only
             self._codec.encode(self._shard, self._blocks[rank], own[: self._sizes[rank]])
         works = all_gather(self._lane, Collective.GATHER, self._bytes, own, name=name)
         return PendingDecode(works, self)
@@ -130,7 +133,7 @@ class GatheredFullBuffer:
 
 @dataclass(frozen=True)
 class PendingDecode:
-    """A gather of encoded shards."""
+    """Gather of encoded shards in flight."""
 
     works: PendingCollective
     code: GatheredFullBuffer
@@ -143,6 +146,6 @@ class PendingDecode:
 def gathers_of(
     layout: FlatLayout, full: Tensor, shard: Tensor, lane: Communicator, travel: GatherOptions, storages: FullBufferPool
 ) -> tuple[PostForwardShard, GatheredFullBuffer]:
-    """Among the few ranks that keep a handle for its backward, and among all ranks of a ZeRO-3 group."""
+    """Return the regather among the ranks that keep post-forward shards, and the gather of the ZeRO-3 group."""
     kept = PostForwardShard(full, travel.keeping, storages)
     return kept, GatheredFullBuffer(travel.codec, layout, full, shard, lane, storages)

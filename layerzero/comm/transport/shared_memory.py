@@ -1,21 +1,22 @@
-"""Compute weights that the ranks of a node share: who may write them, and when they may be read.
+"""Compute weights in shared memory, and the synchronization of their reads and writes.
 
 [Note: Rounds of writing]
-The full buffer of a handle is one piece of memory for all ranks of a node, each of which writes its own ZeRO-3 shard
-and reads all. Writes come in rounds, which are the same on all ranks: a round is one call of `WeightRefresher.launch`.
-A rank that comes to a round says so (COME): its passes through the weights before are over, and the next one comes
-after. Nobody writes before all have come to the round. Where the master lies in the shared memory itself (fp32), the
-update of an optimizer or an edit of the user is the first write, so that whoever is about to make it comes to the
-round then.
+The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its own ZeRO-3 shard and
+reads the full buffer. Writes come in rounds, which are the same on all ranks: a round is one call of
+`WeightRefresher.launch`. A rank that arrives at a round publishes this (COME): its earlier passes no longer read the
+weights, and its next pass comes after the round. No rank writes before all ranks have arrived. If the shared memory
+holds the master itself (fp32), the first write is the update of the optimizer or a write of the user. The rank then
+arrives at the round before that write.
 
-A rank that has said that it has come must not read before the round is over. Therefore it is said only where the
-handles are marked as edited at the same time: a forward begins with their refresh, and a backward refuses to run.
+A rank that has arrived must not read before the round is over. Therefore it arrives only if it also marks the handles
+as written: a forward then begins with their refresh, and a backward raises.
 
-Each handle has a number, too: how often this rank's shard has landed. A refresh lands when all of the replicas' parts
-are there, which happens behind the next forward; a thread says so, as the rank itself may be
-anywhere (in a unit that others do not call, or waiting for them). Who is about to read waits until all ranks have
-landed as often as it has launched. A rank may so read what it wants, when it wants, in any order: the others need not
-do the same. Before the first forward, to which all ranks come together, nobody reads, and who writes waits for nobody.
+Each handle also has a counter of the completed refreshes of this rank's shard. A refresh completes when the parts of
+all replicas have been received, which overlaps with the next forward. A thread increments the counter, because the rank
+itself may be busy (in a unit that other ranks do not call, or waiting for them). Before a read, a rank waits until all
+ranks have completed as many refreshes as it has launched. So each rank may read any handle at any time, in any order,
+independently of the other ranks. Before the first forward, which all ranks start together, no rank reads, and writes
+need no wait.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _FIRST_HANDLE = _COME + 1
 
 
 def words_for(handles: int) -> int:
-    """Signals of each rank that a model needs."""
+    """Return the number of counters per rank for a model with this many handles."""
     return _FIRST_HANDLE + handles
 
 
 class WriteBarrier:
-    """The rounds of one model; see [Note: Rounds of writing]."""
+    """Barrier of one model before each round of writes to shared weights; see [Note: Rounds of writing]."""
 
     def __init__(self, memory: SharedSegment, lane: Communicator) -> None:
         self.memory = memory
@@ -55,36 +56,36 @@ class WriteBarrier:
         self._rounds = 0
         self._come = 0
         self._handles = 0
-        self._used = 0  # bytes of the common memory
+        self._used = 0  # bytes of the common part
         self._landings = ThreadStream("refresh")
         self._landings.end_with(self)
 
     def close(self) -> None:
-        """Unmap the shared memory. It is freed with the last tensor in it."""
+        """End the thread and close the shared memory. It is freed with the last tensor in it."""
         self._landings.thread.end()
         self.memory.close()
 
     def share(self, numel: int, dtype: torch.dtype) -> SharedFullBuffer:
-        """The next handle's memory; every rank asks for the same."""
+        """Return the full buffer of the next handle. All ranks must call this with the same arguments."""
         tensor = self.memory.common(numel, dtype, self._used)
         self._used += room_of(numel, dtype)
         self._handles += 1
         return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
 
     def arrive(self) -> None:
-        """Return when no rank reads any more what it has read so far; what is then written must be refreshed."""
+        """Wait until all ranks have arrived, so that no rank still reads. What is written then must be refreshed."""
         if self._come == self._rounds:
             self._come += 1
             self.memory.signals.increment(_COME)
         self.wait(_COME, self._come, "")
 
     def end_round(self) -> None:
-        """All of the round has been launched."""
+        """End the round, after all of its refreshes have been launched."""
         self._lane.counters.record(Collective.HAND_OVER, self._lane.axis, 0)
         self._rounds = self._come
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
-        """This rank's shard is written, or will be when `works` have ended."""
+        """Increment counter `word` when `works` have ended; None: at once."""
         if works is None:
             self.memory.signals.increment(word)
         else:
@@ -101,19 +102,19 @@ class WriteBarrier:
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
-    with suppress(RuntimeError):  # told where the rank itself waits for it
+    with suppress(RuntimeError):  # the main thread raises it when it waits for the same works
         for work in works.each:
             while not work.is_completed():
-                if not threading.main_thread().is_alive():  # the process ends: no thread may be inside a backend then
+                if not threading.main_thread().is_alive():  # no thread may be inside a backend when the process ends
                     return
                 with suppress(RuntimeError):
-                    work.wait(_SLICE)  # type: ignore[call-arg]  # refreshes are the backend's
+                    work.wait(_SLICE)  # type: ignore[call-arg]  # a refresh consists of works of the backend
             work.wait()
         memory.signals.increment(word)
 
 
 class SharedFullBuffer:
-    """The full buffer of one handle, of which this rank writes its ZeRO-3 shard.
+    """Full buffer of one handle in shared memory. This rank writes its ZeRO-3 shard.
 
     Attributes:
         full: 1-D [G], compute dtype.
@@ -124,20 +125,20 @@ class SharedFullBuffer:
         self.full = full
         self._word = word
         self._launched = 0
-        self._read = 0  # the refresh that all are known to have landed
+        self._read = 0  # number of refreshes that all ranks are known to have completed
 
     def publish_shard(self, works: PendingCollective | None) -> None:
-        """This rank's shard is written for the next time, or will be when `works` have ended."""
+        """Publish the next refresh of this rank's shard when `works` have ended; None: at once."""
         self._launched += 1
         self.barrier.publish_shard(works, self._word)
 
     def wait(self, name: str) -> None:
-        """Return when the shards of all ranks have landed as often as this one's was launched."""
+        """Wait until all ranks have completed as many refreshes as this rank has launched."""
         if self._read < self._launched:
             self.barrier.wait(self._word, self._launched, name)
             self._read = self._launched
 
 
 def room_of(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that a handle's weights take in the common memory."""
+    """Return the bytes of a handle's weights in the common part, rounded up to 64."""
     return -(-numel * dtype.itemsize // 64) * 64

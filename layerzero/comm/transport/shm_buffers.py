@@ -1,19 +1,19 @@
-"""Buffers that the other ranks of a node read.
+"""Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
 [Note: When a buffer is written again]
-A rank sends a sum by telling the others where it lies in its part (SENT), and they add it from there (ADDED). Sums are
-sent and added in one order on all ranks, so both are counted: sum n of one rank is sum n of all. A buffer that was
-last sent as sum n is handed out again once ADDED of all ranks is at least n: nobody can still read it, and nobody
-will, as what comes later is read from where it is told to lie then. Places are told in a ring of 64: the place of sum
-n is overwritten by that of sum n + 64, before which ADDED of all has reached n.
+A rank sends a full gradient by publishing its offset in the rank's part (counter SENT). The other ranks add it from
+there (counter ADDED). All ranks send and add in the same order, so gradient n of one rank corresponds to gradient n of
+all. A buffer that was last sent as gradient n is reused once ADDED of all ranks is at least n. Then no rank reads it
+any more, since later gradients have their own offsets. Offsets are published in a ring of 64 entries. Gradient n + 64
+overwrites the entry of gradient n, after ADDED of all ranks has reached n.
 
-A sum that waits between micro-batches ("full") lies in a buffer of its own for good (:class:`NodePlace`). It is written
-again on the same terms: whoever opens it waits until all have added the last sum that was sent from it.
+An accumulator in mode "full" has a permanent buffer (:class:`NodePlace`). The same condition holds for it: a rank that
+opens it waits until all ranks have added the gradient that was last sent from it.
 
-Nobody waits in a circle. Whoever waits for a buffer of sum n has added all of its own up to n, as buffers come back,
-and gradients are taken, only then; and what it waits for, that the others add sum n, asks of them only what comes
-before sum n + 2 in the order that all follow, for which they need buffers of earlier sums. So the rank that is least
-far can always go on.
+There is no deadlock. A rank that waits for the buffer of gradient n has itself added all gradients up to n, because
+buffers are released, and gradients accepted, only then. It waits for the other ranks to add gradient n. For this they
+need only operations before gradient n + 2 in the common order, which use buffers of earlier gradients. So the rank that
+is furthest behind can always proceed.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from layerzero.device.gradient_storage import GradientStorage, SendLease
 
 __all__ = ["RING_BYTES", "NodePlace", "PeersReady", "SharedBufferPool", "aligned_bytes", "aligned_bytes_of_all"]
 
-SENT, ADDED = 1, 2  # words of the node's memory; the next one is free
+SENT, ADDED = 1, 2  # counters in the shared memory
 FIRST_FREE_WORD = 3
 _RING = 64
-_USUAL = 4  # buffers of a size that nothing was foreseen of, before one is taken that others may still read
+_USUAL = 4  # buffers of an unexpected size that are created before one is reused
 RING_BYTES = _RING * 2 * 8
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Bytes of a part that a buffer takes."""
+    """Return the bytes that a buffer takes in a part."""
     return -(-nbytes // LINE) * LINE
 
 
 def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
-    """The same of several."""
+    """Return the bytes that several buffers take in a part, given their number by size."""
     return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
 class SharedBufferPool(BufferPool):
-    """Buffers in this rank's part of the node's memory; see [Note: When a buffer is written again].
+    """Buffers in this rank's part of the shared memory; see [Note: When a buffer is written again].
 
     Args:
-        explain: what to raise where waiting for another rank has failed.
-        foreseen: how many of a size are made before one is used again.
+        memory: mapping of the ZeRO-3 group.
+        explain: returns the error to raise when a wait for another rank has failed.
+        foreseen: number of buffers by size that are created before one is reused.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class SharedBufferPool(BufferPool):
         self._signals = memory.signals
         self._explain = explain
         self._used = RING_BYTES  # bytes of the part
-        self._offsets: dict[int, int] = {}  # by address of a buffer: its place in the part
-        self._sent_as: dict[int, int] = {}  # by address: the last sum that it was sent as
-        self.kept_bytes = 0  # of buffers that do not come back
+        self._offsets: dict[int, int] = {}  # offset in the part, by address of the buffer
+        self._sent_as: dict[int, int] = {}  # number of the gradient that was last sent from it, by address
+        self.kept_bytes = 0  # bytes of buffers from `keep`
         self._sent = 0
         self._added = 0
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
@@ -91,13 +92,13 @@ class SharedBufferPool(BufferPool):
     # Buffers
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D buffer ``[numel]`` with unspecified contents, which nobody reads."""
+        """Return a 1-D buffer ``[numel]`` with unspecified contents that no other rank reads; may wait for it."""
         size = numel, dtype
         with self._lock:
             idle = self._idle[size]
             buffer = None
             if idle and self._made[size] >= self.expected.get(size, _USUAL):
-                buffer = idle.popleft()[0]  # the one that the others have most likely read
+                buffer = idle.popleft()[0]  # the oldest: most likely read by all ranks already
             else:
                 self._made[size] += 1
         if buffer is None:
@@ -106,18 +107,18 @@ class SharedBufferPool(BufferPool):
         return buffer
 
     def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D buffer ``[numel]`` of zeros that does not come back."""
+        """Return a permanent 1-D buffer ``[numel]`` of zeros, which is never released."""
         buffer = self._grow(numel, dtype)
         self.kept_bytes += aligned_bytes(buffer.nbytes)
         self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     def wait_consumed(self, buffer: Tensor) -> None:
-        """Return when a buffer may be written: all have added what was sent from it."""
+        """Wait until a buffer may be written: all ranks have added the gradient that was last sent from it."""
         self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
-        """It is one of these buffers."""
+        """Return whether a tensor begins at one of these buffers."""
         return tensor.data_ptr() in self._offsets
 
     def _grow(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -135,10 +136,13 @@ class SharedBufferPool(BufferPool):
         self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
-    # Sums
+    # Gradients
 
     def publish(self, buffer: Tensor) -> int:
-        """Tell the others where this rank's next sum lies; its number. It must not be written before :meth:`add`."""
+        """Send a gradient: publish the offset of its buffer, and return its number.
+
+        The buffer must not be written before :meth:`wait_consumed` returns.
+        """
         number = self._sent + 1
         self._wait(ADDED, max(0, number - _RING))
         place = 2 * (number % _RING)
@@ -149,7 +153,7 @@ class SharedBufferPool(BufferPool):
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """This rank's piece of sum `number` of each rank, 1-D [numel]; once it has arrived."""
+        """Return this rank's piece of gradient `number` of each rank, 1-D [numel]; call it after all have sent it."""
         place, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
         parts = []
         for rank, ring in enumerate(self._rings):
@@ -160,7 +164,7 @@ class SharedBufferPool(BufferPool):
         return tuple(parts)
 
     def mark_consumed(self, number: int) -> None:
-        """This rank has added up what it needs of a sum."""
+        """Publish that this rank has added its piece of gradient `number`."""
         assert number == self._added + 1, "sums are added in the order in which they are sent"
         self._added = number
         self._signals.increment(ADDED)
@@ -169,7 +173,7 @@ class SharedBufferPool(BufferPool):
         return PeersReady(self, number)
 
     def is_published(self, number: int) -> bool:
-        """By all ranks."""
+        """Return whether all ranks have sent gradient `number`."""
         return not self._signals.ranks_below(SENT, number)
 
     def wait_published(self, number: int) -> None:
@@ -185,7 +189,7 @@ class SharedBufferPool(BufferPool):
 
 
 class NodePlace(GradientStorage):
-    """Memory of one sum that the other ranks of the node read where it is; from its first use on."""
+    """Memory of one full gradient that the other ranks of the ZeRO-3 group read in place; allocated at first use."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: SharedBufferPool) -> None:
         super().__init__(numel, dtype)
@@ -203,13 +207,13 @@ class NodePlace(GradientStorage):
         return self._tensor
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """As it is: whoever reads it rounds it to `wire`."""
+        """Lend the memory itself, in its own dtype: the ranks that read it round to `wire`."""
         self._leases += 1
         return SendLease(self._end_loan, self.open(keep=True))
 
 
 class PeersReady:
-    """That all ranks have sent a sum, as a transfer that may be waited for."""
+    """Transfer that completes when all ranks have sent gradient `number`."""
 
     def __init__(self, pool: SharedBufferPool, number: int) -> None:
         self._pool = pool

@@ -1,19 +1,18 @@
-"""Numbers in memory that ranks share: one rank raises them, the others wait.
+"""Counters in shared memory: one rank increments a counter, the other ranks wait for it.
 
 [Note: Signals]
-Each number has one owner, which alone raises it, by one, and lies on a cache line of its own. It is raised by the
-kernel (``FUTEX_WAKE_OP``), which adds with release semantics and wakes who waits: whoever sees the new number sees all
-that its owner had written before. On x86-64 that is enough, as loads are not reordered there. Elsewhere who has seen
-it makes another such call (of 0, on a number of its own), which is a full barrier, before it reads what the number
-stands for.
+Each counter has one owner, the only rank that increments it, and its own cache line. The kernel increments it
+(``FUTEX_WAKE_OP``): the call adds with release semantics and wakes the waiting ranks. A rank that reads the new value
+sees all earlier writes of the owner. On x86-64 that is enough, because loads are not reordered there. On other machines
+the reader makes another such call before it reads the data: it adds 0 to a counter of its own, which is a full barrier.
 
-A number has 32 bits and may wrap; two are compared by their difference. Who waits sleeps in the kernel, for a slice
-of time after which it looks whether the owner still lives and whether the time is up.
+A counter has 32 bits and may wrap around, so counters are compared by their difference. A waiting rank sleeps in the
+kernel for short slices of time. After each slice it checks that the owner is alive and that the timeout is not reached.
 
 [Note: Life and death]
-Each rank holds a lock of the shared file, on a byte of its own, from the rendezvous on. The kernel drops it when the
-process ends, however it ends, or when the memory is given up. It is a record lock, which a forked child (a worker of a
-data loader) does not inherit, as it would a lock of an open file: a worker that outlives its rank does not make it
+From the rendezvous on, each rank holds a lock on its own byte of the shared file. The kernel releases it when the
+process ends for any reason, or when the file is closed. It is a record lock. A forked child, such as a data loader
+worker, does not inherit it, unlike a lock of an open file. So a worker that outlives its rank does not make the rank
 look alive.
 """
 
@@ -50,23 +49,23 @@ class _Timespec(ctypes.Structure):
 
 
 def refuse_platform() -> str | None:
-    """Why this machine has no signals; None if it has."""
+    """Return why this machine is not supported; None if it is."""
     if sys.platform != "linux" or _SYSCALL is None:
         return f"{sys.platform} on {platform.machine()} is not supported, Linux on x86-64 or aarch64 is"
     return None
 
 
 class SharedCounters:
-    """The numbers of all ranks of a node.
+    """Counters of all ranks of a ZeRO-3 group.
 
     Args:
         mapping: shared memory.
-        start: where the numbers lie in it, ``nbytes(len(ranks), words)`` bytes of zeros.
-        file: descriptor of the shared memory, whose first bytes ranks lock.
+        start: byte offset of the counters, ``nbytes(len(ranks), words)`` bytes of zeros.
+        file: descriptor of the shared memory; each rank locks one of its first bytes.
         ranks: global ranks, for messages.
-        rank: the place of this one in `ranks`.
-        words: numbers of each rank.
-        timeout: seconds.
+        rank: index of this rank in `ranks`.
+        words: number of counters per rank.
+        timeout: limit of a wait in seconds.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class SharedCounters:
         self._ranks = tuple(ranks)
         self._others = tuple(other for other in range(self.size) if other != rank)
         self._file = file
-        self._words = words + 1  # the last one of each rank stays 0
+        self._words = words + 1  # the last counter of each rank stays 0; see [Note: Signals]
         self._timeout = timeout
         self._per_line = LINE // 4
         self._numbers = (ctypes.c_uint32 * (self.size * self._words * self._per_line)).from_buffer(mapping, start)
@@ -88,22 +87,22 @@ class SharedCounters:
         return ranks * (words + 1) * LINE
 
     def live(self) -> None:
-        """From here on this rank counts as alive. See [Note: Life and death]."""
+        """Lock the byte of this rank, which marks it as alive. See [Note: Life and death]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def increment(self, word: int) -> None:
-        """Raise a number of this rank by one. See [Note: Signals]."""
+        """Increment a counter of this rank. See [Note: Signals]."""
         self._add(word, 1)
 
     def ranks_below(self, word: int, target: int) -> list[int]:
-        """The other ranks whose number has not reached `target`."""
+        """Return the indices of the other ranks whose counter is below `target`."""
         return [rank for rank in self._others if self._is_behind(rank, word, target)]
 
     def wait(self, word: int, target: int) -> None:
-        """Return when the numbers of all other ranks have reached `target`.
+        """Wait until the counters of all other ranks have reached `target`.
 
         Raises:
-            RuntimeError: a rank has died, or the time is up.
+            RuntimeError: a rank has died, or the timeout is reached.
         """
         deadline = time.monotonic() + self._timeout
         for rank in self._others:
@@ -133,7 +132,7 @@ class SharedCounters:
             raise _failure("FUTEX_WAKE_OP")
 
     def _sleep(self, place: int, seen: int) -> bool:
-        """Sleep while a number is `seen`; False if that took a whole slice."""
+        """Sleep while a counter equals `seen`; return False if a full slice of time has passed."""
         assert _libc is not None
         slice_ = _Timespec(0, int(_SLICE * 1e9))
         address = ctypes.c_void_p(self._address + 4 * place)

@@ -1,4 +1,4 @@
-"""How the ranks of a node come to share memory, or find that they cannot."""
+"""Setup of shared memory between the ranks of one machine, with a test on all ranks that it works."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SUBJECT = "the memory of the node"
 
 
 def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegment | None:
-    """Memory that all ranks of a lane have mapped and proved to share; None on all of them where one could not.
+    """Map shared memory on all ranks of a communicator for CPU tensors, and test that they share it.
 
-    Every rank of `lane`, which carries tensors of the CPU, must call this. Nothing that existed before is touched.
+    All ranks of `lane` must call this. If one rank fails, all ranks return None.
     """
     ranks = dist.get_process_group_ranks(lane.group)
     if not has_peers(ranks):
@@ -60,7 +60,7 @@ def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegmen
 
 
 def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
-    """Why the ranks cannot share memory, the same on all of them; None if they can so far."""
+    """Return why the ranks cannot share memory, the same reason on all of them; None if no rank has a problem."""
     try:
         require_equal(_SUBJECT, fields, ranks=ranks)
     except ValueError as error:
@@ -69,7 +69,7 @@ def _objection(fields: dict[str, object], ranks: list[int], problem: str | None)
 
 
 def boot_id() -> str:
-    """What tells one boot of a machine from all others."""
+    """Return the identifier of the current boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,14 +1,14 @@
-"""Memory that the ranks of a node share.
+"""Memory segment that the ranks of one machine share.
 
 [Note: No name]
-The memory is a file without a name (``memfd_create``), which the others open through ``/proc``: it exists as long as
-someone has it open or mapped, so that nothing is left behind by whatever ends a rank, at whatever moment. It does not
-lie in /dev/shm, which is 64 MB in many containers, and none but the same user can open it. Its pages are allocated
-before anyone touches them: where there is no room, that is an error in one place, and no signal in another.
+The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. It exists as long
+as a process has it open or mapped, so nothing is left behind however a rank ends. It is not in /dev/shm, which is 64 MB
+in many containers, and only the same user can open it. Its pages are allocated before any rank touches them. If there
+is not enough memory, the allocation raises an error; a later access would raise a signal instead.
 
 [Note: Parts]
-Behind the signals lies what belongs to all ranks (weights), and then a part of each rank, of equal length. A part is
-long enough for whatever a rank may ever need; memory is only what has been committed.
+The segment begins with the counters. Then comes the common part of all ranks (weights), and then one part per rank, all
+of equal length. A part has the maximum length that a rank may ever need; only committed bytes take memory.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from layerzero.comm.transport.shm_counters import SharedCounters
 
 __all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "left_of_container", "pages"]
 
-_OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of the first version of cgroups
-_PROOF = 0  # the first word of each rank
+_OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
+_PROOF = 0  # first counter of each rank: set when the rank has reserved its memory
 
 
 @dataclass(frozen=True)
 class SegmentSizes:
-    """What is shared, in bytes; the same on all ranks."""
+    """Sizes of a segment; the same on all ranks."""
 
-    words: int  # signals of each rank
-    common: int  # of all ranks together
-    part: int  # of each rank, at most
-    foreseen: int  # of each rank, from the beginning
+    words: int  # number of counters per rank
+    common: int  # bytes of the common part
+    part: int  # bytes of each rank's part, at most
+    foreseen: int  # bytes of each rank's part that are committed at the beginning
 
 
 @dataclass(frozen=True)
 class SegmentDescriptor:
-    """What the first rank of a node tells the others: where they find the memory."""
+    """Address of a segment, which the first rank broadcasts to the others."""
 
-    process: int
-    file: int
-    token: int
+    process: int  # id of the first rank's process
+    file: int  # descriptor in that process
+    token: int  # random number in the label of the file
 
     @property
     def label(self) -> str:
@@ -60,12 +60,14 @@ class SegmentDescriptor:
 
 
 class SharedSegment:
-    """One mapping of all ranks of a node. Made by :func:`layerzero.comm.transport.shm_rendezvous.share_memory`.
+    """Mapping that the ranks of one machine share.
+
+    Created by :func:`layerzero.comm.transport.shm_rendezvous.map_shared_segment`.
 
     Attributes:
-        size: ranks.
-        rank: this one's place among them.
-        signals: words from 1 on are the user's.
+        size: number of ranks.
+        rank: index of this rank among them.
+        signals: counters; the caller may use those from 1 on.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -87,12 +89,12 @@ class SharedSegment:
 
     @staticmethod
     def create(region: SegmentSizes, size: int) -> tuple[int, SegmentDescriptor]:
-        """The descriptor of new memory for `size` ranks, and what to tell them."""
+        """Create a segment for `size` ranks; return its file descriptor and its address for the other ranks."""
         token = secrets.randbits(62)
         call = SegmentDescriptor(os.getpid(), -1, token)
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
         try:
-            os.fchmod(file, 0o600)  # it is born open to all who come to the descriptor
+            os.fchmod(file, 0o600)  # by default, other users could open it through /proc
             _require(region.common + size * region.foreseen)
             os.ftruncate(file, _length(region, size))
             os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.words)))
@@ -103,7 +105,11 @@ class SharedSegment:
 
     @staticmethod
     def open(call: SegmentDescriptor) -> int:
-        """The descriptor of memory that another rank has made."""
+        """Open a segment that another rank has created; return its file descriptor.
+
+        Raises:
+            OSError: the file cannot be opened, or it is another file.
+        """
         path = f"/proc/{call.process}/fd/{call.file}"
         found = os.readlink(path)
         if call.label not in found:
@@ -111,7 +117,7 @@ class SharedSegment:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
-        """Allocate what is foreseen: this rank's part, and its share of what belongs to all; count as alive."""
+        """Mark this rank as alive, and allocate its share of the common part and the `foreseen` bytes of its own."""
         self.signals.live()
         page = mmap.PAGESIZE
         share = -(-pages(self.region.common) // page // self.size) * page
@@ -126,7 +132,7 @@ class SharedSegment:
         self._close()
 
     def check_visible(self) -> str | None:
-        """What speaks against the others having this very memory, once they have reserved it; None: nothing."""
+        """Return a problem if the writes of other ranks are not visible after all have reserved; None if they are."""
         behind = self.signals.ranks_below(_PROOF, 1)
         return f"what others wrote is not here (places {behind} in the node)" if behind else None
 
@@ -134,7 +140,7 @@ class SharedSegment:
         """Allocate the first `nbytes` of this rank's part.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough memory.
         """
         nbytes = pages(nbytes)
         assert nbytes <= pages(self.region.part), "a part is longer than was thought possible"
@@ -146,37 +152,37 @@ class SharedSegment:
 
     @property
     def committed(self) -> int:
-        """Bytes of this rank's part that are memory."""
+        """Bytes of this rank's part that are allocated."""
         return self._committed
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that all ranks of the node hold together."""
+        """Bytes of memory that all ranks hold together."""
         return os.fstat(self._file).st_blocks * 512
 
     def common(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-        """1-D [numel] of what belongs to all, from byte `offset` on."""
+        """Return a 1-D tensor [numel] in the common part, from byte `offset` on."""
         assert offset + numel * dtype.itemsize <= self.region.common
         return self._tensor(numel, dtype, self._common_start + offset)
 
     def part_of(self, rank: int, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-        """1-D [numel] of a rank's part, from byte `offset` on."""
+        """Return a 1-D tensor [numel] in the part of `rank`, from byte `offset` on."""
         assert offset + numel * dtype.itemsize <= self.region.part
         return self._tensor(numel, dtype, self._parts_start + rank * pages(self.region.part) + offset)
 
     def numbers_of(self, rank: int, count: int) -> ctypes.Array[ctypes.c_uint64]:
-        """The first `count` numbers of a rank's part."""
+        """Return the first `count` 8-byte integers of the part of `rank`."""
         start = self._parts_start + rank * pages(self.region.part)
         return (ctypes.c_uint64 * count).from_buffer(self._mapping, start)
 
     def _tensor(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)  # keeps the mapping
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)  # keeps the mapping alive
 
 
 def _require(nbytes: int) -> None:
-    """Raise OSError where less memory is left: asked for more, Linux would end some process instead."""
+    """Raise OSError if less memory is available. Otherwise Linux would kill a process when the memory runs out."""
     available = min(_left_of_machine(), left_of_container())
     if available < nbytes:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available:.0f} are available")
@@ -191,17 +197,17 @@ def _left_of_machine() -> float:
 
 
 def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that a container may take beyond what it has, pages of files apart, which can be dropped."""
+    """Return the bytes that a container may still allocate; its file pages count as free, since they can be dropped."""
     left = math.inf
     for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
-        with suppress(OSError, ValueError):  # another kind of machine, or "max"
+        with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
             most, taken = (int((folder / name).read_text()) for name in (limit, used))
             left = min(left, most - taken + _of_files(folder / "memory.stat"))
     return left
 
 
 def _of_files(stat: Path) -> int:
-    """Bytes of a container that are pages of files, with those of containers inside it where they count apart."""
+    """Return the bytes of file pages of a container, including those of nested containers."""
     with suppress(OSError, ValueError):
         found = dict(line.split() for line in stat.read_text().splitlines())
         inside = "total_" if "total_active_file" in found else ""
@@ -210,7 +216,7 @@ def _of_files(stat: Path) -> int:
 
 
 def pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Return `nbytes` rounded up to full pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
