@@ -42,8 +42,7 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
     Args:
         path: from :func:`save`, :func:`save_async`, or :func:`latest`.
         optimizer: None skips optimizer state in the checkpoint. Its parameter groups take the hyperparameters that
-            their
-            parameters were saved with, also if the groups were different.
+            their parameters were saved with, also if the groups were different.
         strict: False loads the tensors that fit and warns about the others.
 
     Returns:

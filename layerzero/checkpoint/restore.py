@@ -338,7 +338,7 @@ class RestorePlan:
         ]
 
     def prepare(self) -> Any:
-        """Restore extra states of modules, wait for pending work on the masters, and return ``extra``."""
+        """Restore extra states of modules, wait for pending refreshes, and return ``extra``."""
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
             module.set_extra_state(self._decoder.decode(state))  # user code: if it raises, no tensor has been changed

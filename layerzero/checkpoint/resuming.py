@@ -38,8 +38,7 @@ class Resumed(NamedTuple):
         path: path of the checkpoint that was loaded.
         extra: what was saved with it.
         set_aside: a sentence for each damaged checkpoint, and for each newer one with non-finite values: its path, what
-            is
-            wrong, and its new name.
+            is wrong, and its new name.
     """
 
     path: Path

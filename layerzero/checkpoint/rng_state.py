@@ -37,8 +37,7 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
     Args:
         seed: seed of the run, the same on all ranks.
         step: current step, the same on all ranks. If a different number of ranks resumes, states are derived from
-            `seed`
-            and `step`.
+            `seed` and `step`.
 
     Example::
 

@@ -1,8 +1,9 @@
 """A chain of digests that proves that a resumed run is equal to an uninterrupted one.
 
-[Note: The same whatever the number of ranks] The digest of a parameter is a sum over its elements, weighted by their
-positions in the full tensor. So every rank adds its own shard, and the sum is that of the full tensor, however it is
-sharded. What belongs to one rank only, its data and its random numbers, is listed by rank.
+[Note: The same whatever the number of ranks]
+The digest of a parameter is a sum over its elements, weighted by their positions in the full tensor. So every rank adds
+its own shard, and the sum is that of the full tensor, however it is sharded. What belongs to one rank only, its data
+and its random numbers, is listed by rank.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Chain:
         """Continue from a link after the checkpoint is loaded and the random states are set. All ranks must call this.
 
         Returns:
-            False if a different number of ranks made the link. Then random numbers and data of the ranks are not
-            compared.
+            False if a different number of ranks made the link. Then the random states are not
+            compared, and random numbers and data of each rank start anew.
 
         Raises:
             CheckpointError: the loaded state differs from the saved one; names the differences.
