@@ -1,23 +1,23 @@
-"""Files that are either there, whole, or not there at all: what every other part of a checkpoint relies on.
+"""Atomic publication of checkpoint folders and files, and durable writes.
 
 [Note: When a checkpoint exists]
-All files of a checkpoint are written into ``.NAME.TOKEN.partial``, each flushed to the disk. The manifest comes last:
-it names every other file with its size and checksums. Only then is the folder renamed to ``NAME``. Whatever dies in
-between leaves a name with a leading dot, which nothing here takes for a checkpoint; and a folder without an intact
-manifest is none.
+All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to the disk. The manifest is written
+last: it lists every other file with its size and checksums. Only then is the folder renamed to ``NAME``. If a process
+dies before that, it leaves a name with a leading dot, which is never read as a checkpoint. A folder without an intact
+manifest is not a checkpoint either.
 
 [Note: Two jobs at one name]
-A job that was started again, or a node that came back, may save to the path that another job saves to. The first rank
-draws a random token for each save, and the others get it with their part of the plan: no job ever writes into or
-removes what another is writing. rename() decides who gets the name: onto a folder with files in it, it fails, on NFS
-too. (An empty folder it would replace, by which nothing is lost.) What is removed is renamed first, so that whoever was
-about to rename it fails, and does not make a checkpoint of what is being deleted.
+A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
+token for each save and sends it to the other ranks with the global plan. So no job writes into or removes a folder that
+another job is writing. rename() decides which job gets the name: it fails if the target is a folder with files, also on
+NFS. (It replaces an empty folder, which loses nothing.) A folder is renamed before it is removed. So a job that is
+about to publish that folder fails, and does not publish a folder that is being deleted.
 
 [Note: One for another]
-A checkpoint that is to be overwritten changes places with the new one in one step, where the system can do that. Where
-it cannot (NFS), the old one goes out of sight first, as ``.NAME.TOKEN.replaced``. If the new one does not get the name
-then, the old one gets it back. A process that dies between the two renames leaves nothing at the name: as long as that
-is so, the old one is a checkpoint under the name that it has, to be found and not to be removed.
+An overwritten checkpoint is swapped with the new one by a single rename, if the file system supports that. If not
+(NFS), the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new one then fails, the old
+one is renamed back. A process that dies between the two renames leaves nothing at the name. While the name is free, the
+``.replaced`` folder counts as a checkpoint: it is found when loading, and is not removed.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ __all__ = [
     "write_file",
 ]
 
-_PIECE = 1 << 20  # bytes of a tensor that are summed and written while they are in the cache
-_AHEAD = 16 << 20  # bytes that are written before the disk is told to begin
+_PIECE = 1 << 20  # bytes of a tensor that are hashed and written while they are in the cache
+_AHEAD = 16 << 20  # bytes that are written before their flush to the disk is started
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)", re.DOTALL)
 _OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # files of a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux has it
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux only
 
 
 class PathTakenError(FileExistsError):
-    """Somebody else has published something at the path of a checkpoint."""
+    """A file or folder of another writer is at the path of a checkpoint."""
 
     @classmethod
     def at(cls, path: Path) -> PathTakenError:
@@ -85,7 +85,7 @@ class PathTakenError(FileExistsError):
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
-    """Write a new file, of objects with a buffer, through to the disk."""
+    """Write a new file from `content`, an iterable of objects with a buffer, and flush it to the disk."""
     sums = ChunkHasher(ChecksumScheme.best())
     with open(path, "xb", buffering=0) as file:
         begun = 0
@@ -100,14 +100,14 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
 
 
 def read_back(folder: Path, record: FileRecord) -> None:
-    """Compare a file that has been flushed to the disk with what was written, as the disk has it.
+    """Compare a flushed file with what was written, reading it from the disk if the page cache can be dropped.
 
     Raises:
-        CheckpointError: it is not the same.
+        CheckpointError: the contents differ.
     """
     path = folder / record.name
     with open(path, "rb") as file:
-        if hasattr(os, "posix_fadvise"):  # the memory that the file was written from tells nothing
+        if hasattr(os, "posix_fadvise"):  # cached pages would hide an error of the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
@@ -116,12 +116,12 @@ def read_back(folder: Path, record: FileRecord) -> None:
 
 
 def host_values(tensor: Tensor) -> Tensor:
-    """The values of a plain tensor, contiguous and on the CPU; the tensor itself if it is so."""
+    """Return the values of a plain tensor, contiguous and on the CPU; `tensor` itself if it already is."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
-    """The memory of a contiguous tensor on the CPU, not copied, in pieces; `tensor` must outlive them."""
+    """Yield the memory of a contiguous CPU tensor in pieces, without a copy; `tensor` must outlive them."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     nbytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
     for start in range(0, nbytes, _PIECE):
@@ -129,22 +129,22 @@ def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
 
 
 def new_token() -> str:
-    """Of one save; see [Note: Two jobs at one name]."""
+    """Return the random token of one save; see [Note: Two jobs at one name]."""
     return secrets.token_hex(8)
 
 
 def partial_of(path: Path, token: str) -> Path:
-    """Where the checkpoint `path` is while the save with this token writes it."""
+    """Return the folder in which the save with this token writes the checkpoint `path`."""
     return path.with_name(f".{path.name}.{token}.partial")
 
 
 def is_leftover(path: Path) -> bool:
-    """It has the name of something that a save writes or replaces, or that is being removed."""
+    """Return whether `path` has the name of a folder that is being written, replaced or removed."""
     return _HIDDEN.fullmatch(path.name) is not None and not has_lost_its_name(path)
 
 
 def has_lost_its_name(path: Path) -> bool:
-    """A checkpoint that was to be replaced, by one that has not come; see [Note: One for another]."""
+    """Return whether `path` is a replaced checkpoint with no new one at its name; see [Note: One for another]."""
     match = _HIDDEN.fullmatch(path.name)
     return match is not None and match[2] == "replaced" and not os.path.lexists(path.with_name(match[1]))
 
@@ -159,15 +159,15 @@ def publish(
     finite: bool | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Make a checkpoint of the files in `partial`; see [Note: When a checkpoint exists].
+    """Publish the files in `partial` as the checkpoint `path`; see [Note: When a checkpoint exists].
 
     Args:
         finite: see :class:`Manifest`.
-        overwrite: what is at `path` may go, if it is a checkpoint.
+        overwrite: replace what is at `path`, if it is a checkpoint.
 
     Raises:
-        CheckpointError: a file is not there as it was written: ranks do not share the file system.
-        PathTakenError: there is something at `path`.
+        CheckpointError: a file is missing or differs in size: the ranks do not share the file system.
+        PathTakenError: `path` exists already.
     """
     files = {record.name: record for record in records}
     manifest = Manifest(partial, files, ChecksumScheme.best(), sequence, token, finite)
@@ -184,18 +184,18 @@ def publish(
 
 
 def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
-    """Rename a whole checkpoint to `path`, if nobody else has it; see [Note: Two jobs at one name].
+    """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Two jobs at one name].
 
     Args:
-        is_there: what was in `partial` is now at `path`.
-        overwrite: a checkpoint that is at `path` is removed.
+        is_there: returns whether the contents of `partial` are now at `path`.
+        overwrite: remove a checkpoint that is at `path`.
 
     Raises:
-        PathTakenError: there is something at `path`.
-        CheckpointError: another job has removed the checkpoint at once.
+        PathTakenError: `path` exists already.
+        CheckpointError: another job has removed the checkpoint right after the rename.
     """
     flush_folder(partial)
-    replaced: Path | None = None  # where it is now: at `partial`, if the two have changed places
+    replaced: Path | None = None  # path of the old checkpoint: `partial`, if the two were swapped
     with _held(partial) as ours:
         if os.path.lexists(path):
             if not overwrite:
@@ -206,7 +206,7 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
             if replaced != partial:
                 os.rename(partial, path)
         except OSError:
-            if not is_there():  # NFS may report a failure of a rename whose success it had no time to report
+            if not is_there():  # NFS may report that a rename failed although it succeeded
                 taken = os.path.lexists(path)
                 _put_back(replaced, partial, path, ours)
                 if taken:
@@ -222,41 +222,41 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
                 )
     try:
         flush_folder(path.parent)
-    except OSError as error:  # the checkpoint exists
+    except OSError as error:  # a warning only: the checkpoint exists
         warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=3)
     if replaced is not None:
         remove(replaced)
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise PathTakenError unless `path` is a checkpoint, complete or damaged, and nothing more."""
+    """Raise PathTakenError unless `path` is a folder with files of a checkpoint only, complete or damaged."""
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
         raise PathTakenError(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
 
 
 def _exchange(partial: Path, path: Path) -> bool:
-    """Let the two change places in one step; False if that cannot be done here."""
+    """Swap the two paths atomically; return False if the system cannot do that."""
     names = os.fsencode(partial), os.fsencode(path)
     return _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
-    """Undo what was done for a new checkpoint that is not at `path`, or cannot be read there.
+    """Undo the renames for a new checkpoint that is not at `path` or cannot be read there.
 
     Args:
-        ours: of the new one. What another job has put at `path` stays there.
+        ours: stat result of the new checkpoint. A folder that another job has put at `path` stays there.
     """
-    with suppress(OSError):  # then the old one is found where it is
+    with suppress(OSError):  # if this fails, the old checkpoint is found under the name that it has now
         if replaced != partial:
             if replaced is not None and not os.path.lexists(path):
                 os.rename(replaced, path)
         elif not (_is_same(path, ours) and _exchange(partial, path)):
-            hide(partial, "replaced")  # whoever discards the new one must not meet it
+            hide(partial, "replaced")  # so that discarding the new checkpoint does not remove the old one
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[os.stat_result]:
-    """What a folder is: as long as it is open, no other one gets its number."""
+    """Yield the stat result of a folder, and keep it open so that its inode number is not reused meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield os.fstat(descriptor)
@@ -279,7 +279,7 @@ def _is_at(manifest: Manifest, path: Path) -> bool:
 
 
 def publish_file(partial: Path, path: Path) -> None:
-    """Give a whole file its name. Raises PathTakenError if there is something at `path`."""
+    """Rename a complete file to `path`. Raises PathTakenError if `path` exists."""
     try:
         os.link(partial, path)
     except FileExistsError:
@@ -293,7 +293,7 @@ def publish_file(partial: Path, path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, through to the disk."""
+    """Create a folder and its parents, and flush each new name to the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -301,33 +301,33 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint, or what is left of one, so that nobody can meet half of it.
+    """Remove a checkpoint, or a leftover of one, so that no process finds half of it.
 
     Raises:
-        FileNotFoundError: somebody else has removed or published it.
+        FileNotFoundError: another job has removed or published it.
     """
     remove(hide(folder))
 
 
 def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
-    """Take a checkpoint, or what is left of one, out of everybody's hands; returns where it is now."""
+    """Rename a checkpoint, or a leftover of one, so that no other job uses it; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, hidden)
-    with suppress(OSError):  # of another user's
-        os.utime(hidden)  # whoever looks for what the dead have left sees that somebody is at work
+    with suppress(OSError):  # the folder may belong to another user
+        os.utime(hidden)  # a new time stamp: the search for leftovers of dead jobs sees that it is in use
     return hidden
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a damaged checkpoint a name that nothing here looks at or removes; returns it."""
+    """Rename a damaged checkpoint to a name that is never read or removed; return the new path."""
     aside = folder.with_name(f".{folder.name}.{new_token()}.damaged")
     os.rename(folder, aside)
     return aside
 
 
 def remove(partial: Path) -> None:
-    """Remove something that nobody else has a name for."""
+    """Remove a file or folder whose name no other job knows."""
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
@@ -336,19 +336,19 @@ def remove(partial: Path) -> None:
 
 def _write_all(descriptor: int, data: Any) -> int:
     written = os.write(descriptor, data)
-    while written < len(data):  # a signal, or a disk that is about to be full
+    while written < len(data):  # after a signal, or if the disk is almost full
         written += os.write(descriptor, bytes(data)[written:])
     return written
 
 
 def _begin_flush(descriptor: int, start: int, stop: int) -> None:
-    """Let the disk begin with what has been written, while more is; :func:`os.fsync` waits for all of it."""
+    """Start the flush of written bytes while more are being written; :func:`os.fsync` waits for all of them."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(folder: Path) -> None:
-    """Let the names in a folder be on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,18 +1,19 @@
-"""Snapshots without a disk: each rank's part in the memory of its node and of another one, for the loss of a node.
+"""In-memory snapshots that survive the loss of a node: each rank's part is on its own node and on another one.
 
 [Note: A snapshot is a checkpoint]
-Its files are those of a checkpoint, with the same manifest and checksums, and it is loaded as one, by any number of
-ranks. They lie in shared memory, which outlives processes: each rank's file in its own node and in its partner's. So
-whichever node is lost, the others together have all files.
+A snapshot has the files of a checkpoint, with the same manifest and checksums. It is loaded like one, by any number of
+ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own node and on its
+partner's node. So if one node is lost, the other nodes together still have all files.
 
 [Note: Never half new]
-The manifest is written last, when all ranks have said that their own file and their partner's are there and right: who
-finds one manifest knows that all files have been. The files of the snapshot before are removed when all ranks begin
-with the one after; so at each moment one snapshot is whole.
+The manifest is written last, after all ranks have confirmed that their own file and their partner's file are complete
+and correct. So a single manifest proves that all files existed. The files of the previous snapshot are removed when all
+ranks start the one after. So at any moment one snapshot is complete.
 
 [Note: Which one is newer]
-A snapshot is numbered by the time at which it was taken, in seconds, or one more than those before it. So a node that
-comes back after long with an old snapshot does not outdo a younger one, and checkpoints on a disk can be compared.
+The number of a snapshot is the time at which it was taken, in seconds, or one more than the previous number. So an old
+snapshot on a node that rejoins late does not take precedence over a newer one. The numbers also compare with the times
+of checkpoints on a disk.
 """
 
 from __future__ import annotations
@@ -72,26 +73,28 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["Buddies"]
 
 _LOG = logging.getLogger("layerzero")
-_SHARE = 0.25  # of the time between two snapshots, over which one is spread
+_SHARE = 0.25  # of the time between two snapshots; the transfer of one is spread over it
 _WHAT = "layerzero.checkpoint.Buddies"
 
 
 class Buddies:
-    """Snapshots of a run in the memory of its nodes: what a lost node had, another one has, too.
+    """In-memory snapshots of a run that survive the loss of a node.
 
-    All data-parallel ranks must make one, and call its methods together. A snapshot holds what a checkpoint holds. Each
-    rank writes its part into shared memory of its node, and sends it to a rank of another node, in the background and
-    spread over a quarter of the time between two snapshots. After a restart, also on other nodes and with another
-    number of ranks, :meth:`load` puts the last one that is whole into model and optimizer; no disk is read.
+    All data-parallel ranks must create one and call its methods together. A snapshot holds what a checkpoint holds.
+    Each rank writes its part into shared memory of its node, and sends it to a rank of another node. The transfer runs
+    in the background, spread over a quarter of the time between two snapshots. After a restart, also on other nodes and
+    with another number of ranks, :meth:`load` restores model and optimizer from the last complete snapshot. It does not
+    read a disk.
 
-    It takes 48 N/D bytes of host memory a rank with AdamW: two snapshots, each rank's part and its partner's. They stay
-    when processes die; :meth:`close` removes them, at the orderly end of a run.
+    With AdamW this takes 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
+    partner's part. The snapshots stay when processes die. Call :meth:`close` at the regular end of a run to remove
+    them.
 
     Args:
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
-        name: of the run: a restart finds what was left under it. No two runs on a machine may share one.
-        memory: where shared memory is mounted; the same for the ranks of a node.
+        name: name of the run, under which a restart finds its snapshots. Each run on a machine needs its own name.
+        memory: mount point of shared memory; the same for all ranks of a node.
 
     Example::
 
@@ -127,33 +130,31 @@ class Buddies:
         (made,) = groups_so_far(runtime.ranks.ranks).values()
         agree_or_raise(_WHAT, runtime, {"name": name, **made}, failure)
         self._groups = ModelGroups()
-        # Of its own ledger: a thread counts there.
+        # Separate traffic counters, because a background thread updates them.
         group = runtime.ranks.new_control_group(self._groups)
         self._lane = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
         told = [json.loads(text) for text in all_gather_text(self._lane, node)]
-        self._number = max(number for _, number in told)  # of the last snapshot that was begun
+        self._number = max(number for _, number in told)  # number of the last snapshot that was started
         self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
         if self._to is None and self._lane.rank == 0:
             _LOG.warning("%s: all ranks are on one node: snapshots outlive processes, and not the node", _WHAT)
         self._pending: PendingSave | None = None
         self._hooks: list[Any] = []
-        self._newest = ""  # the token of the last snapshot that was whole, as far as this rank knows
+        self._newest = ""  # token of the last complete snapshot that this rank knows of
         self._began = self._period = 0.0
-        self._hurries = threading.Event()  # somebody waits for the exchange that is under way
-
-    # Taking
+        self._hurries = threading.Event()  # set while a caller waits for the transfer in flight
 
     def snapshot(self, extra: object = None) -> None:
-        """Take one, of the state as it is now. All ranks must call this, between ``optimizer.step()`` and a backward.
+        """Take a snapshot of the current state. All ranks must call this, between ``optimizer.step()`` and a backward.
 
-        This rank's part is copied when this returns, and travels meanwhile. The one before is waited for; if it has
-        failed, that is a warning at the next step, and the one before that stays.
+        When this returns, this rank's part has been copied. It is sent in the background. The call first waits for the
+        previous snapshot. If a snapshot fails, the next step warns, and the snapshot before it stays.
 
         Args:
-            extra: as for :func:`save`: what else the run needs.
+            extra: further state of the run, as for :func:`save`.
 
         Raises:
-            CheckpointError: there is no room, or numbers are not finite: nothing is taken, and what was taken stays.
+            CheckpointError: too little memory, or values are not finite. No snapshot is taken; existing ones stay.
         """
         self._finish()
         runtime, failure = self._runtime, None
@@ -196,18 +197,18 @@ class Buddies:
         self._hooks = [each.register_step_pre_hook(self._pending.tell_if_done) for each in runtime.optimizers]
 
     def wait(self) -> None:
-        """Return when the last snapshot is whole on all nodes; raises what has kept it from that."""
+        """Wait until the last snapshot is complete on all nodes; raise the error that prevented it."""
         self._hurries.set()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def close(self) -> None:
-        """Wait, and remove all snapshots of the run from the memory of all nodes. All ranks must call this."""
+        """Wait for the last snapshot and remove all snapshots of the run on all nodes. All ranks must call this."""
         self._finish()
-        all_gather_text(self._lane, "")  # nobody needs them any more
+        all_gather_text(self._lane, "")  # barrier: no rank needs the snapshots any more
         self._groups.release()
-        shutil.rmtree(self.folder, ignore_errors=True)  # others of the node are at it, too
+        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove it at the same time
 
     def _finish(self) -> None:
         self._hurries.set()
@@ -238,7 +239,7 @@ class Buddies:
         return _SnapshotJob(here, record, chunks, state)
 
     def _exchange(self, job: _SnapshotJob) -> None:
-        """In a thread: give and take what the partners have, and make a snapshot of it."""
+        """In a background thread, exchange files with the partners and publish the snapshot."""
         lane, folder = self._lane, job.here.folder
         try:
             first = job.state.document if lane.rank == 0 else None
@@ -266,7 +267,7 @@ class Buddies:
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
-        """Send this rank's file, and receive another's, chunk by chunk with pauses in between."""
+        """Send this rank's file and receive another rank's, chunk by chunk with pauses in between."""
         if theirs is None:
             return
         sent, count = mapped(folder / mine.name, mine.size), -(-max(mine.size, theirs.size) // CHUNK)
@@ -280,21 +281,20 @@ class Buddies:
             folder / theirs.name, theirs.size, theirs.sums, ChecksumScheme.best(), [Bytes(0, theirs.size, None)]
         )
 
-    # Loading
-
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
-        """Put the last whole snapshot into model and optimizer; None if the nodes have none. All ranks must call this.
+        """Load the last complete snapshot into model and optimizer; return None if there is none.
 
-        Each rank reads its rows, compared with their checksums, from the memory of its node, and gets from others what
-        that does not have. A damaged snapshot is told in the log, and the one before is tried.
+        All ranks must call this. Each rank reads its rows from the memory of its node and verifies their checksums. It
+        receives missing data from other nodes. If a snapshot is damaged, a warning is logged and the previous one is
+        tried.
 
         Args:
             strict: as for :func:`load`.
-            newer_than: a folder of checkpoints, as for :func:`load_latest`: snapshots that were taken before the last
-                complete one there was begun are left alone.
+            newer_than: a folder of checkpoints, as for :func:`load_latest`. Snapshots that were taken before its last
+                complete checkpoint was started are skipped.
 
         Raises:
-            ValueError: names, shapes or dtypes do not fit.
+            ValueError: names, shapes or dtypes do not match.
         """
         self._finish()
         view = self.folder / f"view.{self._lane.rank}"
@@ -324,10 +324,10 @@ class Buddies:
         return None
 
     def _saved(self, folder: str | os.PathLike[str] | None) -> int:
-        """When the last checkpoint of a folder was begun, in seconds; -1: there is none. As the first rank says."""
+        """Return the start time of the last checkpoint in a folder in seconds, read by the first rank; -1 if none."""
         saved = -1
         if folder is not None and self._lane.rank == 0:
-            with suppress(OSError):  # another job may remove what is looked at
+            with suppress(OSError):  # another job may remove the checkpoint meanwhile
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
         return int(all_gather_text(self._lane, str(saved))[0])
@@ -335,10 +335,10 @@ class Buddies:
 
 @dataclass(frozen=True)
 class _SnapshotJob:
-    """One snapshot that is being taken.
+    """One snapshot in progress.
 
     Attributes:
-        chunks: of the tensors in this rank's file: key, dtype, whole shape, offsets, sizes.
+        chunks: for each tensor in this rank's file: key, dtype, full shape, offsets, sizes.
     """
 
     here: SnapshotPart
@@ -348,9 +348,13 @@ class _SnapshotJob:
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
-    """Whom a rank sends its part to, and whose it gets; `nodes` says on which each is. None: there is one node only.
+    """Return the rank that receives this rank's part and the rank that sends its own; None if there is only one node.
 
-    Ranks are counted node by node: as far on as the largest node has ranks is another one, unless that has most.
+    Ranks are numbered node by node. The partner is as many ranks away as the largest node has. So it is on another
+    node, unless that node has more than half of the ranks.
+
+    Args:
+        nodes: the node of each rank.
     """
     order = sorted(range(len(nodes)), key=lambda each: (nodes.index(nodes[each]), each))
     if len(set(nodes)) == 1:
@@ -370,7 +374,7 @@ def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """What is in which file; of copies, the first."""
+    """Return the table of all tensors and the files that hold them; of several copies, the first counts."""
     found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, told, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

@@ -1,9 +1,9 @@
-"""Sums over the chunks of a file, by which damage is noticed in what is read, and no more has to be read for it.
+"""Checksums per chunk of a file, so that damage is detected in the parts that are read without reading the rest.
 
 [Note: What a checksum is for]
-Disks, networks and copies that were cut short change bytes by accident. Any good hash of 128 bits notices that, and a
-fast one costs next to nothing beside the disk: XXH3-128, of the package xxhash. Nothing here stops an enemy, who would
-write new sums beside new bytes; a cryptographic hash would not either.
+Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects that. XXH3-128, of the
+package xxhash, is so fast that its cost is negligible beside that of the disk. Checksums do not protect against an
+attacker, who would write new checksums with the new bytes. A cryptographic hash would not help either.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from layerzero.checkpoint.safe_json import CheckpointError
 
 __all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "read_pieces", "sums_of"]
 
-CHUNK = 8 << 20  # bytes: a reader of one row reads so much, and a terabyte of files has 4 MB of sums
-_SMALLEST = 1 << 20  # that is read: each chunk costs memory
-_STEP = 512 << 10  # bytes that are summed while they are in the cache
-_THREADS = 4  # that read and sum at once
+CHUNK = 8 << 20  # bytes; reading one row reads this much, and a terabyte of files has 4 MB of checksums
+_SMALLEST = 1 << 20  # smallest chunk size that is accepted: each chunk costs memory
+_STEP = 512 << 10  # bytes that are hashed while they are in the cache
+_THREADS = 4  # threads that read and hash in parallel
 _XXH3, _SHA256 = "xxh3-128", "sha256"
-_WIDTHS = {_XXH3: 32, _SHA256: 64}  # hexadecimal digits of one sum
+_WIDTHS = {_XXH3: 32, _SHA256: 64}  # hexadecimal digits of one checksum
 
 
 def _xxh3() -> Any:
@@ -42,10 +42,10 @@ def _xxh3() -> Any:
 
 @dataclass(frozen=True)
 class ChecksumScheme:
-    """How files are summed.
+    """Checksum algorithm and chunk size of the files of a checkpoint.
 
     Attributes:
-        chunk: bytes of a file that have one sum; the last chunk may be shorter.
+        chunk: bytes of a file per checksum; the last chunk may be shorter.
     """
 
     algorithm: str
@@ -54,21 +54,21 @@ class ChecksumScheme:
     @staticmethod
     @cache
     def best() -> ChecksumScheme:
-        """The fastest that is installed here."""
+        """Return the scheme with the fastest installed algorithm."""
         with suppress(ModuleNotFoundError):
             _xxh3()
             return ChecksumScheme(_XXH3, CHUNK)
         return ChecksumScheme(_SHA256, CHUNK)
 
     def check(self) -> None:
-        """Raise ValueError unless layerzero knows it."""
+        """Raise ValueError unless algorithm and chunk size are supported."""
         if type(self.algorithm) is not str or self.algorithm not in _WIDTHS:
             raise ValueError(f"checksums by {self.algorithm!r}, which this layerzero does not know")
         if type(self.chunk) is not int or self.chunk < _SMALLEST:
             raise ValueError(f"checksums over {self.chunk!r} bytes")
 
     def hasher(self) -> Any:
-        """A new sum over nothing, with ``update`` and ``hexdigest``."""
+        """Return a new hash object with ``update`` and ``hexdigest``."""
         if self.algorithm == _SHA256:
             return hashlib.sha256()
         try:
@@ -80,11 +80,11 @@ class ChecksumScheme:
             ) from error
 
     def count(self, size: int) -> int:
-        """The chunks of a file of `size` bytes; an empty file has one, of nothing."""
+        """Return the number of chunks of a file of `size` bytes; an empty file has one empty chunk."""
         return max(1, -(-size // self.chunk))
 
     def fits(self, sums: object, size: int) -> bool:
-        """It can be the sums of a file of `size` bytes."""
+        """Return whether `sums` has the type and length of the checksums of a file of `size` bytes."""
         return type(sums) is str and len(sums) == self.count(size) * _WIDTHS[self.algorithm]
 
     def of_chunk(self, sums: str, index: int) -> str:
@@ -93,7 +93,7 @@ class ChecksumScheme:
 
 
 class ChunkHasher:
-    """The sums of a file that comes piece by piece."""
+    """Hasher of a file that arrives piece by piece."""
 
     def __init__(self, scheme: ChecksumScheme) -> None:
         self.size = 0
@@ -102,7 +102,7 @@ class ChunkHasher:
         self._hasher = scheme.hasher()
 
     def update(self, piece: Any) -> None:
-        """The next bytes: any object with a buffer."""
+        """Add the next bytes: any object with a buffer."""
         rest = memoryview(piece)
         while rest.nbytes:
             room = (len(self._done) + 1) * self._scheme.chunk - self.size
@@ -115,13 +115,13 @@ class ChunkHasher:
             rest = rest[room:]
 
     def hexdigest(self) -> str:
-        """Those of all chunks, one after the other."""
+        """Return the concatenated checksums of all chunks."""
         last = [] if self._done and self.size % self._scheme.chunk == 0 else [self._hasher.hexdigest()]
         return "".join([*self._done, *last])
 
 
 def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
-    """Of a file that has been read."""
+    """Return the checksums of a file with the contents `text`."""
     sums = ChunkHasher(scheme)
     sums.update(text)
     return sums.hexdigest()
@@ -129,10 +129,10 @@ def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes of a file that are wanted.
+    """A byte range of a file that is to be read.
 
     Attributes:
-        into: one-dimensional, uint8, ``stop - start`` of them, on any device; None: they are compared only.
+        into: destination, uint8 of shape [stop - start], on any device; None if the bytes are only verified.
     """
 
     start: int
@@ -141,14 +141,14 @@ class ByteRange:
 
 
 def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> None:
-    """Read pieces of a file, and compare the sums of all chunks in which they lie, as they come.
+    """Read pieces of a file and verify the checksums of all chunks that they touch.
 
     Args:
-        sums: of the whole file.
-        pieces: in the order of the file, none within another.
+        sums: checksums of the full file.
+        pieces: in file order, without overlap.
 
     Raises:
-        CheckpointError: the file is not what was written, or cannot be read. What was to be filled has any contents.
+        CheckpointError: the file is damaged or cannot be read. The contents of the destinations are then undefined.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -173,16 +173,16 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
 
 
 class _Damage(Exception):
-    """Bytes that are not what was written."""
+    """The file differs from what was written."""
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes of a file that are read in one go.
+    """One chunk of a file, read in one go.
 
     Attributes:
-        pieces: inside it, in order. What lies between them is read for the sum alone.
-        sum: of them all.
+        pieces: byte ranges inside the chunk, in order. Bytes between them are only hashed.
+        sum: checksum of the chunk.
     """
 
     start: int
@@ -193,7 +193,7 @@ class _Stretch:
 
 def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_Stretch]:
     chunk = scheme.chunk
-    cut: dict[int, list[ByteRange]] = {}  # by chunk
+    cut: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
             start, stop = max(piece.start, index * chunk), min(piece.stop, (index + 1) * chunk)
@@ -218,7 +218,7 @@ def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) ->
 
 
 def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
-    """Sum bytes `start` to `stop` of a file, and put them where they belong."""
+    """Read and hash bytes `start` to `stop` of a file, and copy them to `into` unless that is None."""
     direct = into is not None and into.device.type == "cpu"
     for at in range(start, stop, _STEP):
         length = min(_STEP, stop - at)

@@ -1,4 +1,4 @@
-"""What a save has to write: the state of model and optimizer and what the user adds, once all ranks mean the same."""
+"""State that a save writes: model, optimizer and the user's extra state, after all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["CollectedState", "agree_on_state", "collect", "who_saves"]
 
 
 class CollectedState(NamedTuple):
-    """Of one rank.
+    """The state that one rank saves.
 
     Attributes:
-        document: the same on all ranks, but for what only the first one's is looked at for.
-        tensors: by key, what this rank offers: what is sharded, and from the first rank that has it everything else.
-        own: its :class:`PerRank` values, and its own entries of :class:`Joint` ones.
-        digests: by path, of every value that must be the same on all ranks.
-        bad: names of what is not finite.
+        document: nested values; the same on all ranks, except for entries that are read from the first rank only.
+        tensors: by key, what this rank writes: its shards, and unsharded tensors if it is the first rank that has them.
+        own: its :class:`PerRank` values, and its own entries of :class:`MergedValue`.
+        digests: by path, digests of all values that must be equal on all ranks.
+        bad: names of tensors with non-finite values.
     """
 
     document: dict[str, Any]
@@ -45,7 +45,13 @@ def collect(
     require_finite: bool = True,
     apart: RankLocalNames | None = None,
 ) -> CollectedState:
-    """What this rank would save. Raises TypeError of what cannot be, CheckpointError of what should not be."""
+    """Return the state that this rank saves.
+
+    Raises:
+        RuntimeError: an earlier load has failed halfway.
+        TypeError: a value cannot be saved.
+        CheckpointError: a tensor has non-finite values.
+    """
     if torn := runtime.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(torn)
     rank = runtime.ranks.rank
@@ -69,7 +75,7 @@ def collect(
 def agree_on_state(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
-    """Raise on all ranks unless all of them save the same."""
+    """Raise on all ranks unless all ranks save the same state."""
     try:
         agree_or_raise(subject, runtime, fields, failure)
     except ValueError as error:
@@ -79,7 +85,7 @@ def agree_on_state(
 
 
 def who_saves(runtime: LayerZeroState) -> dict[str, int]:
-    """As checkpoints have it."""
+    """Return the ``topology`` entry of a checkpoint; ``ranks`` is left out if it equals ``data_parallel``."""
     topology, everyone = runtime.mesh_info, runtime.ranks
     further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}
     return {"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size, **further}

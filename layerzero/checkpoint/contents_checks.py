@@ -1,9 +1,9 @@
-"""What everything that reads ``contents.json`` relies on.
+"""Validation of ``contents.json``, on which all its readers rely.
 
 [Note: Who wrote a checkpoint]
-A checksum that matches says that a file is as it was written, and not that layerzero wrote it. Rows that no file holds
-would be loaded as whatever was in memory, and sizes can ask for more memory than there is. So the table of tensors and
-every reference to it are compared with each other and with the sizes of the files, before anything is allocated.
+A matching checksum shows that a file is as it was written, not that layerzero wrote it. Rows that are in no file would
+be loaded as uninitialized memory, and sizes can ask for more memory than there is. So the table of tensors and all
+references to it are compared with each other and with the file sizes before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One whole tensor of a checkpoint, and the boxes that it was cut into.
+    """One full tensor of a checkpoint and the chunks that it was cut into.
 
     Attributes:
-        chunks: (file, offsets, sizes) of every box.
+        chunks: (file, offsets, sizes) of every chunk.
     """
 
     shape: tuple[int, ...]
@@ -36,38 +36,38 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def check_topology(topology: Mapping[str, Any]) -> None:
-    """Positive numbers. Raises ValueError."""
+    """Raise ValueError unless all sizes in `topology` are positive integers."""
     for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in topology else [])):
         if type(topology[name]) is not int or topology[name] < 1:
             raise ValueError(f"{name} is {topology[name]!r}")
 
 
 def ranks_that_saved(topology: Mapping[str, int]) -> int | None:
-    """All of them, those of further axes included; None: that is not known."""
+    """Return the number of ranks that saved, including model-parallel ones; None if it is unknown."""
     return topology.get("ranks", topology.get("data_parallel"))
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
-    """Each tensor is made of boxes without gaps, and each file is large enough for what it holds.
+    """Check that the chunks of each tensor cover it without gaps, and that each file is large enough for its chunks.
 
-    The boxes are rows that follow each other. A tensor may be cut along one more dim, of which each part is so cut.
+    Chunks are consecutive ranges of rows. A tensor may also be cut along one more dim, and each part of it into rows.
 
     Raises:
-        ValueError: names the tensor, or the file.
+        ValueError: names the tensor or the file.
     """
-    held: Counter[str] = Counter()  # bytes by file
+    held: Counter[str] = Counter()  # bytes, by file
     for key, tensor in tensors.items():
         shape = tensor.shape
         if not _are_sizes(shape) or tensor.dtype.itemsize * math.prod(max(1, size) for size in shape) >= 2**63:
             raise ValueError(f"{key} has shape {list(shape)}")
         if not shape and len(tensor.chunks) != 1:
             raise ValueError(f"{key} is one number, and in {len(tensor.chunks)} places")
-        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows, by offsets and sizes beyond
+        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows so far
         for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
             if file not in file_sizes:
                 raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
@@ -95,7 +95,7 @@ _NOT_BY_ROWS = "{} is cut in another way than by rows, and along one more dim"
 
 
 def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Boxes, ascending, that follow each other along one dim and have the others whole, fill `shape`."""
+    """Return whether ascending chunks fill `shape` one after another along one dim and span all others."""
     if len(columns) == 1:
         return columns[0] == ((0,) * len(shape), shape)
     starts, sizes = zip(*columns, strict=True)
@@ -112,13 +112,13 @@ def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
 
 
 def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, ranks: int | None) -> None:
-    """It has the parts that it must have, and :class:`Decoder` can decode them.
+    """Check that the document has all required parts and that :class:`Decoder` can decode them.
 
     Args:
-        ranks: that saved, and that each mark of :func:`layerzero.checkpoint.per_rank` has a value for.
+        ranks: number of ranks that saved; each :func:`layerzero.checkpoint.per_rank` mark must have as many values.
 
     Raises:
-        ValueError, TypeError, KeyError: it has not, or it cannot.
+        ValueError, TypeError, KeyError: a part is missing or cannot be decoded.
     """
     if is_deeper(document, DEPTH):
         raise ValueError(f"values are nested deeper than {DEPTH} levels")
@@ -146,7 +146,7 @@ def _check_names(value: Any, what: str) -> None:
 
 
 def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
-    """What :class:`Decoder` takes for granted."""
+    """Check the assumptions of :class:`Decoder`."""
     if isinstance(value, list):
         for item in value:
             _check_value(item, tensors, ranks)
@@ -193,7 +193,7 @@ def _check_tagged(
             _check_value(key, tensors, ranks)
             hash(_PLAIN.decode(key))
     elif tag != "$tuple":
-        _PLAIN.decode(value)  # says that it does not know the tag
+        _PLAIN.decode(value)  # raises for an unknown tag
     _check_value(content, tensors, ranks)
 
 

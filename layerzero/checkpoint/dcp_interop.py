@@ -1,4 +1,4 @@
-"""Our checkpoints for torch.distributed.checkpoint, and its for us."""
+"""Conversion between layerzero checkpoints and torch.distributed.checkpoint (DCP), in both directions."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ def load_dcp(
     optimizer_key: str = "optimizer",
     strict: bool = True,
 ) -> None:
-    """Load what ``torch.distributed.checkpoint.save`` wrote of FSDP2, of DDP, or of a sharded model.
+    """Load a ``torch.distributed.checkpoint.save`` checkpoint of FSDP2, of DDP, or of a sharded model.
 
-    torch unpickles the metadata and whatever is not a tensor, and notices no damage: use it for files that you trust.
+    torch unpickles the metadata and all values that are not tensors, and does not detect damage. Use this only for
+    files that you trust.
 
     Args:
         path: a folder with a file ``.metadata``.
-        model_key, optimizer_key: under which the model's and the optimizer's state dict were saved, the latter by
-            parameter name, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` has it, flattened or not.
+        model_key, optimizer_key: keys under which the state dicts of model and optimizer were saved. The optimizer's is
+            keyed by parameter name, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it, flattened
+            or not.
         strict: as in :func:`layerzero.checkpoint.load`.
 
     Raises:
-        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+        ValueError: names, shapes or dtypes do not match; lists all. Nothing has been changed.
 
     Example::
 
@@ -81,7 +83,7 @@ def load_dcp(
 
 
 class _DcpFiles:
-    """A source of tensors that torch reads; see :class:`layerzero.checkpoint.loading.Source`."""
+    """A DCP checkpoint as a :class:`layerzero.checkpoint.loading.Source`; torch reads the tensors."""
 
     def __init__(
         self,
@@ -110,11 +112,11 @@ class _DcpFiles:
             raise RankLostError(f"{self._path} could not be read: ranks have lost each other: {error}") from error
 
     def read_again(self) -> None:
-        """Nothing is read in place."""
+        """Do nothing: no tensor is read in place."""
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """What was saved under the `wanted` keys, nested as it was, with references in place of tensors."""
+    """Return the values saved under the `wanted` keys, nested as before, with references in place of tensors."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
@@ -130,7 +132,7 @@ def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str])
 
 
 class _Placeholder(Tensor):
-    """Stands for a tensor of the checkpoint while torch flattens names."""
+    """Placeholder for a tensor of the checkpoint while torch flattens names."""
 
     key: str
 
@@ -141,18 +143,18 @@ class _Placeholder(Tensor):
         return placeholder
 
     def numpy(self, **_: Any) -> Any:
-        """An array is read as a tensor."""
+        """Return the placeholder itself: an array is read as a tensor."""
         return self
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
-    """A checkpoint as ``torch.distributed.checkpoint.load`` wants it, for FSDP2 and for plain models.
+    """Return a ``StorageReader`` for ``torch.distributed.checkpoint.load``, for FSDP2 and for plain models.
 
     The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}`` flattened by
-    torch, with the optimizer's state by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it.
+    torch. The optimizer's state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.
 
     Args:
-        verify: compare the checksums of all files first; each process that makes a reader reads them all.
+        verify: verify the checksums of all files first; each process that creates a reader reads all files.
 
     Raises:
         FileNotFoundError, CheckpointError: as :func:`load`.
@@ -178,7 +180,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
 
 
 def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict that torch may have flattened to ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
+    """Return an optimizer state dict in nested form; torch may have flattened it to ``state.NAME.KEY`` and the like."""
     nested = {key: value for key, value in saved.items() if "." not in key}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in saved.items():

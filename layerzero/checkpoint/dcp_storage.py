@@ -1,7 +1,7 @@
-"""Where torch.distributed.checkpoint puts tensors and finds them: safetensors files, and one JSON file for the rest.
+"""StorageWriter and StorageReader of torch.distributed.checkpoint (DCP), for safetensors files and ``contents.json``.
 
-torch plans who writes and who reads which rows. These two classes do what the plan says. Each rank writes one file, in
-which a tensor's key is its name; ``contents.json`` says which rows of it are in which file.
+DCP plans which rank writes and reads which rows; the two classes execute the plan. Each rank writes one file, in which
+the key of a tensor is its name. ``contents.json`` records which rows of a tensor are in which file.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is re
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What ``contents.json`` says.
+    """Contents of ``contents.json``.
 
     Attributes:
-        topology: of the ranks that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` where there were more.
-        document: what :class:`layerzero.checkpoint.json_codec.Encoder` made of the model, the optimizer and ``extra``.
-        tensors: by key, what `document` refers to.
+        topology: of the ranks that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` if there were more ranks.
+        document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
+        tensors: by key, the tensors that `document` refers to.
     """
 
     topology: Mapping[str, int]
@@ -82,7 +82,7 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, manifest: Manifest) -> CheckpointContents:
-        """Verified first. Raises CheckpointError."""
+        """Read and verify the contents of a checkpoint. Raises CheckpointError."""
         path = manifest.path_of(CONTENTS)
         try:
             text = read_capped(path, CONTENTS_BYTES)
@@ -109,7 +109,7 @@ class CheckpointContents:
         return cls(content["topology"], content["document"], tensors)
 
     def write(self, folder: Path) -> FileRecord:
-        """Raises CheckpointError of what could not be read again, OSError of a full disk."""
+        """Write ``contents.json``. Raises CheckpointError if it could not be read again, OSError on a full disk."""
         path, text = folder / CONTENTS, self._to_json()
         if len(text) > CONTENTS_BYTES:
             raise CheckpointError(f"{path} would have {len(text):,} bytes, more than {CONTENTS_BYTES:,}")
@@ -125,16 +125,16 @@ class CheckpointContents:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one checkpoint.
+    """StorageWriter of one checkpoint.
 
     Args:
-        path: of the checkpoint, which is there at the end and not before.
-        document: from the first rank, all of it; other ranks' are not looked at.
-        own: this rank's :class:`PerRank` values, and its own entries of :class:`Joint` ones.
-        finite: all that is trained on this rank is.
-        sequence: gives the number of the checkpoint in its folder; called on the first rank at the end.
-        overwrite: a checkpoint that is at `path` may go.
-        reads_back: each file is compared with what was written, before the checkpoint exists.
+        path: path of the checkpoint, which exists only after the save has finished.
+        document: the full document on the first rank; not used on other ranks.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
+        finite: whether all trained tensors of this rank are finite.
+        sequence: returns the number of the checkpoint in its folder; called on the first rank at the end.
+        overwrite: replace a checkpoint that is at `path`.
+        reads_back: compare each file with what was written, before the checkpoint is published.
     """
 
     def __init__(
@@ -157,15 +157,15 @@ class SafetensorsWriter(StorageWriter):
         self._document = document
         self._own = own
         self._sequence = sequence
-        self._finite = finite  # on the first rank, once it has heard the others: on all
+        self._finite = finite  # on the first rank, after the global plan: of all ranks
         self._overwrite = overwrite
         self._reads_back = reads_back
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between checkpoints."""
+        """Do nothing: no state is kept between checkpoints."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return replace(plan, storage_data=json.dumps([self._own, self._finite]))
@@ -181,12 +181,12 @@ class SafetensorsWriter(StorageWriter):
 
     @property
     def _partial(self) -> Path:
-        """The folder that is written into, and becomes the checkpoint."""
+        """The folder that is written into and later renamed to the checkpoint."""
         assert self._token is not None
         return partial_of(self._path, self._token)
 
     def discard(self) -> None:
-        """On the first rank, after a failure on which all ranks agree: remove what has been written."""
+        """Remove what has been written; call this on the first rank, after a failure on which all ranks agree."""
         if self._token is not None:
             remove(self._partial)
 
@@ -238,11 +238,11 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads tensors of one verified checkpoint.
+    """StorageReader of one verified checkpoint.
 
     Args:
-        values: by flat name, what is not a tensor, for people who load through torch.distributed.checkpoint.
-        names: by flat name, the key of the tensor that it stands for.
+        values: by flat name, values that are not tensors, for users who load through torch.distributed.checkpoint.
+        names: by flat name, the key of the tensor that it refers to.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class SafetensorsReader(StorageReader):
         self._values = values or {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: no state is kept between loads."""
 
     def read_metadata(self, *args: Any) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
@@ -273,7 +273,7 @@ class SafetensorsReader(StorageReader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -315,7 +315,7 @@ class SafetensorsReader(StorageReader):
 
 
 def opened(path: Path) -> Any:
-    """The tensors of a safetensors file, as safetensors' own context manager."""
+    """Open a safetensors file; return the context manager of ``safetensors.safe_open``."""
     try:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - loading alone needs it
     except ModuleNotFoundError as error:
@@ -329,7 +329,7 @@ def opened(path: Path) -> Any:
 def check_entry(
     path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """Raise CheckpointError unless the opened file at `path` has what ``contents.json`` says."""
+    """Raise CheckpointError unless the opened file at `path` has the tensor that ``contents.json`` describes."""
     entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
         found = "nothing" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
@@ -339,7 +339,7 @@ def check_entry(
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """One tensor of an opened file, or a box of it, by rows, no more than 64 MiB (or one row) at once."""
+    """Yield one tensor of an opened file, or a box of it, in row ranges of at most 64 MiB (or one row)."""
     if not shape:
         yield tensors.get_tensor(key)
         return
@@ -357,7 +357,7 @@ def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int])
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """What torch.distributed.checkpoint expects of something that is no tensor; it comes from JSON."""
+    """Return `value` as the pickled bytes that DCP expects of non-tensors. The value comes from JSON."""
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return buffer

@@ -1,11 +1,11 @@
-"""Nested values as JSON and tensors, and back: what a pickle would do, without what a pickle can do.
+"""Nested values as JSON and tensors, and back. Like pickle, but without executing code.
 
-JSON has no tuples, no integer keys, no infinities. Such values become an object with one key that starts with ``$``:
+JSON has no tuples, integer keys or infinities. Such values become an object with one key that starts with ``$``:
 
-    {"$tensor": KEY}                    a whole tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
+    {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
     {"$sharded": KEY, "like": NAME}     a sharded tensor, cut like the parameter NAME
     {"$per_rank": [VALUE, ...]}         one value for each rank that saved
-    {"$joint": INDEX, "common": VALUE}  until all ranks have told what they have of it; see Joint
+    {"$joint": INDEX, "common": VALUE}  until the entries of all ranks have been merged; see MergedValue
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}
 """
@@ -42,9 +42,9 @@ __all__ = [
     "with_all_ranks",
 ]
 
-DEPTH = 200  # of the JSON: what Python can walk through without reaching the end of its stack
+DEPTH = 200  # maximum depth of the JSON, so that recursion does not exceed Python's stack
 
-DTYPES = {  # of the safetensors format
+DTYPES = {  # names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -69,7 +69,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class MergedValue:
-    """A table or a list of which all ranks have a common part, and some entries of their own: one in the checkpoint."""
+    """A dict or list with entries common to all ranks and own entries of each rank; one value in the checkpoint."""
 
     common: dict[str, Any] | list[Any]
     own: dict[str, Any] | list[Any]
@@ -77,36 +77,36 @@ class MergedValue:
 
 @dataclass
 class Encoder:
-    """Turns values into JSON, and collects their tensors.
+    """Encoder of values as JSON, which collects their tensors.
 
     Attributes:
-        is_apart: whether a parameter is another one on other ranks, so that only own entries can have its rows.
-        tells: of the ranks that have the same own entries of a :class:`MergedValue`, this one tells them.
-        tensors: by key, what the JSON refers to.
-        own: this rank's :class:`PerRank` values, and what is its own of a :class:`MergedValue`, as JSON, in the order
-            in which they were met.
-        apart: the keys of tensors in such entries.
-        digests: by path, of every value that must be the same on all ranks.
+        is_apart: returns whether other ranks have a different parameter under that name. Only own entries can hold
+            tensors that are cut like such a parameter.
+        tells: whether this rank writes own entries of a :class:`MergedValue`, among the ranks that have the same ones.
+        tensors: by key, the tensors that the JSON refers to.
+        own: this rank's :class:`PerRank` values and own entries of :class:`MergedValue`, as JSON, in encoding order.
+        apart: the keys of tensors in own entries of :class:`MergedValue`.
+        digests: by path, digests of all values that must be equal on all ranks.
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # of the parameter that a sharded tensor is cut like
+    name_of: Callable[[LocalShard], str]  # name of the parameter that a sharded tensor is cut like
     is_apart: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
     apart: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
-    _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that is met twice is stored once
-    _key_at: dict[str, str] = field(default_factory=dict)  # by path, of whole tensors
+    _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that occurs twice is stored once
+    _key_at: dict[str, str] = field(default_factory=dict)  # keys of full tensors, by path
     _prefix: str = ""
     _in_own: bool = False
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON of `value`; `path` names it in messages, and its tensors in the checkpoint.
+        """Return the JSON of `value`; `path` names it in messages and names its tensors in the checkpoint.
 
         Raises:
-            TypeError: of a value that is neither plain data nor a tensor; names its path.
+            TypeError: a value is neither plain data nor a tensor; names its path.
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
@@ -127,8 +127,8 @@ class Encoder:
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
-        """:meth:`encode` of a value that anybody may have made. Raises TypeError also of what no load could walk."""
-        most = DEPTH // 2 - 2  # a rank's own value can be as deep again
+        """Encode a value from the user. Raises TypeError as :meth:`encode`, and if it is nested too deeply to load."""
+        most = DEPTH // 2 - 2  # an own value can be nested as deeply again
         try:
             encoded = self.encode(value, path)
             too_deep = any(is_deeper(tree, most) for tree in (encoded, *self.own))
@@ -150,7 +150,7 @@ class Encoder:
         if value.ndim == 0:
             return self.encode(value.item(), path)
         try:
-            tensor = torch.from_numpy(value.copy())  # of any strides
+            tensor = torch.from_numpy(value.copy())  # copied, because strides may be negative
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from None
         return {"$ndarray": self._tensor(tensor, path)["$tensor"]}
@@ -167,7 +167,7 @@ class Encoder:
             )
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
-            key = (self._prefix + path).encode(errors="replace").decode()  # safetensors are strict about Unicode
+            key = (self._prefix + path).encode(errors="replace").decode()  # safetensors accepts valid Unicode only
             while key in self.tensors:  # {1: a, "1": b}
                 key += "'"
             self._keys[self._prefix, id(tensor)] = key
@@ -193,7 +193,7 @@ class Encoder:
                 )
             return {"$sharded": key, "like": like}
         if not self._prefix and not self._in_own:
-            self.digests[path] = ""  # filled by `digest_tensors`, where somebody compares
+            self.digests[path] = ""  # filled by `digest_tensors`, if the ranks compare it
             self._key_at[path] = key
         return {"$tensor": key}
 
@@ -223,7 +223,7 @@ class Encoder:
             self.digests[path] = repr(encoded)
 
     def digest_tensors(self, path: str) -> None:
-        """Digest the whole tensors at and below `path`, so that ranks can compare them."""
+        """Compute the digests of the full tensors at and below `path`, so that ranks can compare them."""
         for place in [place for place, digest in self.digests.items() if place.startswith(path) and not digest]:
             tensor = host_values(self.tensors[self._key_at[place]])
             said = f"{tensor.dtype} {list(tensor.shape)} "
@@ -235,18 +235,18 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Turns JSON back into values.
+    """Decoder of values from JSON.
 
     Attributes:
-        tensor: the tensor that is stored under a key.
-        rank: whose :class:`PerRank` values are wanted; None: nobody's.
+        tensor: returns the tensor that is stored under a key.
+        rank: the rank whose :class:`PerRank` values are used; None: they are decoded as None.
     """
 
     tensor: Callable[[str], Tensor]
     rank: int | None
 
     def decode(self, value: Any) -> Any:
-        """What was encoded as `value`."""
+        """Return the value that was encoded as `value`."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -277,7 +277,7 @@ class Decoder:
 
 
 def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
-    """The tensor references inside some JSON that :class:`Decoder` would follow for `rank`."""
+    """Yield the tensor references in some JSON that :class:`Decoder` would follow for `rank`."""
     if isinstance(value, list):
         for item in value:
             yield from references(item, rank=rank)
@@ -294,14 +294,14 @@ def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
 
 
 def has_own_values(value: Any) -> bool:
-    """Some JSON has a value of each rank in it."""
+    """Return whether some JSON contains per-rank values."""
     if isinstance(value, list):
         return any(map(has_own_values, value))
     return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
 
 
 def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
-    """`value` with each ``{"$per_rank": index}`` and ``{"$joint": index}`` filled with what the ranks have there."""
+    """Return `value` with ``{"$per_rank": index}`` and ``{"$joint": index}`` replaced by the values of all ranks."""
     if isinstance(value, list):
         return [with_all_ranks(item, owns) for item in value]
     if not isinstance(value, dict):
@@ -317,7 +317,7 @@ def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Some JSON has lists or objects inside each other, more than `depth` of them."""
+    """Return whether some JSON has lists or objects nested more than `depth` deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [item for v in level if isinstance(v, (list, dict)) for item in (v.values() if type(v) is dict else v)]
@@ -327,7 +327,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """``torch.bfloat16`` of ``"bfloat16"``."""
+    """Return the dtype of a name: ``torch.bfloat16`` for ``"bfloat16"``."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
@@ -335,7 +335,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """It is not of a class that answers for itself, and may keep its values elsewhere."""
+    """Return whether a tensor keeps its values in its own storage; a subclass with its own dispatch may not."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

@@ -1,4 +1,4 @@
-"""load, of whatever tensors can be read from."""
+"""Loading a checkpoint from any source of tensors."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _WAY_OUT = "If it is of another model, use another folder for this one; strict=F
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
-    """Put a checkpoint into a sharded model and optimizer.
+    """Load a checkpoint into a sharded model and optimizer.
 
-    Each rank reads its own rows and compares their checksums, before anything is changed. All data-parallel ranks must
-    call this. Ranks, `zero3_size` and units need not be those that saved.
+    Before anything is changed, each rank reads its own rows and verifies their checksums. All data-parallel ranks must
+    call this. The number of ranks, `zero3_size` and units may differ from those of the save.
 
     Args:
         path: from :func:`save`, :func:`save_async`, or :func:`latest`.
-        optimizer: None leaves out the optimizer state that the checkpoint may have. Its parameter groups take the
-            hyperparameters that their parameters were saved with, whatever the groups were.
-        strict: False loads what fits and warns about the rest.
+        optimizer: None skips optimizer state in the checkpoint. Its parameter groups take the hyperparameters that
+            their parameters were saved with, also if the groups were different.
+        strict: False loads the tensors that fit and warns about the others.
 
     Returns:
-        The ``extra`` that was saved; tensors on the CPU, sharded ones cut as the model now is.
+        The saved ``extra``. Its tensors are on the CPU; sharded ones are sharded like the current model.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
-        CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed; if a file
-            could be read and then, a moment later, could not, the message says so, and the model and the optimizer
-            refuse to be used until a load has succeeded.
-        ValueError: names, shapes or dtypes do not fit; the message lists or counts them. Nothing has been changed.
+        FileNotFoundError: nothing exists at `path`.
+        CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed. If a file
+            was read and verified once but then could not be read again, the message says so. Model and optimizer then
+            refuse to be used until a load succeeds.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts them. Nothing has been changed.
 
     Example::
 
@@ -71,10 +71,10 @@ def prepare_load(
     strict: bool = True,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """All of :func:`load` that changes nothing: where it returns, all ranks have found everything right.
+    """Do the part of :func:`load` that changes nothing. It returns only if the checks passed on all ranks.
 
     Args:
-        apart: as the checkpoint was saved with; None: all ranks have the same parameters.
+        apart: as in the save; None: all ranks have the same parameters.
     """
     path = Path(path)
 
@@ -88,8 +88,8 @@ class Source(Protocol):
     """A checkpoint that a rank has opened.
 
     Attributes:
-        fingerprint: the same on all ranks if all have opened the same one.
-        twice: :meth:`read_again` works.
+        fingerprint: equal on all ranks if all have opened the same checkpoint.
+        twice: whether :meth:`read_again` is supported.
     """
 
     contents: CheckpointContents
@@ -97,10 +97,10 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill the tensors, of those `in_place` only see that they can be filled. Every rank must call this."""
+        """Fill the tensors; for those `in_place`, only check that they can be filled. All ranks must call this."""
 
     def read_again(self) -> None:
-        """Fill those in place."""
+        """Fill the tensors in place."""
 
 
 def prepare_from(
@@ -112,7 +112,7 @@ def prepare_from(
     strict: bool,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """:func:`prepare_load` of any source of tensors. See [Note: Nothing changes before all is known] in restore.py."""
+    """Do :func:`prepare_load` for any source. See [Note: Nothing changes before all is known] in restore.py."""
     runtime = get_state(model)
     everyone = runtime.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
@@ -154,7 +154,7 @@ def prepare_from(
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A checkpoint that fits and has been compared with its checksums, and a model that is as it was."""
+    """A checkpoint that fits and whose checksums were verified, and a model that is still unchanged."""
 
     runtime: LayerZeroState
     optimizer: ShardedOptimizer | None
@@ -163,7 +163,7 @@ class PreparedLoad:
     path: str
 
     def commit(self) -> Any:
-        """Change the model and the optimizer; returns ``extra``. All data-parallel ranks must call this."""
+        """Change the model and the optimizer; return ``extra``. All data-parallel ranks must call this."""
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.ranks.is_first:
             said = printable(self.restore.summary())
@@ -174,12 +174,12 @@ class PreparedLoad:
 def _commit(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
-    """The point of no return."""
+    """Write into the model and the optimizer. From here on, a failure leaves them partly loaded."""
     extra: Any = None
     failure: Exception | None = None
     try:
         extra = restore.prepare()
-    except Exception as error:  # of a module's set_extra_state, perhaps on this rank alone
+    except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     torn = runtime.load_error, optimizer.load_error if optimizer is not None else None
@@ -195,7 +195,7 @@ def _commit(
         failure.__cause__ = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     restore.commit()
-    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # what was left out may still be torn
+    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # what was skipped may still be torn
     return extra
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what all its other files are, and its place in the order of saves."""
+"""Manifest of a checkpoint: names, sizes and checksums of its other files, and its position in the order of saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 2
 
 
 class UnsupportedFormat(CheckpointError):
-    """A checkpoint that this layerzero cannot read, which need not be damaged."""
+    """A checkpoint that this version of layerzero cannot read. It is not necessarily damaged."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class FileRecord:
 
     name: str
     size: int  # bytes
-    sums: str  # hexadecimal, of all its chunks
+    sums: str  # hexadecimal checksums of all its chunks, concatenated
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All other files of a checkpoint, and its place in the order of saves.
+    """Records of all other files of a checkpoint, and its position in the order of saves.
 
     Attributes:
-        scheme: of the sums of all files.
-        sequence: grows with every save into one folder; :func:`layerzero.checkpoint.latest` goes by it.
+        scheme: checksum scheme of all files.
+        sequence: increases with every save into a folder; :func:`layerzero.checkpoint.latest` picks the largest.
         token: of the save that wrote it, see [Note: Two jobs at one name] in atomic_files.py.
-        finite: all that is trained was finite; None: that was not looked at.
+        finite: whether all trained tensors were finite; None if that was not checked.
     """
 
     folder: Path
@@ -54,14 +54,14 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
-        """The manifest of the checkpoint at `folder`; of the other files, presence and size are checked.
+        """Read the manifest of the checkpoint at `folder`, and check presence and size of the other files.
 
         Args:
-            parts: other files may be elsewhere.
+            parts: do not check the other files; they may be elsewhere.
 
         Raises:
-            FileNotFoundError: there is nothing at `folder`.
-            CheckpointError: it is no checkpoint, or an incomplete or damaged one.
+            FileNotFoundError: nothing exists at `folder`.
+            CheckpointError: it is not a checkpoint, or an incomplete or damaged one.
         """
         folder = Path(folder)
         if not folder.exists():
@@ -112,7 +112,7 @@ class Manifest:
             found = path.lstat()
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError) as error:  # such as a name that is too long, or has a zero byte in it
+        except (OSError, ValueError) as error:  # such as a name that is too long or contains a zero byte
             raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
@@ -120,41 +120,41 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, {record.size} were written")
 
     def path_of(self, name: str) -> Path:
-        """Where the file `name` is, which the manifest must list."""
+        """Return the path of the file `name`. Raises CheckpointError if the manifest does not list it."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list the file {name!r}")
         return self.folder / name
 
     @property
     def identity(self) -> str:
-        """Differs from that of every other checkpoint."""
+        """Digest of names, sizes and checksums of all files, different for every checkpoint."""
         files = sorted((record.name, record.size, record.sums) for record in self.files.values())
         return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
 
     @property
     def text(self) -> bytes:
-        """What stands in its file."""
+        """Contents of the manifest file."""
         table = {name: [record.size, record.sums] for name, record in sorted(self.files.items())}
         known = {"format": FORMAT, "version": VERSION, "sequence": self.sequence, "files": table, "token": self.token}
         known |= {} if self.finite is None else {"finite": self.finite}
         return manifest_text({**known, "checksums": asdict(self.scheme)})
 
     def read_pieces(self, name: str, pieces: Sequence[ByteRange]) -> None:
-        """Read bytes of the file `name`, and compare them with the sums of the chunks in which they lie.
+        """Read bytes of the file `name` and verify the checksums of the chunks that they touch.
 
         Raises:
-            CheckpointError: the file is not what was written; names it.
+            CheckpointError: the file is damaged; names it.
         """
         path, record = self.path_of(name), self.files[name]
         read_pieces(path, record.size, record.sums, self.scheme, pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare every byte of some files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
+        """Verify every byte of the named files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
         for name in self.files if names is None else names:
             self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
     def verify_text(self, name: str, text: bytes) -> None:
-        """:meth:`verify` of a file that has been read. Raises CheckpointError."""
+        """Verify the contents `text` of a file that has been read. Raises CheckpointError."""
         if sums_of(text, self.scheme) != self.files[name].sums:
             raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
 
@@ -164,6 +164,6 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def manifest_text(known: Mapping[str, Any]) -> bytes:
-    """The one text that says this: any other byte on the disk is damage."""
+    """Return the only valid manifest text for `known`: any other byte on the disk is damage."""
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,10 +1,11 @@
-"""Whether an optimizer can go on from what a checkpoint has for it: settings of its groups, states of parameters.
+"""Checks that an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
 
 [Note: What an optimizer keeps]
-No class of optimizers says what it keeps for a parameter, nor which of it may be missing. So it is asked: a small
-parameter is stepped with the settings of the checkpoint, which decide what is kept (``amsgrad``, ``momentum``). What is
-a tensor of the parameter's shape there, or a number, must be so in the checkpoint. What is None or missing in the
-checkpoint is right if a step from such a state works. What the checkpoint has beyond that is not looked at.
+Optimizer classes do not declare which state they keep for a parameter, or which entries may be missing. So a trial
+determines it: a small parameter is stepped with the settings of the checkpoint, because settings decide what is kept
+(``amsgrad``, ``momentum``). If an entry is a tensor of the parameter's shape after the trial, or a number, it must be
+the same kind in the checkpoint. An entry that is None or missing in the checkpoint is accepted if a step from such a
+state works. Other entries of the checkpoint are not checked.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _TAGS = {"$tuple": _SEQUENCE, "$float": _NUMBER, "$dict": _TABLE, "$ordered": _T
 
 
 def key_of(reference: Any) -> str | None:
-    """The key of a tensor reference in the JSON of a checkpoint; None for anything else."""
+    """Return the key of a tensor reference in the JSON of a checkpoint; None for anything else."""
     found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
     return None if found is not reference or found is None else str(found[next(iter(found))])
 
 
 class GroupCompatibility:
-    """What a checkpoint has for one parameter group.
+    """Compatibility of one parameter group with its entry in a checkpoint.
 
     Args:
-        group: of `inner`, as it is.
+        group: the current group of `inner`.
         saved: settings for it, as JSON.
-        tensors: of the checkpoint, by key.
-        what: names the group in messages.
+        tensors: tensors of the checkpoint, by key.
+        what: name of the group in messages.
 
     Attributes:
-        problems: what is wrong with the settings, a line each.
-        settings: those of `saved` with which nothing is wrong.
+        problems: descriptions of incompatible settings, one line each.
+        settings: the compatible settings of `saved`.
     """
 
     def __init__(
@@ -70,16 +71,14 @@ class GroupCompatibility:
             self.problems.append(f"{what}: with the checkpoint's {', '.join(changed)}, a step fails with {failure}")
             self.settings, self._stepped_with = {}, dict(group)
 
-    # Settings
-
     def _misfit(self, name: str, saved: Any) -> str | None:
         current = self._group.get(name)
         if current is None or saved is None:
-            return None  # a step will tell
+            return None  # the trial step decides
         return _difference(_shown(current), self._sorted(saved), saved)
 
     def _sorted(self, value: Any) -> Any:
-        """What sort of value some JSON stands for; a list of sorts for a list."""
+        """Return the kind of value that some JSON encodes; a list of kinds for a list."""
         if (key := key_of(value)) is not None:
             return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
         tag = next(iter(value), "") if isinstance(value, dict) else ""
@@ -88,7 +87,7 @@ class GroupCompatibility:
         return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
 
     def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of settings without tensors, which have not been read yet."""
+        """Return the values of settings without tensors, which have not been read yet."""
         decoder = Decoder(_no_tensor, rank=None)
         return {
             key: decoder.decode(value)
@@ -97,26 +96,24 @@ class GroupCompatibility:
         }
 
     def _trial(self, group: Mapping[str, Any], ndim: int = 2) -> tuple[dict[str, Any] | None, str | None]:
-        """What is kept after a step of a small parameter with so many dims, or why such a step fails."""
+        """Return the state after a step of a small parameter with `ndim` dims, and the error if such a step fails."""
         try:
             return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        try:  # with the state that a parameter of the group has: some optimizers make it when they are built
+        try:  # with the state of a parameter of the group: some optimizers create it in the constructor
             return self._state_after_a_step(self._inner, {**group, "params": self._group["params"]}, ndim), None
         except Exception:
             return None, failure
 
-    # States
-
     def state_problems(self, values: Mapping[str, Any], ndim: int) -> Iterator[tuple[str, str]]:
-        """What is wrong with the state of a parameter: the entry and why, pair by pair.
+        """Yield the incompatible state entries of a parameter: pairs of entry and reason.
 
         Args:
-            values: as JSON, by entry.
-            ndim: of the parameter.
+            values: entries of the state, as JSON.
+            ndim: number of dims of the parameter.
         """
-        kept = self.kept(ndim) if values else None  # it has never been stepped
+        kept = self.kept(ndim) if values else None  # without values, it has never been stepped
         missing = {}
         for entry, example in (kept or {}).items():
             expected, value = _kind(example), values.get(entry)
@@ -126,11 +123,11 @@ class GroupCompatibility:
             elif expected in (_ROWS, _NUMBER) and found != expected:
                 yield entry, f"expected {expected}, the checkpoint has {found}"
         if kept is not None and missing and not self._can_step(kept, values, missing, ndim):
-            self.settings = {}  # such as amsgrad: the state that the parameter has may lack the same
+            self.settings = {}  # such as amsgrad: the parameter's current state may lack the same entries
             yield from missing.items()
 
     def kept(self, ndim: int) -> dict[str, Any] | None:
-        """What is kept for a parameter with so many dims; None if that cannot be known."""
+        """Return the state that is kept for a parameter with `ndim` dims; None if the trial step fails."""
         if ndim not in self._kept_by_ndim:
             self._kept_by_ndim[ndim] = self._trial(self._stepped_with, ndim)[0]
         return self._kept_by_ndim[ndim]
@@ -156,26 +153,26 @@ class GroupCompatibility:
     def _state_after_a_step(self, inner: Optimizer, group: dict[str, Any], ndim: int) -> dict[str, Any]:
         shape = (2, *[3] * (ndim - 1)) if ndim else ()
         on_device = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(on_device, device_type=self._device.type):  # some round at random
+        with torch.random.fork_rng(on_device, device_type=self._device.type):  # some optimizers use stochastic rounding
             return state_after_a_step(inner, group, self._device, shape)[0]
 
 
 def as_kept(value: Any, example: Any) -> Any:
-    """A loaded entry of a state; a number becomes a tensor where the optimizer keeps `example`, which is one."""
+    """Convert a loaded state entry: a number becomes a tensor if the optimizer keeps the tensor `example`."""
     if isinstance(example, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(example, value)
     return value
 
 
 def _kind(example: Any) -> str:
-    """Of what an optimizer keeps."""
+    """Return the kind of a state entry."""
     if isinstance(example, Tensor) and example.ndim:
         return _ROWS
     return shown if isinstance(shown := _shown(example), str) else _SEQUENCE
 
 
 def _shown(value: Any) -> Any:
-    """What sort of value it is; a list of sorts for a list."""
+    """Return the kind of a value; a list of kinds for a list."""
     if isinstance(value, Tensor):
         return _NUMBER if value.numel() == 1 else _TENSOR
     return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else _sort_of(value)
@@ -188,7 +185,7 @@ def _sort_of(value: Any) -> str:
 
 
 def _difference(expected: Any, found: Any, value: Any) -> str | None:
-    """What is wrong with a value of the sort `found`; a list may be longer or shorter, of which a step will tell."""
+    """Describe a mismatch of two kinds; None if they match. Lists may differ in length: the trial step decides."""
     if isinstance(expected, list) and isinstance(found, list):
         pairs = zip(expected, found, strict=False)
         return next((said for pair in pairs if "a NoneType" not in pair and (said := _difference(*pair, value))), None)
@@ -202,7 +199,7 @@ def _difference(expected: Any, found: Any, value: Any) -> str | None:
 def _changes(current: Any, saved: Any) -> bool:
     try:
         return bool(current != saved)
-    except (RuntimeError, TypeError, ValueError):  # of tensors
+    except (RuntimeError, TypeError, ValueError):  # comparisons of tensors
         return True
 
 

@@ -1,20 +1,20 @@
-"""Leaving when a signal asks for it: all ranks after the same step, with a checkpoint, within a deadline.
+"""Clean exit after a preemption signal: all ranks stop after the same step, with a checkpoint, within a deadline.
 
 [Note: One step late]
-A signal comes to some ranks and not to others, and at any moment. So at each question the ranks tell each other whether
-they have been asked, and read the messages of the question before, which have arrived long since. So no rank waits, and
-all ranks get the same answer at the same place of the program. Messages go along one axis of ranks after the other, and
-one question is needed for each axis (:class:`LateMaximum`).
+A signal may arrive on some ranks only, and at any time. So at each query, every rank sends whether it has received the
+signal, and reads the messages of the previous query, which have arrived long before. No rank waits, and all ranks get
+the same answer at the same point of the program. Messages are sent along one mesh axis after the other; each axis needs
+one query (:class:`LateMaximum`).
 
 [Note: A deadline that is kept]
-Python runs a signal's handler between two of its own instructions. A rank that waits for a dead one is inside one for
-minutes. The operating system's handler, though, writes a byte at once, and a thread waits for that. A process has one
-place where such bytes go. Requests for several signals share it: a later one finds it with an earlier one, whose
-handler is set.
+Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
+instruction for minutes. But the C-level handler immediately writes a byte to the wakeup file descriptor, and a thread
+waits for that byte. A process has only one such descriptor. Requests for several signals share it: a later request
+takes it from an earlier one whose handler is still set.
 
 [Note: Children]
-A forked process inherits handlers, and the place of the bytes: a signal for a worker of a pool would be heard by the
-run. So in a child, requests are closed at its birth: the signal does there what it did before.
+A forked process inherits the handlers and the wakeup file descriptor, so a signal for a worker process would reach the
+run. So requests are closed in a child right after the fork. There the signal does what it did before.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = ["LeaveRequest", "on_signal"]
 def on_signal(
     signum: int, model: nn.Module, *, deadline: float | None = None, exit_code: int | None = None
 ) -> LeaveRequest:
-    """From here on, a signal asks the run to end well, instead of ending the process.
+    """Make a signal request a clean exit instead of ending the process.
 
-    All data-parallel ranks must call this, from the main thread, and then :meth:`LeaveRequest.asked` in the same places
-    of the loop. One rank that gets the signal is enough.
+    All data-parallel ranks must call this from the main thread, and then call :meth:`LeaveRequest.asked` at the same
+    points of the loop. It suffices that one rank receives the signal.
 
     Args:
-        signum: ``signal.SIGTERM``, for instance, which launchers and schedulers send before they kill.
+        signum: for instance ``signal.SIGTERM``, which launchers and schedulers send before they kill.
         model: from :func:`layerzero.shard_model`.
-        deadline: seconds from the signal until the process ends, whatever it is doing. None: never.
-        exit_code: of the process; by default 128 + `signum`, as of one that the signal has ended.
+        deadline: seconds from the signal until the process ends, regardless of what it does. None: no deadline.
+        exit_code: of the process. Default: 128 + `signum`, as if the signal had ended the process.
 
     Example::
 
@@ -72,37 +72,37 @@ def on_signal(
 
 
 class LeaveRequest:
-    """Made by :func:`on_signal`. As a context manager, it is closed at the end."""
+    """A handler of one signal, created by :func:`on_signal`. As a context manager, it is closed on exit."""
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
         self._runtime = get_state(model)
         self._signum = signum
         self._deadline = deadline
         self._exit_code = exit_code
-        self._signalled = False  # on this rank
+        self._signalled = False  # this rank has received the signal
         self._agreed = False  # all ranks know of a signal
         lanes = self._runtime.ranks.control_comms
         self._late = LateMaximum(len(lanes), 1)
-        self._heard: list[PendingSmallGather] = []  # messages of the last question, by axis
+        self._heard: list[PendingSmallGather] = []  # messages of the last query, by axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
-        self._handles = True  # its handler is set
+        self._handles = True  # the signal handler is set
         self._wakeups = _Wakeups.shared()
         if self._wakeups is not None:
             self._wakeups.requests.append(self)
         try:
             self._before: Any = signal.signal(signum, self._on_signal)
-        except (OSError, ValueError):  # one that nobody can handle
+        except (OSError, ValueError):  # a signal that cannot be handled
             if self._wakeups is not None:
                 self._wakeups.release(self)
             raise
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
-        """Some rank has got the signal: the same answer on all ranks, which must all ask.
+        """Return whether any rank has received the signal. All ranks must call this, and get the same answer.
 
-        See [Note: One step late]: a signal is heeded at the third question after it at the latest; at the second one if
-        all ranks are in one ZeRO-3 group, or none shares weights.
+        See [Note: One step late]: the third query after the signal returns True at the latest. If all ranks are in one
+        ZeRO-3 group, or every ZeRO-3 group has one rank, it is the second.
         """
         lanes = self._runtime.ranks.control_comms
         if not lanes:
@@ -119,14 +119,14 @@ class LeaveRequest:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """End the process with the exit code, when a save in the background has been written. Raises SystemExit."""
+        """Wait for a background save, then end the process with the exit code. Raises SystemExit."""
         self._start_deadline()
         self._settle()
         finish_pending(self._runtime)
         sys.exit(self._exit_code)
 
     def close(self) -> None:
-        """Let the signal do what it did before, and forget the deadline. All ranks must call this."""
+        """Restore the previous signal handler and cancel the deadline. All ranks must call this."""
         self._release()
         self._in_time.set()
         self._settle()
@@ -135,34 +135,34 @@ class LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._release()  # whatever other ranks do; after an exception, a deadline that has begun is kept
+        self._release()  # local, without other ranks; after an exception, a deadline that has started stays
         if kind is None:
             self.close()
 
     def _release(self) -> None:
-        """Let the signal do what it did before; what was not Python's handler cannot come back, and is the default."""
+        """Restore the previous handler, or the default if Python did not set the previous one."""
         if not self._handles:
             return
         self._handles = False
-        if signal.getsignal(self._signum) == self._on_signal:  # else somebody's who came later
+        if signal.getsignal(self._signum) == self._on_signal:  # otherwise another handler has been set since
             signal.signal(self._signum, signal.SIG_DFL if self.before is None else self.before)
         if self._wakeups is not None:
             self._wakeups.release(self)
 
     @property
     def before(self) -> Any:
-        """What handled the signal before, and still would: no request that is closed."""
+        """Handler that was set before, other than requests that have been closed."""
         before = self._before
         request = getattr(before, "__self__", None)
         return request.before if isinstance(request, LeaveRequest) and not request._handles else before
 
     def close_in_child(self) -> None:
-        """See [Note: Children]."""
+        """Close the request in a forked child; see [Note: Children]."""
         self._release()
 
     @property
     def wakeups(self) -> _Wakeups | None:
-        """Where signals wake a thread, as long as this request is open."""
+        """Listener of the wakeup file descriptor while this request is open; None afterwards."""
         return self._wakeups if self._handles else None
 
     def _settle(self) -> None:
@@ -175,7 +175,7 @@ class LeaveRequest:
         self._start_deadline()
 
     def has_come(self, signum: int) -> None:
-        """The operating system says so; called from another thread."""
+        """Start the deadline if `signum` is this request's signal. Called by the thread that reads the wakeup bytes."""
         if signum == self._signum:
             self._start_deadline()
 
@@ -200,10 +200,10 @@ def _close_in_child(weak: weakref.ref[LeaveRequest]) -> None:
 
 
 class _Wakeups:
-    """The one place where signals of the process wake a thread, for all requests; see [Note: A deadline that is kept].
+    """Thread that listens on the wakeup file descriptor, shared by all requests; see [Note: A deadline that is kept].
 
     Attributes:
-        requests: that are open.
+        requests: requests that are open.
     """
 
     def __init__(self, heard: socket.socket, written: socket.socket) -> None:
@@ -213,7 +213,7 @@ class _Wakeups:
 
     @classmethod
     def shared(cls) -> _Wakeups | None:
-        """That of open requests, or a new one. None: the place is somebody else's, such as asyncio's."""
+        """Return the listener of open requests, or a new one; None if another user such as asyncio has set one."""
         for signum in signal.valid_signals():
             request = getattr(signal.getsignal(signum), "__self__", None)
             if isinstance(request, LeaveRequest) and request.wakeups is not None:
@@ -232,9 +232,9 @@ class _Wakeups:
         self.requests.remove(request)
         if not self.requests:
             found = signal.set_wakeup_fd(-1)
-            if found != self._written.fileno():  # somebody else's by now
+            if found != self._written.fileno():  # another user has set it since
                 signal.set_wakeup_fd(found)
-            self._written.close()  # by which the thread ends
+            self._written.close()  # ends the thread
 
     def _listen(self) -> None:
         with self._heard, suppress(OSError):

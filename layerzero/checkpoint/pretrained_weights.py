@@ -1,4 +1,4 @@
-"""Whole models in safetensors files, as Hugging Face has them: found, and read into sharded models by rows."""
+"""Loading of full models from safetensors files, as Hugging Face stores them, into sharded models by rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layerzero.dtensor.sharded_tensor import LocalShard, plain
 __all__ = ["find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
-_SAMPLES, _SAMPLE = 16, 4096  # places of a file, and bytes at each
+_SAMPLES, _SAMPLE = 16, 4096  # positions in a file, and bytes at each
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -37,22 +37,22 @@ def load_safetensors(
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Load a whole model's safetensors files into a sharded model, which may have been built on ``meta``.
+    """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
-    Each rank reads its own rows from the files; nothing is sent, and no rank holds the whole model or a whole tensor.
-    All data-parallel ranks must call this, and see the same files. Of a tied parameter, one name is enough.
-    Buffers that are in no state (rotary tables) are in no file: `param_init_fn` of :func:`layerzero.shard_model` writes
-    them.
+    Each rank reads its own rows from the files. No data is sent, and no rank holds the full model or a full tensor.
+    All data-parallel ranks must call this and see the same files. For a tied parameter, one of its names suffices.
+    Non-persistent buffers (rotary tables) are in no file; `param_init_fn` of :func:`layerzero.shard_model` must
+    initialize them.
 
     Args:
         source: a folder with ``model.safetensors`` or an index of several files, such an index, or the files.
-        strict: False loads what fits and warns about the rest.
-        rename: from a name in the files to that in the model's ``state_dict()``.
+        strict: False loads the tensors that fit and warns about the others.
+        rename: maps a name in the files to the name in the model's ``state_dict()``.
 
     Raises:
         FileNotFoundError: there are no such files.
-        CheckpointError: a file is incomplete, or not what the index says; names it.
-        ValueError: names, shapes or dtypes do not fit; lists all. Nothing has been changed.
+        CheckpointError: a file is incomplete or does not match the index; names it.
+        ValueError: names, shapes or dtypes do not match; lists all. Nothing has been changed.
 
     Example::
 
@@ -66,11 +66,11 @@ def load_safetensors(
 
 
 def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
-    """The files of a whole model.
+    """Return the safetensors files of a full model.
 
     Raises:
-        FileNotFoundError, ValueError: none, or more than one model.
-        CheckpointError: an index that is not right.
+        FileNotFoundError, ValueError: there is no model, or more than one.
+        CheckpointError: an index is invalid.
     """
     if not isinstance(source, (str, os.PathLike)):
         return [path for each in source for path in find_safetensors(each)]
@@ -106,7 +106,7 @@ def _of_index(path: Path) -> list[Path]:
 
 
 class _FullFiles:
-    """Files that have each tensor whole, as a source; see :class:`layerzero.checkpoint.loading.Source`."""
+    """Files with full tensors as a :class:`layerzero.checkpoint.loading.Source`."""
 
     twice = True
 
@@ -152,7 +152,7 @@ class _FullFiles:
 
 
 def _sample(path: Path) -> tuple[int, str]:
-    """The size of a file and a digest of a few places in it, which tells two trainings of one model apart."""
+    """Return the size of a file and a digest of samples, which differs between two trainings of one model."""
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
         for place in range(_SAMPLES):
@@ -162,10 +162,10 @@ def _sample(path: Path) -> tuple[int, str]:
 
 
 def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of this rank's memory, and what belongs into them."""
+    """Yield parts of this rank's memory and the values that belong into them."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
-    if not memory.numel():  # such as that of a sharded number, which is on one rank
+    if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it
         return
     if not stored.shape:
         yield memory, file.get_tensor(name)

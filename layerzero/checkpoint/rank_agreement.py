@@ -1,4 +1,4 @@
-"""What saves and loads have in common: who may ask, how ranks agree, and how they tell what went wrong."""
+"""Checks and errors that saves and loads share: valid arguments, agreement of all ranks, and translation of errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class RankLostError(CheckpointError):
-    """The ranks' talk has failed: one of them is gone or late."""
+    """A collective among the ranks has failed: one of them is gone or late."""
 
 
 def agree_or_raise(
@@ -39,7 +39,7 @@ def agree_or_raise(
     try:
         require_equal(subject, fields, ranks=runtime.ranks.ranks, failure=failure)
     except RuntimeError as error:
-        for name, kind in _KINDS.items():  # all ranks can then turn to another checkpoint, or another name
+        for name, kind in _KINDS.items():  # so that all ranks can try another checkpoint or another path
             if failure is None and f"failed with {name}:" in str(error):
                 raise kind(str(error)) from None
         raise

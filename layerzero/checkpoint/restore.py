@@ -1,14 +1,14 @@
-"""What a load changes: what fits is decided before anything is read, and put back when all of it is known.
+"""Plan and commit of a load: all checks come before the first read, and all reads before the first write.
 
 [Note: Nothing changes before all is known]
-A load compares every name, shape and dtype with what the checkpoint's table says. Then it reads every byte that this
-rank wants and compares its checksum: what needs new memory anyway is kept, the rest goes by in a small buffer. Only
-when that has worked on all ranks is anything changed: masters and optimizer state that have memory already are now read
-into it, most likely from the page cache, and compared once more. New memory for them would cost more than this second
-reading, and as many bytes again as the state has.
+A load compares every name, shape and dtype with the table of the checkpoint. Then each rank reads every byte that it
+needs and verifies its checksum. Values that need new memory anyway are kept; the others pass through a small buffer.
+Only if that succeeds on all ranks is anything changed. Masters and optimizer state that have memory already are then
+read again, directly into it and most likely from the page cache, and verified again. Reading into new memory first
+would cost more than this second read, and would take as many bytes again as the state has.
 
-What is left is a disk that could be read and a moment later cannot. Then nothing can be undone: the load is an error on
-all ranks, and the model and the optimizer refuse to be used until a load has succeeded.
+One failure remains: a disk that could be read, and a moment later cannot. Then nothing can be undone. The load is an
+error on all ranks, and the model and the optimizer refuse to be used until a load succeeds.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first w
 
 @dataclass(frozen=True)
 class _ReadTarget:
-    """What a stored tensor is for."""
+    """Destination of a stored tensor."""
 
     key: str
     target: Tensor | ManagedParam
 
 
 class RestorePlan:
-    """What loading a checkpoint changes, decided before anything is read.
+    """Changes that loading a checkpoint makes, determined before anything is read.
 
     Args:
-        rank: of this rank among those that saved, if they were as many; else None.
-        twice: the source can be read a second time, into memory of the model and the optimizer.
-        apart: what of the model is something else on other ranks, of which the checkpoint has all.
+        rank: rank of this process among those that saved, if there were as many; otherwise None.
+        twice: whether the source can be read a second time, into memory of the model and the optimizer.
+        apart: names under which other ranks have different parameters; the checkpoint has all of them.
 
     Attributes:
-        problems: what does not fit, a line each; those entries are left out.
-        tensors: by key, what is to be read; sharded or whole. New memory on the CPU, but for those `in_place`.
-        in_place: keys of the tensors that the model or the optimizer holds, which may be written to after all is known.
+        problems: descriptions of what does not fit, one line each; these entries are skipped.
+        tensors: by key, tensors to be read, sharded or full. They are new CPU memory, except those `in_place`.
+        in_place: keys of tensors that are memory of the model or the optimizer. They are written only after all checks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RestorePlan:
         apart: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
-        self._differ, self._count = 0, 0  # tensors of the model: those that differ, and all
+        self._differ, self._count = 0, 0  # tensors of the model: number of mismatches, and of all
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -86,13 +86,13 @@ class RestorePlan:
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
         self._landings: list[_ReadTarget] = []
-        self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: how it is cut; None: not
-        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows belong into
-        self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored apart: names and keys of both
-        self._parts: dict[int, tuple[str, str]] = {}  # by id, what tensors of classes are made of: name and key
+        self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
+        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows are loaded into
+        self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored separately: names and keys of both
+        self._parts: dict[int, tuple[str, str]] = {}  # by id, inner tensors of subclasses: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
-        self._kept: dict[str, Mapping[str, Any]] = {}  # the same: examples of what the optimizer keeps, where known
+        self._kept: dict[str, Mapping[str, Any]] = {}  # likewise: examples of the state that is kept, if known
         self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: none are stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
@@ -120,8 +120,6 @@ class RestorePlan:
                 told.append(f"{kind}: {some}{more}" if kind else f"{some}{more}")
         return "; ".join(told)
 
-    # Before reading
-
     def _plan_model(self, stored: Mapping[str, Any]) -> None:
         self.problems += [f"{name} is made by a hook of state_dict(), and cannot be loaded" for name in self._names.odd]
         by_target: dict[int, list[str]] = {}
@@ -146,7 +144,7 @@ class RestorePlan:
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        """A tensor of a class of its own, which is whole on every rank: all of it, or nothing."""
+        """Plan a tensor of a subclass, which is unsharded on every rank: all of its inner tensors or none."""
         name, entry = names[0], stored[names[0]]
         if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
@@ -182,7 +180,7 @@ class RestorePlan:
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
         dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
-        keys: dict[str, str] = {}  # to the first name that has it
+        keys: dict[str, str] = {}  # first name that has this key
         for name in names:
             key = key_of(stored[name])
             if key is None:
@@ -239,7 +237,7 @@ class RestorePlan:
                 f"{entry} of {name} in the optimizer: {problem}"
                 for entry, key in keys.items()
                 if self._stored[key].shape
-                and optimizer.owned(here[name]) is None  # then it has what shapes it likes
+                and optimizer.owned(here[name]) is None  # state of an owned parameter may have any shapes
                 and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
             inside = {
@@ -294,14 +292,14 @@ class RestorePlan:
             self._use(key, None if member is None else member.spec)
 
     def _use(self, key: str, span: RowShardSpec | None, home: Tensor | None = None) -> None:
-        """The stored tensor `key` is wanted: the rows of `span` that are on this rank, or all of them."""
+        """Record a use of the stored tensor `key`: this rank's rows of `span`, or the full tensor."""
         self._uses.setdefault(key, []).append(span)
         if span is not None and isinstance(home, Tensor):
             self._homes[key] = home
 
     def _can_hold(self) -> frozenset[str]:
-        """The keys whose rows are wanted once, and by memory that can take their bytes as they are."""
-        able: list[tuple[int, int, str]] = []  # where it begins and ends
+        """Return the keys whose rows are used once, by memory that can take the stored bytes as they are."""
+        able: list[tuple[int, int, str]] = []  # start and end of its memory
         for key, home in self._homes.items():
             (span, *others), stored = self._uses[key], self._stored[key]
             if span is not None and not others and _takes_bytes(home, span, stored):
@@ -311,7 +309,7 @@ class RestorePlan:
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
     def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
-        """What `key` is read into, once: sharded if all that want it are cut alike, else whole."""
+        """Return memory to read `key` into, once: sharded if all uses have the same sharding, otherwise full."""
         stored, first = self._stored[key], spans[0]
         if first is None or not all(span is not None and span.same_sharding(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -321,20 +319,18 @@ class RestorePlan:
         return sharded(rows, first, MutationTracker())
 
     def _read(self, key: str) -> Any:
-        """What was read for `key`; None where it does not fit, or belongs to other ranks."""
+        """Return what was read for `key`; None if it does not fit or belongs to other ranks."""
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
-        """What has been read for `target`."""
+        """Return the values that were read for `target`."""
         tensor = self.tensors[key]
         if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
             return rows_of(tensor, target.spec)
         return plain(tensor)
 
-    # After reading
-
     def twin_problems(self) -> list[str]:
-        """Tied parameters that the checkpoint has twice, with different values."""
+        """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
             for first, key, second, other in self._twins
@@ -342,18 +338,18 @@ class RestorePlan:
         ]
 
     def prepare(self) -> Any:
-        """Put back what is no tensor of the model, and let everything come to rest; returns ``extra``."""
+        """Restore extra states of modules, wait for pending refreshes, and return ``extra``."""
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
-            module.set_extra_state(self._decoder.decode(state))  # the user's: if it raises, no tensor has been changed
+            module.set_extra_state(self._decoder.decode(state))  # user code: if it raises, no tensor has been changed
         self._runtime.refreshes.before_master_write()
         return extra
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write it all, or take it for written where it was read in place. Every rank must call this."""
+        """Write all tensors and optimizer state; tensors read in place are complete. All ranks must call this."""
         for key in self.in_place:
-            increment_version(self._homes[key])  # graphs that hold it are out of date
+            increment_version(self._homes[key])  # autograd graphs that saved it are invalid
         for landing in self._landings:
             if landing.key not in self.in_place:
                 target = landing.target.master if isinstance(landing.target, ManagedParam) else landing.target
@@ -367,7 +363,7 @@ class RestorePlan:
             {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
             for group, found in zip(optimizer.param_groups, settings, strict=True)
         ]
-        state = optimizer.state_dict()["state"] if self.problems else {}  # not strict: what does not fit stays
+        state = optimizer.state_dict()["state"] if self.problems else {}  # if not strict, entries that do not fit stay
         for name, values in self._optimizer_state.items():
             kept, loaded = self._kept[name], self._decoder.decode(values)
             state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
@@ -392,12 +388,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
-    """Why a stored tensor cannot become one of this shape and dtype without loss."""
+    """Return why a stored tensor cannot be converted to this shape and dtype without loss; None if it can."""
     if stored.shape != tuple(shape):
         return f"expected shape {list(shape)}, the checkpoint has {list(stored.shape)}"
     if stored.dtype == dtype:
         return None
     floating = stored.dtype.is_floating_point and dtype.is_floating_point
     if floating and torch.promote_types(stored.dtype, dtype) == dtype:
-        return None  # bf16 into fp32 keeps every value
+        return None  # bf16 to fp32 is exact
     return f"expected {dtype}, the checkpoint has {stored.dtype}"

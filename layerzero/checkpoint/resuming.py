@@ -1,10 +1,10 @@
-"""Going on from the last checkpoint that can be loaded.
+"""Resuming from the newest checkpoint that can be loaded.
 
 [Note: What is set aside, and when]
-A damaged checkpoint in the way of the next save of its name would end every attempt to go on in the same place. So it
-gets another name, which nothing here looks at or removes. That is done only when an earlier one has been loaded: where
-none can be, it is more likely that something else is wrong, such as a file system, and everything stays as it is. A
-newer one whose numbers are not finite, which was passed over, is as much in the way.
+If a damaged checkpoint has the name of the next save, every attempt to resume would fail at that point. So it is
+renamed, to a name that is never read or removed. This is done only after an earlier checkpoint has been loaded. If none
+can be loaded, another cause is more likely, such as the file system, and nothing is renamed. A newer checkpoint with
+non-finite values, which was skipped, is in the way as well and is also renamed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LOG = logging.getLogger("layerzero")
 
 
 class Resumed(NamedTuple):
-    """What :func:`load_latest` has found.
+    """Result of :func:`load_latest`.
 
     Attributes:
-        path: of the checkpoint that was loaded.
+        path: path of the checkpoint that was loaded.
         extra: what was saved with it.
-        set_aside: of each damaged one, and each newer one that is not finite, a sentence that names it, what is wrong
-            with it, and where it is now.
+        set_aside: a sentence for each damaged checkpoint, and for each newer one with non-finite values: its path, what
+            is wrong, and its new name.
     """
 
     path: Path
@@ -49,23 +49,23 @@ class Resumed(NamedTuple):
 def load_latest(
     folder: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
 ) -> Resumed | None:
-    """:func:`load` of the newest checkpoint in a folder that can be loaded.
+    """Load the newest checkpoint in a folder that can be loaded, as :func:`load` does.
 
-    All ranks try the same one. Where a rank finds it damaged, all turn to the one before. When that has been loaded,
-    the damaged ones are renamed, so that later saves of their names work, and the log says so; nothing is removed.
-    Checkpoints whose numbers are not finite are tried after all others; where an older one has been loaded instead,
-    they are renamed, too.
+    All ranks try the same checkpoint. If a rank finds it damaged, all ranks try the one before. After one has been
+    loaded, the damaged ones are renamed, so that later saves can use their names. A warning is logged, and nothing is
+    removed. Checkpoints with non-finite values are tried last. If an older one is loaded instead, they are renamed too.
 
     Args:
-        folder: of one run, as for :func:`latest`.
+        folder: folder of one run, as for :func:`latest`.
         model, optimizer, strict: as for :func:`load`.
 
     Returns:
-        What was loaded; None if there is no checkpoint in `folder`, not even a damaged one.
+        The loaded checkpoint; None if `folder` has no checkpoint, not even a damaged one.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be loaded; says why for each. Nothing has been renamed.
-        ValueError: names, shapes or dtypes of one that is not damaged do not fit; no other is tried.
+        CheckpointError: there are checkpoints, but none can be loaded; gives the reason for each. Nothing has been
+            renamed.
+        ValueError: names, shapes or dtypes of an intact checkpoint do not match; no other checkpoint is tried.
 
     Example::
 
@@ -105,7 +105,7 @@ def load_latest(
 
 
 def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
-    """What the first rank says."""
+    """Broadcast texts from the first rank."""
     heard: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
     return heard
 
@@ -113,7 +113,10 @@ def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
 def _tried(
     runtime: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
 ) -> tuple[Any, str | None]:
-    """Load it; or say why it is damaged, the same on all ranks; empty if it is gone. Others' errors are raised."""
+    """Try to load a checkpoint; return ``extra`` and None, or None and the reason why it is damaged.
+
+    The reason is the same on all ranks, and empty if the checkpoint is gone. Other errors are raised.
+    """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
     except RankLostError:
@@ -127,7 +130,7 @@ def _tried(
         (Exception, "failed"),
     )
     mine = next(kind for each, kind in kinds if isinstance(caught, each))
-    # Ranks may have met different errors in the same attempt, but each has met one.
+    # Ranks may have raised different errors in the same attempt, but each has raised one.
     said = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([mine, str(caught)]))]
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
@@ -137,7 +140,7 @@ def _tried(
 
 
 def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
-    """Rename what is damaged, and what is newer than what was loaded and not finite; what became of each."""
+    """Rename damaged checkpoints, and non-finite ones newer than the loaded one; return a sentence for each."""
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
     since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
     passed_over = {

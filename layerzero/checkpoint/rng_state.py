@@ -1,4 +1,4 @@
-"""States of random numbers in a checkpoint, also for another number of ranks."""
+"""Random number generator states in a checkpoint, also for a different number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("layerzero")
 
 
 def seed_random_states(seed: int) -> None:
-    """Begin a run: seed this rank's generators of torch, Python and NumPy with a number derived from `seed`.
+    """Seed this rank's generators of torch, Python and NumPy with a number derived from `seed`, at the start of a run.
 
     Example::
 
@@ -32,11 +32,12 @@ def seed_random_states(seed: int) -> None:
 
 
 def random_states(seed: int, step: int) -> dict[str, Any]:
-    """This rank's states of random numbers, for ``extra``: torch's, the device's, Python's, NumPy's where it is used.
+    """Return this rank's generator states for ``extra``: torch, the device, Python, and NumPy if it is imported.
 
     Args:
-        seed: of the run, the same on all ranks.
-        step: likewise. From both, states are derived for another number of ranks, which has none of its own.
+        seed: seed of the run, the same on all ranks.
+        step: current step, the same on all ranks. If a different number of ranks resumes, states are derived from
+            `seed` and `step`.
 
     Example::
 
@@ -56,12 +57,12 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
 
 
 def set_random_states(saved: dict[str, Any]) -> bool:
-    """Go on with the random numbers of :func:`random_states`.
+    """Restore the generator states of :func:`random_states`.
 
     Returns:
-        True if this rank has its own states back. False if another number of ranks has saved: each rank's generators
-        are then seeded with a number that is derived from the seed of the run, the step, the number of ranks and the
-        rank, the same whenever the run is resumed so; the log says it.
+        True if this rank's own states were restored. False if a different number of ranks saved. Then each rank's
+        generators are seeded from the seed of the run, the step, the number of ranks and the rank. This is
+        reproducible, and a warning is logged.
     """
     rank, ranks, states = dist.get_rank(), dist.get_world_size(), saved["states"]
     if states is None:

@@ -1,9 +1,9 @@
-"""A chain of digests, by which a run that was resumed is proven equal to one that was not.
+"""A chain of digests that proves that a resumed run is equal to an uninterrupted one.
 
 [Note: The same whatever the number of ranks]
-A parameter's digest adds up over its elements, each counted by its place in the whole tensor. So every rank adds what
-it holds, and the sum is that of the whole, however it is cut. What a rank alone has, its data and its random numbers,
-is listed by rank.
+The digest of a parameter is a sum over its elements, weighted by their positions in the full tensor. So every rank adds
+its own shard, and the sum is that of the full tensor, however it is sharded. What belongs to one rank only, its data
+and its random numbers, is listed by rank.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _START = "0" * 64
 
 
 class Chain:
-    """Digests of a run: at each link, of weights, optimizer state, the data since the last link, and random numbers.
+    """Digests of a run. Each link covers weights, optimizer state, random numbers, and the data since the last link.
 
-    Each link holds the one before. Two runs whose links are equal had the same weights, state, random numbers, and data
-    in the same order, at every link so far. Of what is not sharded, such as buffers, it is what a checkpoint keeps: the
-    first rank's.
+    Each link includes the previous one. If two runs have equal links, they had the same weights, state and random
+    numbers at every link so far, and the same data in the same order. Of unsharded tensors, such as buffers, the digest
+    covers the copy that a checkpoint keeps: that of the first rank.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -68,15 +68,17 @@ class Chain:
         self._data = hashlib.sha256()
 
     def saw(self, *data: object) -> None:
-        """This rank has trained on these: indices of samples, as numbers, texts, tensors, arrays, lists or dicts.
+        """Record the data that this rank trains on, as numbers, strings, tensors, arrays, lists or dicts.
+
+        Sample indices suffice.
 
         Raises:
-            TypeError: something else, which need not look the same in another process.
+            TypeError: another type, whose text may differ between processes.
         """
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
-        """The next link, the same on all ranks; for ``extra`` of a checkpoint. All ranks must call this."""
+        """Return the next link, for ``extra`` of a checkpoint; the same on all ranks. All ranks must call this."""
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
@@ -85,13 +87,14 @@ class Chain:
         return {"head": self._head, "step": step, "weights": state, "random": random, "data": data}
 
     def resume(self, link: dict[str, Any]) -> bool:
-        """Go on from a link, once the checkpoint is loaded and the random numbers are set. All ranks must call this.
+        """Continue from a link after the checkpoint is loaded and the random states are set. All ranks must call this.
 
         Returns:
-            False if another number of ranks made the link: then random numbers and data are each rank's anew.
+            False if a different number of ranks made the link. Then the random states are not
+            compared, and random numbers and data of each rank start anew.
 
         Raises:
-            CheckpointError: what was loaded is not what was saved; says what.
+            CheckpointError: the loaded state differs from the saved one; names the differences.
         """
         now = self._weights()
         wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
@@ -113,7 +116,7 @@ class Chain:
 
     @torch.no_grad()
     def _weights(self) -> dict[str, int]:
-        """A sum for each parameter, and for all of its optimizer state."""
+        """Return a sum for each parameter, and one for its optimizer state."""
         runtime = self._runtime
         topology, members = runtime.mesh_info, runtime.members
         whole = _not_sharded(runtime)
@@ -142,7 +145,7 @@ class Chain:
 
 
 def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
-    """What checkpoints have from the first rank: persistent buffers, ignored parameters."""
+    """Return the tensors that checkpoints take from the first rank: persistent buffers and ignored parameters."""
     sharded = {id(member.sharded) for member in runtime.members.values()}
     return {
         name: target
@@ -152,13 +155,13 @@ def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
 
 
 class _Places(NamedTuple):
-    """Where this rank's rows of a parameter lie in the whole.
+    """Positions of this rank's rows of a parameter in the full tensor.
 
     Attributes:
-        first: the place of their first element.
+        first: position of their first element.
         run, pitch: see :func:`place_sum`.
-        counts: of all copies of these rows, this rank's are added.
-        leads: this rank adds what is one number for the whole parameter.
+        counts: whether this rank's copy of the rows is the one that is added.
+        leads: whether this rank adds scalars that belong to the full parameter.
     """
 
     first: int
@@ -170,7 +173,7 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, span: RowShardSpec) -> _Places:
         shape, box = span.true_shape or (1,), span.global_slices
-        cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # beside dim 0
+        cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # 0: only dim 0
         below = math.prod(shape[cut + 1 :])
         first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
         counts = span.model_parallel is None or span.model_parallel.is_primary_copy
@@ -188,10 +191,10 @@ def _nothing() -> Tensor:
 
 
 def _sum_of(value: Any, places: _Places | None) -> Tensor:
-    """What this rank adds for an entry of the state: its rows, or a number that one rank adds for all.
+    """Return this rank's contribution for a state entry: its rows, or a scalar that only one rank adds.
 
     Args:
-        places: of the rows; None: all of it is this rank's.
+        places: positions of the rows; None: the full entry belongs to this rank.
     """
     if isinstance(value, Tensor) and value.ndim and places is not None:
         return places.sum_of(value)
@@ -206,7 +209,7 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
-    """What this rank, the owner of a parameter, adds for an entry of its state."""
+    """Return the contribution of this rank, the owner of a parameter, for an entry of its state."""
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
@@ -216,7 +219,7 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
 
 
 def _odd(text: str) -> int:
-    """An odd number of 62 bits, of a text."""
+    """Return an odd 62-bit number derived from a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2 | 1
 
 
@@ -228,10 +231,10 @@ def _random_digest() -> str:
 
 
 def _text(value: Any) -> str:
-    """A text that only equal values have."""
+    """Return a text that is equal only for equal values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's, which need not be there
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy, which may not be installed
         return f"{value.dtype}{value.shape}{_text(value.tolist())}"
     if isinstance(value, dict):
         return "{" + ",".join(sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())) + "}"

@@ -1,4 +1,4 @@
-"""A folder that holds the checkpoints of one run."""
+"""The folder that holds the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _DEAD_AFTER = 24 * 3600.0  # seconds without a write
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in `folder` that was saved last; None if there is none.
+    """Return the complete checkpoint in `folder` that was saved last; None if there is none.
 
-    A checkpoint that is still being written, one whose save died, and one with missing, shortened or unlisted files do
-    not count. The files' contents are compared by :func:`load`.
+    Checkpoints that are still being written, whose save died, or that have missing, truncated or unlisted files do not
+    count. File contents are not verified here, but by :func:`load`.
     """
     found = _complete(Path(folder))
     return found[-1].folder if found else None
 
 
 def next_sequence(folder: Path) -> int:
-    """The place of a new checkpoint in the order of those in `folder`."""
+    """Return the sequence number of a new checkpoint in `folder`."""
     found = _complete(folder)
     return found[-1].sequence + 1 if found else 0
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """After a save to `path`: remove what dead saves have left in its folder, and all but the last checkpoints.
+    """Clean up after a save to `path`: remove leftovers of dead saves, and all but the last `keep_last` checkpoints.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 
@@ -57,31 +57,31 @@ def tidy(path: Path, keep_last: int | None) -> None:
 
 
 def rotate(path: Path, keep_last: int) -> None:
-    """Of the checkpoints beside `path`, remove all but the last ones, and none that is not older than `path`.
+    """Remove all but the last `keep_last` checkpoints beside `path`, but only ones that are older than `path`.
 
-    The last one that is known to be finite stays as well.
+    The last checkpoint that is known to be finite also stays.
     """
     found = _complete(path.parent)
     own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
     good = next((manifest for manifest in reversed(found) if manifest.finite), None)
     for manifest in found[:-keep_last]:
         if own is not None and manifest.sequence < own and manifest is not good:
-            with suppress(FileNotFoundError):  # another job was faster
+            with suppress(FileNotFoundError):  # another job has removed it
                 _remove_checkpoint(manifest)
 
 
 def clear_leftovers(written_last: Path) -> None:
-    """Remove what saves that died a day ago have left beside a new checkpoint, whose last file is given."""
-    now = written_last.stat().st_mtime  # by the clock of the file system, as all the others
+    """Remove leftovers of saves that died over a day ago, beside the checkpoint whose last file is `written_last`."""
+    now = written_last.stat().st_mtime  # by the clock of the file system, like the time stamps it is compared with
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
-            with suppress(FileNotFoundError):  # it has become a checkpoint, or another job was faster
-                if now - _last_written(leftover) > _DEAD_AFTER:  # others may be writing: another job, an import
+            with suppress(FileNotFoundError):  # it has become a checkpoint, or another job has removed it
+                if now - _last_written(leftover) > _DEAD_AFTER:  # another job or an import may still be writing
                     discard(leftover)
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
-    """Remove this one, and not a newer one that another job may have put there since."""
+    """Remove this checkpoint, but not a newer one that another job may have put at its path."""
     hidden = hide(manifest.folder)
     if _read(hidden) == replace(manifest, folder=hidden):
         remove(hidden)
@@ -91,12 +91,11 @@ def _remove_checkpoint(manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class RunFolderScan:
-    """What a folder has for a run that goes on.
+    """Checkpoints in the folder of a run that is to be resumed.
 
     Attributes:
-        complete: in the order in which they are to be tried: the last first; those with numbers that are not finite
-            after all others.
-        broken: checkpoints that are not complete, and why.
+        complete: in the order in which they are tried: newest first, those with non-finite values last.
+        broken: incomplete checkpoints, and why.
     """
 
     complete: tuple[Manifest, ...]
@@ -104,10 +103,10 @@ class RunFolderScan:
 
 
 def scan(folder: Path) -> RunFolderScan:
-    """Look at all checkpoints of a run.
+    """Scan all checkpoints of a run.
 
     Raises:
-        Unknown: one was written by a newer layerzero.
+        UnsupportedFormat: a checkpoint was written by a newer layerzero.
     """
     broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
@@ -116,10 +115,10 @@ def scan(folder: Path) -> RunFolderScan:
 
 
 def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
-    """Give a damaged checkpoint another name, which is returned; None if there is another one by now.
+    """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
 
     Args:
-        damaged: its manifest; None: it has none that is intact, and what it holds must be of a checkpoint alone.
+        damaged: its manifest; None if it has no intact one. Then the folder must contain files of a checkpoint only.
 
     Raises:
         OSError: it could not be renamed.
@@ -134,7 +133,7 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
 def _why_broken(path: Path) -> str | None:
     try:
         Manifest.read(path)
-    except (UnsupportedFormat, FileNotFoundError) as error:  # or another job has removed it
+    except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed it
         if isinstance(error, UnsupportedFormat):
             raise
     except (CheckpointError, OSError) as error:
@@ -143,7 +142,7 @@ def _why_broken(path: Path) -> str | None:
 
 
 def _was_checkpoint(path: Path) -> bool:
-    """It has a manifest, whatever lies beside it; or files of a checkpoint, and nothing else."""
+    """Return whether `path` has a manifest, or files of a checkpoint and nothing else."""
     try:
         if os.path.lexists(path / MANIFEST):
             return True
@@ -159,7 +158,7 @@ def _last_written(partial: Path) -> float:
 
 
 def _complete(folder: Path) -> list[Manifest]:
-    """In the order in which they were saved."""
+    """Return the manifests of all complete checkpoints, in the order in which they were saved."""
     found = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
     return sorted(found, key=lambda manifest: (manifest.sequence, manifest.folder.name))
 

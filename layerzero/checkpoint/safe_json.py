@@ -1,10 +1,10 @@
-"""Files that anybody may have written: how much of them is read, and how what they say is shown.
+"""Reading of untrusted files: limits on size and number of values, and escaping of their text in messages.
 
 [Note: What JSON may cost]
-A parsed value takes up to a hundred bytes, however short its text: 60 MB of empty lists become gigabytes, and walking
-through them takes a minute. So JSON is refused by its size and by how many values it can hold, both known before it is
-parsed; and layerzero does not write what it would not read. A table of contents has more than four bytes for each
-value, whatever the shapes. Two million values more are for lists in ``extra``; what is longer belongs into a tensor.
+A parsed value takes up to a hundred bytes, however short its text is. 60 MB of empty lists become gigabytes, and
+traversing them takes a minute. So JSON is rejected by its size and by the number of values it can hold, which are both
+known before it is parsed. layerzero does not write what it would not read. ``contents.json`` has more than four bytes
+per value, for any shapes. Two million more values are allowed for lists in ``extra``. Longer lists belong in tensors.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class CheckpointError(RuntimeError):
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for all that is not printed, such as what moves a terminal's cursor; line ends stay."""
+    """Return `text` with unprintable characters escaped, such as terminal control sequences; newlines stay."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_capped(path: Path, most: int) -> bytes:
-    """A file of `most` bytes or less.
+    """Return the contents of a file of at most `most` bytes.
 
     Raises:
-        CheckpointError: it has more.
+        CheckpointError: it is larger.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -49,7 +49,7 @@ def read_capped(path: Path, most: int) -> bytes:
 
 
 def check_json(path: Path, text: bytes) -> None:
-    """Raise CheckpointError if `text`, of the file at `path`, has more values than layerzero parses.
+    """Raise CheckpointError if `text`, from the file at `path`, has more values than layerzero parses.
 
     See [Note: What JSON may cost].
     """
@@ -63,11 +63,11 @@ def check_json(path: Path, text: bytes) -> None:
 
 
 def parse(path: Path, text: bytes) -> Any:
-    """The value of some JSON.
+    """Parse JSON.
 
     Raises:
         CheckpointError: it has more values than layerzero parses.
-        ValueError, RecursionError: it is not JSON.
+        ValueError, RecursionError: it is not valid JSON.
     """
     check_json(path, text)
     return json.loads(text)

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint into memory: every rank reads its own rows, and compares the sums of what it reads."""
+"""Reading of checkpoint files: each rank reads its own rows and verifies the checksums of the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from layerzero.dtensor.sharded_tensor import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]
 
-_HEADER_BYTES = 100 << 20  # of a safetensors file
+_HEADER_BYTES = 100 << 20  # maximum header size of a safetensors file
 
 
 class CheckpointFiles:
-    """The files of one checkpoint, as a source of tensors; see [Note: Nothing changes before all is known].
+    """The files of one checkpoint as a source of tensors; see [Note: Nothing changes before all is known].
 
     Attributes:
-        fingerprint: the same on all ranks if all have opened the same checkpoint.
-        twice: what has been read can be read again.
+        fingerprint: equal on all ranks if all have opened the same checkpoint.
+        twice: True: the files can be read again.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -38,18 +38,18 @@ class CheckpointFiles:
         self.fingerprint: object = manifest.identity
         self.twice = True
         self._manifest = manifest
-        self._again: dict[str, list[ByteRange]] = {}  # by file: what is to be read in place
+        self._again: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """That hold something of them."""
+        """Return the names of the files that contain a part of `tensors`."""
         table = self.contents.tensors
         return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Compare all that `tensors` are made of, and fill those that are not to be read `in_place`.
+        """Verify all bytes of `tensors`, and fill the tensors that are not read `in_place`.
 
         Raises:
-            CheckpointError: a file is not what was written; names it.
+            CheckpointError: a file is damaged; names it.
         """
         wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
@@ -72,7 +72,7 @@ class CheckpointFiles:
                 part.finish()
 
     def read_again(self) -> None:
-        """Fill what is to be read in place. Raises CheckpointError, after which that has any contents."""
+        """Fill the tensors in place. Raises CheckpointError; their contents are then undefined."""
         for file, pieces in self._again.items():
             self._read(file, pieces)
 
@@ -80,7 +80,7 @@ class CheckpointFiles:
         self._manifest.read_pieces(file, pieces)
 
     def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
-        """Where the tensors of some parts begin in a safetensors file, which must hold them as the table says."""
+        """Return the byte offsets of tensors in a safetensors file; compare its header with ``contents.json``."""
         path, size = self._manifest.path_of(file), self._manifest.files[file].size
         length = int.from_bytes(self._bytes(file, 0, min(8, size)), "little")
         try:
@@ -111,14 +111,14 @@ class CheckpointFiles:
 
 
 def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
-    """Of rows whose columns begin at `starts`, the wanted ones."""
+    """Return the wanted columns of rows whose columns begin at `starts`."""
     cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
     here = (slice(None), *cut)
     return rows[here]
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
-    """What is stored at a place has as long rows as a box, of the same columns: rows of both are the same bytes."""
+    """Return whether a stored chunk has the same columns as `box`, so that rows of both are the same bytes."""
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
 
@@ -126,10 +126,10 @@ class _Part(NamedTuple):
     """Bytes of a tensor that are in one file.
 
     Attributes:
-        sizes: of all that the file has of the tensor.
-        offset: of the wanted bytes in that.
-        into: where they are read; uint8.
-        finish: brings them from there to where they belong.
+        sizes: shape of the chunk in the file.
+        offset: offset of the wanted bytes in the chunk, in bytes.
+        into: uint8 destination of the read.
+        finish: copies the bytes from `into` to their destination.
     """
 
     file: str
@@ -141,11 +141,11 @@ class _Part(NamedTuple):
 
 
 def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
-    """Where the rows of `tensor` are that are on this rank; all of them if it is whole."""
+    """Yield the parts of this rank's rows of `tensor`; of the full tensor if it is not sharded."""
     memory, held = _bytes_of(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
-        if memory.numel():  # a sharded number is on one rank
+        if memory.numel():  # a sharded scalar is on one rank
             yield _Part(file, key, sizes, 0, memory)
         return
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
@@ -169,14 +169,14 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as uint8."""
     offset = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), offset, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
 
 
 def _check_order(entries: Mapping[str, Any], nbytes: int) -> None:
-    """Raise ValueError unless tensors follow each other, from the first byte to the last."""
+    """Raise ValueError unless the tensors fill all bytes of the file without gaps or overlap."""
     end = 0
     for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
         if type(begin) is not int or type(stop) is not int or begin != end or stop < begin:

@@ -1,4 +1,4 @@
-"""safetensors files, written as their tensors arrive: of any tensors, and of what a plan of torch's has for a rank."""
+"""Streaming writer of safetensors files, for any tensors and for the save plan of a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["write_items", "write_safetensors"]
 
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
-    """The one file of a rank."""
+    """Write the single file of a rank."""
     items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # so that each tensor is aligned in the file
     return write_safetensors(
         folder / f"rank-{rank:05d}.safetensors",
@@ -31,13 +31,13 @@ def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: Sa
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
 ) -> FileRecord:
-    """Write a safetensors file as its tensors arrive, hashed on the way.
+    """Write a safetensors file from tensors as they arrive, and hash it while writing.
 
     Args:
         tensors: shape and dtype by name, in the order of the file.
-        content: for each of them, its values: one or more tensors on any device that follow each other.
+        content: for each of them, its values as consecutive tensors on any device.
 
-    The format: the length of a header as 8 bytes, the header as JSON, the tensors' bytes.
+    The format: the length of the header as 8 bytes, the header as JSON, the bytes of the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""save and save_async."""
+"""Synchronous and background saves: :func:`save` and :func:`save_async`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
 
 
 def per_rank(value: object) -> PerRank:
-    """Marks a value in ``extra`` that differs between ranks, such as a state of random numbers.
+    """Mark a value in ``extra`` that differs between ranks, such as a random state.
 
-    Each rank gets its own back from :func:`load`, if as many ranks load as have saved; otherwise None.
+    Each rank gets its own value back from :func:`load` if the number of ranks is the same; otherwise None.
 
     Example::
 
@@ -57,32 +57,32 @@ def save(
     overwrite: bool = False,
     require_finite: bool = True,
 ) -> None:
-    """Write a checkpoint that any number of ranks, with any `zero3_size` and any units, can load.
+    """Write a checkpoint that loads with any number of ranks, any `zero3_size` and any units.
 
-    Each rank writes the rows of masters and optimizer state that it owns; nothing is gathered and nothing is written
-    twice. Buffers and whatever else is not sharded are the first rank's. All data-parallel ranks must call this, with a
-    path on a file system that they share. Gradients are not saved: call it between ``optimizer.step()`` and the next
-    backward.
+    Each rank writes its own rows of masters and optimizer state. Nothing is gathered, and nothing is written twice.
+    Buffers and other unsharded values are written by the first rank. All data-parallel ranks must call this, with a
+    path on a shared file system. Gradients are not saved: call this between ``optimizer.step()`` and the next backward.
 
     Args:
-        path: a folder that does not exist yet. It appears when all of it is on the disk, and not before.
+        path: a folder that does not exist yet. It appears only after all of it is on the disk.
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
-        extra: what else the run needs, such as ``scheduler.state_dict()`` and the position in the data: numbers,
-            strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``), and
-            lists, tuples and dicts of them. The same on all ranks, but for what :func:`per_rank` marks.
-        keep_last: after a success, only so many checkpoints stay in the folder that `path` is in, and the last one that
-            was finite; the oldest go. What was written is read back before.
-        overwrite: a checkpoint that is at `path` is replaced, when the new one is on the disk. What was written is read
-            back before.
-        require_finite: save nothing where a trained parameter or its optimizer state holds a NaN or an infinity. False:
-            save it, and note it, for people who look for the cause.
+        extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
+            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
+            and lists, tuples and dicts of them. It must be the same on all ranks, except for values marked by
+            :func:`per_rank`.
+        keep_last: after a successful save, keep this many checkpoints in the parent folder of `path` and the last
+            finite one; remove the oldest. The new checkpoint is read back and compared first.
+        overwrite: replace a checkpoint at `path` after the new one is on the disk. The new one is read back and
+            compared first.
+        require_finite: save nothing if a trained parameter or its optimizer state has a NaN or Inf. False: save anyway,
+            and record it in the manifest, for debugging.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: `path` exists already.
         TypeError: a value in `extra` cannot be saved; names it.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
-        CheckpointError: a rank could not write, with what it met, or has numbers that are not finite; nothing new is at
+        CheckpointError: a rank could not write (the message has its error) or has non-finite values. Nothing new is at
             `path`.
 
     Example::
@@ -98,7 +98,7 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """:func:`save` of a model of which other ranks have something else under the same names."""
+    """Save a model, as :func:`save`, for which other ranks have different parameters under the same names."""
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
     _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.ranks.control_group())
@@ -114,12 +114,12 @@ def save_async(
     overwrite: bool = False,
     require_finite: bool = True,
 ) -> PendingSave:
-    """:func:`save` that copies to (pinned) host memory, returns, and writes while training goes on.
+    """Save in the background: copy to (pinned) host memory, return, and write while training continues.
 
-    What is written is the state at the time of the call. The host memory, as large as what this rank writes (pinned: up
-    to twice that, as torch rounds it to a power of two), is kept for the next call. A save that is still being written
-    is waited for by the next one, and by :func:`load`. One that has failed is a warning at the next step, or where the
-    next save or load begins, which goes on. Call ``wait()`` on the last one before ``destroy_process_group()``.
+    The checkpoint holds the state at the time of the call. The host memory is kept for the next call. It has the size
+    of what this rank writes (pinned: up to twice that, because torch rounds up to a power of two). The next save and
+    :func:`load` wait for a save that is still being written. If a save fails, the next step warns, or the next save or
+    load does and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
 
     Returns:
         A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
@@ -137,7 +137,7 @@ def save_async(
     tensors: dict[str, Tensor] = {}
     try:
         tensors = staging.copy(job.tensors)
-    except Exception as error:  # such as no memory to pin
+    except Exception as error:  # such as a failure to pin memory
         failure = error
     require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
     _renew_group(runtime, staging)
@@ -150,7 +150,7 @@ class PendingSave:
     """A checkpoint that is being written in the background."""
 
     def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
-        self._what = what  # names it in warnings
+        self._what = what  # name of the function in warnings
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
@@ -163,23 +163,23 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Nothing is being written any more; :meth:`wait` says whether that is good news."""
+        """Return whether the save has ended; :meth:`wait` raises if it failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint exists. Raises, once, what :func:`save` would have raised."""
+        """Wait until the checkpoint exists. Raises, once, the error that :func:`save` would have raised."""
         self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def settle(self) -> None:
-        """:meth:`wait` that warns, unless somebody has been told."""
+        """Wait for the save; warn if it has failed and neither a warning nor :meth:`wait` has reported it."""
         self._thread.join()
         self.tell_if_done()
 
     def tell_if_done(self, *_: object) -> None:
-        """Warn, once, if it has failed and nobody has waited for it."""
+        """Warn, once, if the save has failed and :meth:`wait` has not raised its error."""
         if self._told or not self.done():
             return
         self._told = True
@@ -190,7 +190,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _How:
-    """What the user asks of a save."""
+    """Options of a save."""
 
     keep_last: int | None
     overwrite: bool
@@ -199,10 +199,10 @@ class _How:
 
 @dataclass(frozen=True)
 class _SaveJob:
-    """One checkpoint that is going to be written.
+    """One checkpoint to be written.
 
     Attributes:
-        tensors: by key, what this rank offers: what is sharded, and from the first rank everything else.
+        tensors: by key, what this rank writes: its shards, and on the first rank all unsharded tensors.
     """
 
     path: Path
@@ -254,7 +254,10 @@ def _prepare(
 
 
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
-    """Make a group for the ranks' talk, if any of them has none: whether a talk has failed, each knows for itself."""
+    """Create a process group for background saves on all ranks if any rank has none.
+
+    A rank knows only for itself whether a collective of the last save has failed, so the ranks compare first.
+    """
     everyone = runtime.ranks
     said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
@@ -267,7 +270,7 @@ def _write_staged(job: _SaveJob, staging: Staging) -> None:
     try:
         _write(job, staging.group.group)
     except RankLostError:
-        staging.group = None  # the next save makes another one
+        staging.group = None  # the next save creates another one
         raise
 
 
@@ -281,10 +284,10 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
         if first:
             job.writer.discard()
         raise told("written", job.path, error) from None
-    except RuntimeError as error:  # the ranks' talk; what is in the partial folder may still be written to
+    except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
         raise RankLostError(f"{job.path} could not be written: ranks have lost each other: {error}") from error
     if first:
         try:
             tidy(job.path, job.keep_last)
-        except OSError as error:  # the new checkpoint is there, and the other ranks go on
+        except OSError as error:  # a warning only: the new checkpoint exists, and the other ranks continue
             warnings.warn(f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""The files of snapshots in the shared memory of a node: who has which, and how a rank gets those that it lacks."""
+"""Snapshot files in shared memory: the files on each node, and transfers of missing files between ranks."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ __all__ = [
     "whole_snapshots",
 ]
 
-_NAME = re.compile(r"(\d{10}-[0-9a-f]{16})\.\d+")  # of what one rank holds of one snapshot
-CHUNK = 4 << 20  # bytes that travel at once
+_NAME = re.compile(r"(\d{10}-[0-9a-f]{16})\.\d+")  # folder name of one rank's part of one snapshot
+CHUNK = 4 << 20  # bytes per message
 
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """A folder with what one rank holds of one snapshot."""
+    """The folder with one rank's part of one snapshot."""
 
     folder: Path
 
     @property
     def token(self) -> str:
-        """Of the snapshot; grows with every snapshot of a run."""
+        """Token of the snapshot; increases with every snapshot of a run."""
         return self.folder.name.partition(".")[0]
 
 
 def pieces_in(folder: Path) -> list[SnapshotPart]:
-    """Of all ranks whose memory this is; none once another of them has removed it."""
+    """Return the parts of all ranks of this node; empty if another rank has removed the folder."""
     names = os.listdir(folder) if folder.exists() else []
     return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
 
 
 def opened_folder(folder: Path) -> str:
-    """Make it, for this user alone; what tells this memory from that of other nodes.
+    """Create the folder for this user only; return an identifier that differs between the shared memories of nodes.
 
     Raises:
-        PermissionError: somebody else has made it, or may look into it.
+        PermissionError: the folder belongs to another user, or others may access it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -75,26 +75,26 @@ def opened_folder(folder: Path) -> str:
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """What loads have left that died, of ranks that are no more: links, which keep the memory of a snapshot."""
+    """Remove views of crashed loads by ranks that no longer exist; their links keep the memory of a snapshot."""
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
             shutil.rmtree(view, ignore_errors=True)
 
 
 def highest(folder: Path) -> int:
-    """The number of the newest snapshot of which there is anything; -1: there is none."""
+    """Return the number of the newest snapshot, complete or not; -1 if there is none."""
     return max((int(piece.token[:10]) for piece in pieces_in(folder)), default=-1)
 
 
 def mapped(path: Path, size: int) -> Tensor:
-    """1-D [size] of bytes: a whole file, which must not be written to."""
+    """Map a full file as a uint8 tensor of shape [size], which must not be written to."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
 
 
 def allocate_file(path: Path, size: int) -> Tensor:
-    """1-D [size] of bytes: a new file. Raises OSError where there is no room, now and not when it is written to."""
+    """Create a file and map it as uint8 of shape [size]. Raises OSError here, not at a write, if there is no room."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if size:
@@ -105,29 +105,29 @@ def allocate_file(path: Path, size: int) -> Tensor:
 
 
 def opened_to_write(path: Path, size: int) -> Tensor:
-    """1-D [size] of bytes: a whole file, from :func:`allocate_file`."""
+    """Map a file from :func:`allocate_file` as a writable uint8 tensor of shape [size]."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def whole_snapshots(lane: Communicator, folder: Path) -> list[str]:
-    """The tokens of snapshots that have been whole, newest first: the same on all ranks, which all call this."""
+    """Return the tokens of snapshots that were complete, newest first. All ranks call this and get the same list."""
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
         found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
     told = [json.loads(text) for text in all_gather_text(lane, json.dumps(found))]
-    # A manifest says that once all files have been there; and who says so may not be there any more.
+    # A manifest proves that all files existed once; the rank with the manifest may no longer have them.
     return sorted({token for tokens in told for token, names in tokens.items() if MANIFEST in names}, reverse=True)
 
 
 def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> None:
-    """Make a folder of this rank in which a snapshot can be opened: with links to the files that its node has.
+    """Create a folder in which this rank can open a snapshot, with links to the files of its node.
 
     All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks: no manifest is intact, or the table of contents is nowhere.
+        CheckpointError: on all ranks: there is no intact manifest, or no rank has ``contents.json``.
     """
     failure, text = "", ""
     try:
@@ -159,7 +159,7 @@ def _link(source: Path, view: Path) -> None:
 
 
 def _intact(folder: Path) -> str:
-    """The manifest that is there; empty: there is none, or a damaged one."""
+    """Return the text of the manifest; empty if it is missing or damaged."""
     try:
         Manifest.read(folder, parts=True)
         return (folder / MANIFEST).read_text()
@@ -168,16 +168,16 @@ def _intact(folder: Path) -> str:
 
 
 def _all_well(lane: Communicator, failure: str) -> None:
-    """Raise CheckpointError on all ranks where one has failed."""
+    """Raise CheckpointError on all ranks if one has failed."""
     if failures := [text for text in all_gather_text(lane, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
 
 def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
-    """Get what this rank wants of a snapshot and its node does not have. All ranks must call this.
+    """Receive the files that this rank needs and its node lacks. All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks: a file is nowhere, or there is no room for one.
+        CheckpointError: on all ranks: a file is on no rank, or there is no room for one.
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
     said = json.dumps([sorted(have), sorted(wanted - have)])
@@ -206,7 +206,7 @@ def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wan
 
 
 def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
-    """Send all of it, or receive it, chunk by chunk."""
+    """Send or receive all of `data`, chunk by chunk."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
         sent, received = (nothing, chunk) if to is None else (chunk, nothing)
@@ -215,7 +215,7 @@ def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: i
 
 @contextmanager
 def receiving(path: Path, size: int) -> Iterator[Tensor]:
-    """Memory of a new file. Where there is no room, other memory, as somebody sends; and OSError at the end."""
+    """Yield memory of a new file. If there is no room, yield other memory for the send, and raise OSError later."""
     problem: OSError | None = None
     try:
         room = allocate_file(path, size)
@@ -235,7 +235,7 @@ def _size(path: Path) -> int:
 
 
 class SnapshotSource(CheckpointFiles):
-    """A snapshot as a source of tensors, whose files come from other ranks where they are wanted.
+    """A snapshot as a source of tensors; it fetches missing files from other ranks.
 
     Args:
         view: from :func:`gather_view`.

@@ -1,4 +1,4 @@
-"""Host memory that a state is copied into, so that it can be written while training goes on."""
+"""Host memory for copies of the state, which are written while training continues."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class _Pending(Protocol):
 
 
 class Staging:
-    """The memory of one model's background saves, which the next save takes again.
+    """Host memory of one model's background saves, reused by the next save.
 
     Args:
         topology: topology of the model, whose process groups a running save keeps.
 
     Attributes:
-        group: on which the ranks talk while they write, and nobody else does; None: a new one is needed.
-        pending: the save that reads the memory, until somebody has waited for it.
-        listeners: of the pending save.
+        group: process group used only by saves that are being written; None: a new one is needed.
+        pending: the save that reads the memory, until it has been waited for.
+        listeners: optimizer hooks of the pending save.
     """
 
     def __init__(self, topology: MeshInfo) -> None:
         device, self._groups = topology.device, topology.groups
         self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
-        self.listeners: list[RemovableHandle] = []  # hooks of optimizers that tell of its failure
+        self.listeners: list[RemovableHandle] = []  # hooks of optimizers that report its failure
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
@@ -54,11 +54,11 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory, sharded as the originals are; complete when this returns."""
+        """Return copies in host memory, sharded like the originals; the copies are complete when this returns."""
         sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
         ends = list(itertools.accumulate(_padded(source) for source in sources.values()))
         if ends and ends[-1] != self._memory.numel():
-            self._memory = host_memory(0, torch.uint8, device=self._device)  # the old one goes first
+            self._memory = host_memory(0, torch.uint8, device=self._device)  # the old memory is freed first
             self._memory = host_memory(ends[-1], torch.uint8, device=self._device)
         copies: dict[str, Tensor] = {}
         for (key, source), end in zip(sources.items(), ends, strict=True):
@@ -74,7 +74,7 @@ class Staging:
 
 
 def _padded(tensor: Tensor) -> int:
-    """Bytes, so that the next tensor is aligned for every dtype."""
+    """Return the size in bytes, padded so that the next tensor is aligned for every dtype."""
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
@@ -85,5 +85,5 @@ def staging_of(runtime: LayerZeroState) -> Staging:
 
 
 def finish_pending(runtime: LayerZeroState) -> None:
-    """Wait for a save in the background. If it has failed and nobody has been told, warn."""
+    """Wait for a background save. Warn if it has failed and its error was not raised."""
     staging_of(runtime).finish()

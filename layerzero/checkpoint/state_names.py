@@ -1,6 +1,6 @@
-"""What a model and an optimizer hold, by the names that it has in a checkpoint; and all of it as a document.
+"""State of a model and an optimizer under checkpoint names, and its encoding as a document.
 
-Values that are no tensors, and references to those that are, become JSON; see json_codec.py.
+Values other than tensors, and references to tensors, become JSON; see json_codec.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_
 
 @dataclass(frozen=True)
 class RankLocalNames:
-    """What of a model other ranks have under the same names, though it is something else, such as experts.
+    """Names under which other ranks have different parameters or values, such as experts.
 
     Attributes:
-        stored: gives the name in the checkpoint, which tells them apart and has nothing of wrappers, for any name.
-        is_apart: whether a stored name is of such a thing.
-        is_elsewhere: whether it is of one that other ranks have, and this one has not.
-        tells: of the ranks that have the same ones, this one writes what is not sharded.
+        stored: returns the unique name in the checkpoint, without parts added by wrappers, for any name.
+        is_apart: returns whether a stored name is one of these.
+        is_elsewhere: returns whether it is one of other ranks only.
+        tells: whether this rank writes the unsharded values, among the ranks that have the same ones.
     """
 
     stored: Callable[[str], str]
@@ -45,7 +45,7 @@ class RankLocalNames:
         return cls(plain_name, lambda name: False, lambda name: False, tells=True)
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
-        """Values by stored name."""
+        """Split values by stored name into common and own ones."""
         common = {name: value for name, value in values.items() if not self.is_apart(name)}
         return MergedValue(common, {name: value for name, value in values.items() if self.is_apart(name)})
 
@@ -55,16 +55,16 @@ class RankLocalNames:
 
 
 class StateNames:
-    """The names that things have in a checkpoint: those of the plain model's ``state_dict()``.
+    """Names in a checkpoint: those of the plain model's ``state_dict()``.
 
-    Wrappers that compile or recompute a module put a part of their own into its name, which is left out here as torch's
-    checkpoints leave it out.
+    Wrappers for compilation and recomputation add a part to names of modules. It is removed here, as in checkpoints of
+    torch.
 
     Attributes:
         targets: by stored name: parameters, persistent buffers, and modules with an extra state.
-        members: by stored name.
+        members: managed parameters, by stored name.
         dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name; files have these dtypes.
-        odd: names in the state dict that stand for none of these.
+        odd: names in the state dict that belong to none of these.
     """
 
     def __init__(self, runtime: LayerZeroState, apart: RankLocalNames | None = None) -> None:
@@ -75,7 +75,7 @@ class StateNames:
         self.odd: list[str] = []
         model = runtime.model
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        # Names do not tell: a wrapper may hide itself from state dicts, which go through modules in this order.
+        # Modules are not matched by name: a wrapper may hide itself in a state dict. The order of modules is the same.
         owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
         state = {apart.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
         extra = [name for name in state if name.endswith(_EXTRA)]
@@ -92,7 +92,7 @@ class StateNames:
                 value = cast.setdefault(id(value), value.detach().to(dtype))  # noqa: PLW2901
             self.entries[name], self.targets[name] = value, target
             first_name.setdefault(id(target), name)
-        self._stored: dict[str, str] = {}  # by the name that the model itself has for a parameter
+        self._stored: dict[str, str] = {}  # by the name of a parameter in the model
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
@@ -100,20 +100,22 @@ class StateNames:
         refuse_apart("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Of the parameter that a sharded tensor is cut like: its own, or the same of a model cut like this one.
+        """Return the stored name of the parameter that a sharded tensor is cut like.
+
+        The tensor may also belong to another model that is sharded like this one.
 
         Raises:
-            LookupError: the model has none like it.
+            LookupError: the model has no such parameter.
         """
         span, name = rows.spec, self._stored[rows.spec.name]
         own = self.members[name].spec
-        same_model = span.mesh_info.counters is own.mesh_info.counters  # where state may have another shape
+        same_model = span.mesh_info.counters is own.mesh_info.counters  # then state may have another shape
         if not same_model and (span.shape, span.bounds, span.mesh) != (own.shape, own.bounds, own.mesh):
             raise LookupError(name)
         return name
 
     def to_stored(self, name: str) -> str:
-        """The stored name of what the optimizer calls `name`."""
+        """Return the stored name for the optimizer's parameter `name`."""
         return self._stored.get(name, name)
 
 
@@ -126,7 +128,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Without what wrappers that compile or recompute put into it."""
+    """Return a name without the parts that wrappers for compilation and recomputation add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -140,10 +142,10 @@ def encode_all(
     rank: int,
     apart: RankLocalNames | None = None,
 ) -> tuple[dict[str, Any], Encoder]:
-    """The document of a checkpoint, and the encoder that has its tensors.
+    """Return the document of a checkpoint and the encoder that holds its tensors.
 
     Raises:
-        TypeError: something cannot be put into a checkpoint; names it.
+        TypeError: a value cannot be put into a checkpoint; names it.
     """
     names = StateNames(runtime, apart)
     if names.odd:
@@ -169,7 +171,7 @@ def encode_all(
 
 
 def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of what is going to be saved, by key: this rank's rows of trained parameters and of their optimizer state."""
+    """Return, by key, this rank's rows of trained parameters and of their optimizer state among the saved tensors."""
     frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())
@@ -179,7 +181,7 @@ def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict
 
 
 def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Only the first rank's whole tensors are saved: those of other shapes may differ between ranks."""
+    """Raise TypeError for unsharded state other than scalars: only the first rank's is saved, and ranks may differ."""
     for name, values in state.items():
         for key, value in values.items():
             if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
@@ -188,7 +190,7 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """State and groups of an optimizer's state dict under other names of parameters."""
+    """Return state and groups of an optimizer's state dict with parameters renamed."""
     state = {rename(name): values for name, values in state_dict["state"].items()}
     return state, [
         {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
@@ -197,5 +199,5 @@ def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any]
 
 
 def _number(value: Any) -> Any:
-    """A hyperparameter, of which a tensor of one number is stored as the number."""
+    """Return a hyperparameter; a 0-dim tensor becomes a number."""
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

@@ -1,8 +1,8 @@
-"""Tensors of classes of their own (quantised bases), by the plain tensors that they are made of.
+"""Tensor subclasses (quantized weights), stored as the plain tensors that they consist of.
 
-A class that has ``__tensor_flatten__`` says which these are, and what else makes up the tensor. A load builds nothing:
-the model has a tensor of the same class and the same settings already, whose plain tensors are filled. So no class is
-looked up by a name in a file.
+A class with ``__tensor_flatten__`` returns these tensors and the remaining metadata. A load constructs no subclass
+tensor. The model already has one with the same class and settings, and its plain tensors are filled. So no class is
+looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from layerzero.dtensor.sharded_tensor import LocalShard
 __all__ = ["as_table", "flatten_subclass", "is_made_of_others", "is_table"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
-_NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # an object without a text of its own, or with a part of it only
+_NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # the repr of an object without its own repr, or a truncated one
 
 
 def is_made_of_others(tensor: Tensor) -> bool:
-    """It is of a class that keeps its values in other tensors; layerzero's own are not meant."""
+    """Return whether the tensor is of a subclass, not of layerzero, that keeps its values in other tensors."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
 def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """What a tensor is, in words that are equal for equal ones, and the plain tensors that it is made of, by name.
+    """Return a description of a subclass tensor, equal for equal ones, and its plain tensors by name.
 
     Args:
-        name: of the tensor, for errors.
+        name: name of the tensor in errors.
 
     Returns:
-        None where it is made of no others, or its class does not say of which, or not in words.
+        None if it has no inner tensors, or its class does not name them or has no complete repr.
 
     Raises:
         TypeError: its class has raised an error.
@@ -68,17 +68,17 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
 
 
 def _can_be_filled(value: Any, again: Any) -> bool:
-    """Whether a plain tensor, asked for twice, is the same memory: what is made when asked for holds nothing."""
+    """Return whether a plain tensor has the same memory when read twice; a temporary copy cannot be filled."""
     plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
     return plain and value.data_ptr() == again.data_ptr()
 
 
 def as_table(name: str, value: Tensor) -> Any:
-    """What a checkpoint has for a tensor of a model's state dict."""
+    """Return the checkpoint entry of a tensor in a model's state dict."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 
 
 def is_table(entry: Any) -> bool:
-    """Some JSON of a checkpoint may be what :func:`as_table` has made."""
+    """Return whether some JSON of a checkpoint can be a result of :func:`as_table`."""
     return isinstance(entry, Mapping) and entry.keys() == {"of", "tensors"} and isinstance(entry["tensors"], Mapping)

@@ -1,4 +1,4 @@
-"""Whole models in one process: out of a checkpoint, into one, and a look inside. Needs no process group."""
+"""Export, import and inspection of full models in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    files: int  # that hold a part of it
+    files: int  # number of files that hold a part of it
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found."""
+    """Result of :func:`inspect`."""
 
     entries: tuple[Entry, ...]
     topology: Mapping[str, int]
     sequence: int
-    nbytes: int  # of all files
+    nbytes: int  # total size of all files
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Verify all files of a checkpoint, and list its tensors.
+    """Verify all files of a checkpoint and list its tensors.
 
     Raises:
         FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
@@ -85,15 +85,15 @@ def export_model(
 ) -> None:
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
-    Tied parameters are written under each of their names; states of modules that are no tensors are left out. No more
-    than 64 MiB (or a row) of a tensor is in memory at once, but for those that were saved in columns (tensor parallel).
+    Tied parameters are written under each of their names. Module states that are not tensors are left out. At most 64
+    MiB (or one row) of a tensor is in memory at once, except for tensors that were saved in columns (tensor parallel).
 
     Args:
-        dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
-        averages: of the parameters that are averaged, the averages: what was saved with ``{"ema": ema.state_dict()}``.
+        dtype: cast floating-point tensors to it; None: keep the stored dtypes, fp32 for trained parameters.
+        averages: for averaged parameters, write the averages that were saved as ``{"ema": ema.state_dict()}``.
 
     Raises:
-        FileExistsError: there is something at `out`.
+        FileExistsError: `out` exists already.
         FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
         ValueError: the checkpoint has no averages.
     """
@@ -130,7 +130,7 @@ def export_model(
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
-    """The keys of the model's tensors by name; see :func:`export_model`."""
+    """Return the keys of the model's tensors by name; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(
@@ -161,7 +161,7 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The values of a tensor in order, piece by piece; all at once where it is cut in columns."""
+    """Yield the values of a tensor in order, piece by piece, or all at once if it is cut in columns."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for file, at, sizes in tensor.chunks:
@@ -176,14 +176,14 @@ def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torc
 def import_model(
     files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Make a checkpoint, without an optimizer, of a whole model in safetensors files.
+    """Create a checkpoint, without an optimizer, from the safetensors files of a full model.
 
     Args:
-        files: that have the model's ``state_dict()`` between them; or folders or indexes of such files.
-        dtype: cast floating-point tensors to it. Not needed for training: a load widens bf16 to the masters' fp32.
+        files: files that together hold the model's ``state_dict()``, or folders or indexes of such files.
+        dtype: cast floating-point tensors to it. Training does not need it: a load widens bf16 to fp32 masters.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: `path` exists already.
         ValueError: two files have a tensor of the same name.
         CheckpointError: a file is not a safetensors file.
     """
@@ -204,7 +204,7 @@ def import_model(
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor of an opened file, and the dtype that it is going to have."""
+    """A tensor of an opened file, and the dtype that it is cast to."""
 
     tensors: Any
     shape: tuple[int, ...]
@@ -249,7 +249,7 @@ def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
 
 
 def _parts(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
-    """Files of about _PART bytes: a load shares the work of verifying them."""
+    """Split the tensors into files of about _PART bytes, so that the ranks of a load share their verification."""
     part: dict[str, _FileTensor] = {}
     nbytes = 0
     for name, source in sources.items():

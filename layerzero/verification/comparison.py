@@ -1,12 +1,13 @@
-"""How far two trainings of the same model are apart, parameter by parameter; arithmetic and text only.
+"""Differences between two trainings of the same model, per parameter; arithmetic and text only.
 
 [Note: Relative to what]
-The gradient of a bias before a normalisation is zero but for rounding, and rounding noise agrees with nothing. A
+The gradient of a bias before a normalization is zero except for rounding, and rounding noise never agrees. A
 gradient's difference is therefore relative to that parameter's largest gradient, or to `FLOOR` times the model's
-largest gradient where that is more. A weight's difference is relative to how far training moved it, as a wrong update
-would drown in the weight's own size; or to `FLOOR` times the largest movement in the model or the largest weight of the
-same parameter, where rounding would count otherwise. And a weight that is next to the plain run's, one ulp (unit in
-the last place) away, is no difference, however little training moved it: sums in another order round otherwise.
+largest gradient if that is larger. A weight's difference is relative to how far training moved it, because a wrong
+update is small compared with the weight itself. If they are larger, `FLOOR` times the largest movement in the model or
+the largest weight of the same parameter is used, so that rounding does not count. A weight within one ulp (unit in the
+last place) of the plain run's is no difference, however little training moved it: sums in another order round
+differently.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ _SHOWN = 20  # rows in the text of a report
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step saw and left: whole tensors in host memory, by parameter name."""
+    """Gradients and weights of one optimizer step: full tensors in host memory, by parameter name."""
 
     gradients: Mapping[str, Tensor | None]
-    weights: Mapping[str, Tensor]  # after the step; floating-point buffers are among them
+    weights: Mapping[str, Tensor]  # after the step; includes floating-point buffers
 
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """One parameter (or floating-point buffer) in one sharded run, beside the plain run.
+    """Differences of one parameter (or floating-point buffer) between one sharded run and the plain run.
 
     Attributes:
         zero3_size: S of the sharded run.
         precision: its coarsest dtype, such as ``"float32"``.
-        name: of the parameter, as in ``named_parameters()``.
-        gradient: largest relative difference of its gradient; ``inf`` where only one run has a gradient, or where the
-            sharded run's is not finite.
-        gradient_step: the step, from 0, in which that was.
+        name: name of the parameter, as in ``named_parameters()``.
+        gradient: largest relative difference of its gradient; ``inf`` if only one run has a gradient, or if the sharded
+            run's is not finite.
+        gradient_step: the step of that difference, from 0.
         weight: largest relative difference of the trained values that are more than one ulp apart.
-        weight_step: the step after which that was.
-        tolerance: what `gradient` and `weight` may be.
-        note: what numbers do not say, such as ``"no gradient when sharded"``; usually empty.
+        weight_step: the step after which that difference was found.
+        tolerance: upper limit of `gradient` and `weight`.
+        note: a remark such as ``"no gradient when sharded"``; usually empty.
     """
 
     zero3_size: int
@@ -65,18 +66,18 @@ class ParameterDifference:
 
     @property
     def excess(self) -> float:
-        """The larger of the two differences, in tolerances."""
+        """The larger of the two differences, divided by the tolerance."""
         return max(self.gradient, self.weight) / self.tolerance
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`layerzero.verify` found. ``str(report)`` is a table, the worst parameters first.
+    """Result of :func:`layerzero.verify`. ``str(report)`` is a table, sorted from worst to best.
 
     Attributes:
-        rows: a row per parameter and sharded run, the worst first.
-        world_size, steps, micro_batches: what was run.
-        notes: observations on the plain run, which shards nothing.
+        rows: one row per parameter and sharded run, the worst first.
+        world_size, steps, micro_batches: settings of the runs.
+        notes: observations on the plain run, which does not shard.
     """
 
     rows: tuple[ParameterDifference, ...]
@@ -87,12 +88,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """No parameter of any sharded run differs by more than its tolerance."""
+        """True if no parameter of any sharded run differs by more than its tolerance."""
         return all(row.ok for row in self.rows)
 
     @property
     def worst(self) -> ParameterDifference | None:
-        """The row furthest beyond its tolerance, or nearest to it; None for a model without parameters."""
+        """The row with the largest difference relative to its tolerance; None for a model without parameters."""
         return self.rows[0] if self.rows else None
 
     def __str__(self) -> str:
@@ -122,7 +123,7 @@ class VerifyReport:
 
 
 class Comparison:
-    """Collects the worst differences of one sharded run, step by step."""
+    """Collector of the worst differences of one sharded run, over all steps."""
 
     def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
         self._start = start  # the weights before the first step
@@ -134,7 +135,7 @@ class Comparison:
         self._note: dict[str, str] = {}
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
-        """Compare the states of one step."""
+        """Compare gradients and weights of one step."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
@@ -166,7 +167,7 @@ class Comparison:
                 self._note[name] = note
 
     def rows(self) -> list[ParameterDifference]:
-        """A row per name."""
+        """Return one row per name."""
         return [
             ParameterDifference(
                 self._zero3_size,
@@ -182,10 +183,10 @@ class Comparison:
 
 
 def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> float:
-    """The largest difference; infinite for different shapes, and for an infinity or NaN that only one side has.
+    """Return the largest difference; infinite for different shapes, or if an Inf or NaN is on one side only.
 
     Args:
-        slack: elements that are no further apart count as equal; as `right` in shape, or one number.
+        slack: smaller or equal differences count as zero; a number, or a tensor of the shape of `right`.
     """
     if left.shape != right.shape:
         return math.inf
@@ -199,16 +200,16 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
 
 
 def _ulps(values: Tensor) -> Tensor:
-    """The distance of each element to the next larger one in its dtype, fp64; 0 for zeros, integers, infinities."""
+    """Return the distance of each element to the next larger one in its dtype, in fp64; 0 for zeros, integers, Inf."""
     if not values.is_floating_point():
         return torch.zeros(values.shape, dtype=torch.float64)
     magnitudes = values.double().abs()
-    mantissas, _ = torch.frexp(magnitudes)  # in [0.5, 1), so that the quotient is a power of two, exactly
+    mantissas, _ = torch.frexp(magnitudes)  # in [0.5, 1), so that the quotient is exactly a power of two
     return (magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest finite magnitude among the elements of all tensors; 0 if there are none."""
+    """Return the largest finite magnitude among the elements of all tensors; 0 if there are none."""
     found = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
     return float(max(found, default=0.0))
 

@@ -1,4 +1,4 @@
-"""Runs a function on gloo ranks of this machine, each a process of one thread. They meet through a file: no ports."""
+"""Local gloo ranks that run a function, each in a single-threaded process. They rendezvous through a file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 __all__ = ["pickled", "run_on_local_ranks"]
 
-_GRACE = 2.0  # seconds in which the other ranks may say what they were doing when one has failed
+_GRACE = 2.0  # seconds to wait for errors of the other ranks after one has failed
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a rank ended without a result."""
+    """Failure of a rank without a result."""
 
     rank: int
     when: float  # seconds since the epoch
@@ -36,15 +36,18 @@ class _Failure:
 
     @property
     def is_echo(self) -> bool:
-        """What this rank says is that another one failed; see :mod:`layerzero.agreement`."""
+        """True if this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
         return "layerzero: " in self.summary
 
 
 def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
-    """A dictionary as bytes for other processes.
+    """Pickle a dictionary for other processes.
+
+    Args:
+        way_out: what the user can do, for the error message.
 
     Raises:
-        TypeError: a part cannot be sent; names it and the way out.
+        TypeError: a part cannot be pickled; names the part and gives `way_out`.
     """
     for name, part in parts.items():
         _require_picklable(name, part, way_out)
@@ -54,26 +57,26 @@ def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
 def _require_picklable(name: str, part: object, way_out: str) -> None:
     try:
         pickle.dumps(part)
-    except Exception as error:  # pickle raises whatever it likes
+    except Exception as error:  # pickle raises any exception type
         raise TypeError(f"{name} cannot be sent to the ranks' processes ({error}); {way_out}") from error
 
 
 def run_on_local_ranks(
     fn: Callable[[int, Mapping[str, Any]], Any], arguments: bytes, *, world_size: int, timeout: float
 ) -> Any:
-    """Call ``fn(rank, arguments)`` on new processes with an initialised default group; what rank 0 returned.
+    """Call ``fn(rank, arguments)`` in new processes with an initialized default group; return the result of rank 0.
 
     Args:
-        fn: at the top of a module.
+        fn: a function at the top level of a module.
         arguments: from :func:`pickled`.
-        world_size: how many processes.
-        timeout: seconds until an exchange between the ranks gives up.
+        world_size: number of processes.
+        timeout: timeout of a collective between the ranks, in seconds.
 
     Raises:
-        RuntimeError: a rank raised or died; holds the traceback of the first one. All processes have ended then.
+        RuntimeError: a rank raised or died; has the traceback of the first one. All processes have ended by then.
     """
     context = multiprocessing.get_context("spawn")
-    ranks: list[tuple[BaseProcess, Connection]] = []  # with the pipe to it
+    ranks: list[tuple[BaseProcess, Connection]] = []  # processes and pipes to them
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
         try:
@@ -125,7 +128,7 @@ _DIED = (
 
 
 def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
-    """The cause in full, the others as its consequences: a rank that died, else the first that raised."""
+    """Describe the cause in full, then its consequences. The cause is a rank that died, else the first that raised."""
     first, *rest = sorted(failures, key=lambda failure: (failure.is_echo, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
     if first.traceback:
@@ -161,14 +164,14 @@ def _work(
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
         _leave(1)
     pipe.send(result)
-    # Nobody leaves while another may still read from it: the caller closes the pipe when all are done.
+    # No rank exits while another may still read from it: the caller closes the pipe when all are done.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     _leave(0)
 
 
 def _leave(status: int) -> NoReturn:
-    """Without any clean-up of process groups: it may wait for the others, and they for it."""
+    """Exit without destroying process groups: that may wait for other ranks, which wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,10 +1,10 @@
-"""A model trained for a few steps, plain and sharded, from the same start on the same batches.
+"""Plain and sharded training of a model for a few steps, from the same start on the same batches.
 
 [Note: What the plain run is]
-Data-parallel training in one process. There is a model per rank, built by the user's function from the same seed, so
-that batch-norm statistics, counters and whatever else a module keeps develop as on that rank. All share the storage of
-the weights. Each works on its rank's batches, the gradients are averaged, one optimizer steps. No collective takes
-part in it. Every rank makes the whole plain run, so that a module which talks to other ranks finds them there.
+Data-parallel training in one process. There is one model per rank, built by the user's function from the same seed, so
+that batch-norm statistics, counters and other module state develop as on that rank. All models share the storage of the
+weights. Each processes its rank's batches, the gradients are averaged, and one optimizer steps. No collectives are
+used. Every rank does the full plain run, so that a module that communicates with other ranks finds them there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model tha
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What is trained; see :func:`layerzero.verify`."""
+    """The training to run; see :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int], Any]
@@ -56,7 +56,7 @@ class TrainingTask:
     seed: int
 
     def build(self) -> nn.Module:
-        """The user's model, from the same random numbers every time."""
+        """Build the user's model, from the same random numbers each time."""
         _seed(self.seed)
         model = self.model_fn()
         if not isinstance(model, nn.Module):
@@ -73,12 +73,12 @@ class TrainingTask:
         return optimizer
 
     def batch(self, index: int, rank: int) -> Any:
-        """The user's batch, from random numbers that belong to it."""
+        """Return the user's batch, from random numbers seeded by index and rank."""
         _seed(self.seed, 1 + index, rank, 0)
         return self.batch_fn(index, rank)
 
     def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
-        """Forward and backward of one micro-batch, with random numbers that belong to it; the loss."""
+        """Run forward and backward of one micro-batch, with random numbers seeded for it; return the loss."""
         index = step * self.micro_batches + micro_batch
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
         _seed(self.seed, 1 + index, rank, 1)
@@ -92,7 +92,7 @@ class TrainingTask:
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss where the user gives no function for it: what the model returns, or its ``loss``."""
+    """Return the loss if the user gives no loss function: the output of the model, or its ``loss``."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -107,23 +107,23 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 class ReferenceRun:
-    """What the plain run left: the weights before it, a snapshot per step if kept, the losses of all ranks' batches."""
+    """Result of the plain run: initial weights, a record per step if kept, and the losses of all ranks' batches."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
         self.snapshots: list[StepRecord] = []
         self.losses: list[float] = []
-        self.edited: set[str] = set()  # weights that were changed by anything but the optimizer; known on rank 0
-        self.dtypes: set[torch.dtype] = set()  # of the parameters
+        self.edited: set[str] = set()  # weights changed by something other than the optimizer; known on rank 0
+        self.dtypes: set[torch.dtype] = set()  # dtypes of the parameters
 
 
 def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> ReferenceRun:
     """Train without layerzero. See [Note: What the plain run is].
 
     Args:
-        world_size: how many ranks' batches.
-        device: where to.
-        rank: whose buffers are shown beside the weights. Snapshots are kept on rank 0 only.
+        world_size: number of ranks whose batches are used.
+        device: device of the models.
+        rank: rank whose buffers are recorded with the weights. Records are kept on rank 0 only.
     """
     _require_repeatable(task)
     models = _models_of_ranks(task, world_size, device)
@@ -146,7 +146,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         for name, master in masters.items():
             master.grad = sums[name].div_(world_size) if name in sums else None
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
-                master.data.copy_(parameters[name])  # a forward changed the weight, and plain training keeps that
+                master.data.copy_(parameters[name])  # a forward changed the weight, and plain training keeps the change
         gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -160,7 +160,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
 def train_sharded(
     task: TrainingTask, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
 ) -> Iterator[StepRecord]:
-    """Train with layerzero on this rank's batches; a snapshot per step, with empty tensors on ranks other than 0.
+    """Train with layerzero on this rank's batches; yield a record per step, with empty tensors on ranks other than 0.
 
     All ranks must exhaust it together.
     """
@@ -168,7 +168,7 @@ def train_sharded(
     model = task.build()
     given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
     own = {name: value(model) if callable(value) else value for name, value in given.items()}
-    # With exchanges, whose order the ranks must keep, unless it is to be tried out without: the run may be on devices.
+    # Use collectives, whose order the ranks must keep, unless the user sets shared memory: real runs may use devices.
     model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -209,7 +209,7 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
         if model is models[0]:
             continue
         for name, parameter in own.items():
-            # The storage, not the object: a module may hold its parameters elsewhere as well.
+            # Replace the storage, not the object: a module may hold its parameters elsewhere as well.
             parameter.data = first[name].data
         for theirs, buffer in zip(models[0].buffers(), model.buffers(), strict=True):
             buffer.copy_(theirs)
@@ -217,7 +217,7 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer updates: fp32 at least, as in a sharded run; else the same storage."""
+    """Return the parameter that the optimizer updates: at least fp32 as in a sharded run, or else the same storage."""
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
     return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
 
@@ -235,7 +235,7 @@ def _add_gradients(sums: dict[str, Tensor], model: nn.Module, masters: Mapping[s
 
 
 def _changed(parameter: Tensor, before: Tensor) -> bool:
-    """A parameter is no longer what the last optimizer step left."""
+    """Return whether a parameter differs from its value after the last optimizer step."""
     return not torch.equal(parameter.detach().cpu(), before.to(parameter.dtype))
 
 
@@ -248,7 +248,7 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and floating-point buffers. Integer buffers count things, and are left out."""
+    """Yield parameters and floating-point buffers. Integer buffers, which are counters, are left out."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
 
@@ -258,7 +258,7 @@ def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 def _average_ignored(model: nn.Module) -> None:
-    """What the user's own loop must do for parameters that layerzero leaves alone."""
+    """Average the gradients of ignored parameters, as a user's training loop must do."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) or not parameter.requires_grad:
             continue
@@ -271,7 +271,7 @@ def _average_ignored(model: nn.Module) -> None:
 
 
 def _whole(tensor: Tensor, rank: int) -> Tensor:
-    """In host memory on rank 0. All ranks must call this."""
+    """Return the full tensor in host memory on rank 0, an empty one elsewhere. All ranks must call this."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
@@ -279,7 +279,7 @@ def _whole(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _seed(*numbers: int) -> None:
-    """Seed torch and Python from some integers; equal ones give equal random numbers on every rank."""
+    """Seed torch and Python from some integers; equal integers give equal random numbers on every rank."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
@@ -289,7 +289,7 @@ def _seed(*numbers: int) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random numbers as they were."""
+    """Preserve the caller's random states."""
     state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:

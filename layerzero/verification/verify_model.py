@@ -1,4 +1,4 @@
-"""Does a model train alike with layerzero and without? :func:`verify` tries it."""
+"""The entry point :func:`verify`, which compares training of a model with and without layerzero."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _REFUSED = {
     "param_init_fn": "model_fn must return real weights, as the plain run has to start from the same",
 }
 
-_DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower the precision, beside mp_policy
+_DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower the precision, in addition to mp_policy
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """SGD with momentum. Never Adam: it divides a gradient by its own size, which hides a wrong scale."""
+    """Return SGD with momentum. Adam is unsuitable: it normalizes the gradient, which hides a wrong scale."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A sharded run."""
+    """Settings of one sharded run."""
 
     zero3_size: int
     precision: str
@@ -75,62 +75,62 @@ def verify(
     timeout: float = 300.0,
     **settings: Any,
 ) -> VerifyReport:
-    """Train a model of yours for a few steps, plain and sharded, and compare gradients and weights.
+    """Train a model for a few steps, plain and sharded, and compare gradients and weights.
 
-    The plain run is data-parallel training in one process, without any exchange. The sharded runs use
+    The plain run is data-parallel training in one process, without collectives. The sharded runs use
     :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` as a training loop
-    does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank,
-    so that dropout and batch-norm in training mode can be compared.
+    does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank.
+    So dropout and batch-norm in training mode can be compared.
 
-    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `shared_memory` is given. A
-    forward on some ranks of a ZeRO-3 group only (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
+    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `shared_memory` is given. A forward
+    on some ranks of a ZeRO-3 group only (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
 
-    Use a small configuration of the model: every rank holds all of it, and rank 0 keeps two copies for each step in
+    Use a small configuration of the model: every rank holds the full model, and rank 0 keeps two copies per step in
     host memory.
 
-    Where torch.distributed is initialised (under torchrun), every rank must call this, and its ranks and devices are
-    used. Otherwise `world_size` processes are started on this machine's CPU; then all functions must be picklable,
-    which means defined at the top of a module, and a script must guard its start with ``if __name__ == "__main__"``.
+    If torch.distributed is initialized (under torchrun), every rank must call this, and its ranks and devices are used.
+    Otherwise `world_size` processes are started on this machine's CPU. Then all functions must be picklable: define
+    them at the top level of a module. A script must guard its start with ``if __name__ == "__main__"``.
 
     Args:
-        model_fn: builds the model, on any device. Called often; must return a new one of the same structure each time.
-        batch_fn: ``(index, rank) -> batch``, `index` counts micro-batches from 0 over all steps. Must return the same
-            for the same arguments; torch's random numbers are seeded for it.
+        model_fn: builds the model, on any device. Called many times; must return a new model of the same structure.
+        batch_fn: ``(index, rank) -> batch``; `index` counts micro-batches from 0 over all steps. Must return the same
+            batch for the same arguments; torch's random numbers are seeded for it.
         loss_fn: ``(model, batch) -> loss``, a tensor of one element. None: ``model(batch)``, ``model(*batch)`` for a
-            tuple or ``model(**batch)`` for a dict returns the loss, or something with ``.loss`` or ``["loss"]``.
+            tuple or ``model(**batch)`` for a dict returns the loss, or an object with ``.loss`` or ``["loss"]``.
         optimizer_fn: ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD, lr=0.01)``.
-            None: SGD with momentum 0.9 and rate 0.1. Adam hides wrong scales of gradients, and makes steps of full
-            size out of gradients that are nothing but rounding.
-        world_size: how many processes to start, 4 by default; under torchrun leave it out.
-        zero3_sizes: which S to try; None: every divisor of the world that a number in `reshard_after_forward` divides,
-            and 1. For a callable that returns numbers, give them.
+            None: SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients, and makes full-size
+            steps from gradients that are only rounding errors.
+        world_size: number of processes to start, 4 by default; omit it under torchrun.
+        zero3_sizes: values of S to try. None: 1, and every divisor of the world size that is a multiple of
+            `reshard_after_forward`, if that is a number. If it is a callable that returns numbers, pass `zero3_sizes`.
         steps, micro_batches: optimizer steps, and batches per step and rank. All but the last micro-batch of a step run
             inside ``no_sync``.
         tolerance: largest relative difference of a parameter's gradient, relative to its largest element, and of the
-            trained parameter, relative to how far it moved; both relative to a hundredth of the model's largest where
-            that is more. Trained values that are one ulp of their dtype apart are alike. None: by the coarsest dtype
-            involved: half of its digits, the square root of its epsilon, for fp32 (3.5e-4) and fp64; four times that
-            for fp16 (0.125) and bf16 (0.35), whose roundings add up to more than half of so few digits.
-        seed: of everything random.
-        timeout: seconds until an exchange between processes that are started here gives up.
+            trained parameter, relative to how far it moved. Both are relative to a hundredth of the model's largest if
+            that is larger. Trained values that are one ulp of their dtype apart count as equal. None: by the coarsest
+            dtype involved. For fp32 (3.5e-4) and fp64 it is half of the digits, the square root of epsilon. For fp16
+            (0.125) and bf16 (0.35) it is four times that, because accumulated rounding exceeds half of so few digits.
+        seed: seed of all random numbers.
+        timeout: timeout of a collective between the started processes, in seconds.
         settings: of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both kinds of
             accumulation, call verify twice. `ignored_params` and `ignored_modules` are functions here, ``model ->
-            iterable``; their gradients, which layerzero leaves to your loop, are averaged by verify.
+            iterable``. verify averages their gradients, which layerzero leaves to the training loop.
 
-    The plain run is in the precision of the model as built. Where `mp_policy`, `replica_reduce_dtype` or `buffer_dtype`
-    ask for less, every S is run twice: once without them, at the strict tolerance, which shows whether the model can be
-    sharded; and once with them, which shows what the low precision does. `tolerance` applies to the runs with your
-    settings. In bf16, 0.35 catches wrong scales and nothing subtle: single layers have been seen to differ by 0.14 from
-    fp32.
+    The plain run uses the precision of the model as built. If `mp_policy`, `replica_reduce_dtype` or `buffer_dtype` ask
+    for lower precision, every S is run twice. The first run omits them and uses the strict tolerance; it shows whether
+    the model can be sharded. The second run uses them; it shows the effect of low precision. `tolerance` applies to the
+    runs with your settings. In bf16, 0.35 detects wrong scales but no subtle errors: single layers have been seen to
+    differ by 0.14 from fp32.
 
     Returns:
         The same :class:`VerifyReport` on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
 
     Raises:
-        TypeError, ValueError: bad arguments, functions that cannot be pickled, a loss that is none, or not finite.
-        RuntimeError: a rank failed, and its traceback is in the message (under torchrun, in the chain of this rank's
-            exception, while the other ranks may wait for it until the group's timeout). Models that layerzero refuses
-            end here, with the reason.
+        TypeError, ValueError: invalid arguments, functions that cannot be pickled, or an invalid or non-finite loss.
+        RuntimeError: a rank failed; its traceback is in the message. Under torchrun it is in the exception chain of
+            this rank, and the other ranks may wait for it until the timeout of the group. If layerzero refuses the
+            model, this error has the reason.
 
     Example::
 
@@ -168,7 +168,7 @@ def verify(
 def check_arguments(
     *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
 ) -> None:
-    """Raise for values that no run could use."""
+    """Raise for values that no run can use."""
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
@@ -221,7 +221,7 @@ def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
 
 
 def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
-    """On every rank, with the default group initialised."""
+    """Run the comparison on every rank, with the default group initialized."""
     given = dict(arguments)
     sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
     task = TrainingTask(**given)
@@ -250,7 +250,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
 def _compare(
     task: TrainingTask, trial: _Trial, plain: ReferenceRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
-    """A row per parameter on rank 0, none on the others."""
+    """Return one row per parameter on rank 0, an empty list elsewhere."""
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
@@ -268,7 +268,7 @@ def _compare(
 def _trials(
     sizes: Sequence[int], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
 ) -> list[_Trial]:
-    """The sharded runs to make: per size one as the model is, and one in lower precision if that is asked for."""
+    """Return the sharded runs: per size one in the model's precision, and one in lower precision if requested."""
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
     asked = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *(settings.get(name) for name in _DTYPES))
     as_built = _coarsest(dtypes)
@@ -301,7 +301,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """What the plain run says about the model; on rank 0 all of it."""
+    """Return notes on the plain run; complete on rank 0 only."""
     notes = []
     if plain.edited:
         notes.append(
