@@ -45,7 +45,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_forward_methods.py::test_methods_are_trained_as_in_one_process",
         "test_forward_methods.py::test_what_is_no_method_of_a_sharded_module_is_refused",
     ),
-    "A penalty on whole parameters": (
+    "A penalty on full parameters": (
         "test_gradients.py::test_a_loss_on_sharded_parameters_is_an_error",
         "test_gradients.py::test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out",
         "test_gradients.py::test_a_penalty_on_local_rows_is_a_part_of_the_loss",
@@ -66,13 +66,13 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_refusals.py::test_ways_out_work",
         "test_quantised_bases.py::test_what_is_left_out_is_frozen",
     ),
-    "`layerzero.checkpoint` of a model with tensors of a class": (
+    "`layerzero.checkpoint` of a model with tensor subclasses": (
         "test_quantised_bases.py::test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out",
         "test_quantised_bases.py::test_a_checkpoint_of_what_is_of_a_class_of_its_own_is_refused",
         "test_quantised_bases.py::test_adapters_are_trained_on_bases_that_cannot_be",
     ),
     "Lazy parameters": ("test_limits_rows.py::test_lazy_parameters_and_sparse_buffers_have_their_ways_out",),
-    "Quantised, sparse or wrapped buffers": (
+    "Quantized, sparse or wrapped buffers": (
         "test_refusals.py::test_it_is_refused_on_every_rank",
         "test_refusals.py::test_ways_out_work",
         "test_limits_rows.py::test_lazy_parameters_and_sparse_buffers_have_their_ways_out",
@@ -133,7 +133,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_structure.py::test_what_the_error_says_works",
         "test_structure.py::test_a_module_that_goes_is_a_module_that_is_not_used",
     ),
-    "A whole tensor assigned to `p.data`": (
+    "A full tensor assigned to `p.data`": (
         "test_moves.py::test_what_does_not_fit_the_rows_is_not_taken_for_data",
         "test_moves.py::test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with",
         "test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused",
@@ -150,10 +150,10 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_moves.py::test_moves_that_change_nothing_pass_and_others_are_refused_before_they_do",
         "test_moves.py::test_recurrent_layers_and_mixed_precision_may_be_moved_to_where_they_are",
     ),
-    "`load_state_dict` of whole tensors that differ": (
+    "`load_state_dict` of full tensors that differ": (
         "test_whole_states.py::test_ranks_that_load_other_values_are_told_at_the_next_forward",
     ),
-    "Loading whole tensors on some ranks only": (
+    "Loading full tensors on some ranks only": (
         "test_limits_rows.py::test_loading_on_one_rank_only_is_an_error_on_both",
     ),
     "`p.sum().item()`": (
@@ -170,7 +170,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
         "test_expert_parallel.py::test_meshes_that_do_not_fit_are_one_error_on_all_ranks",
     ),
-    "Whole states and checkpoints of plain": ("test_expert_parallel.py::test_users_see_all_experts",),
+    "Full states and checkpoints of plain": ("test_expert_parallel.py::test_users_see_all_experts",),
     "A model on meta with modules": (
         "test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
     ),
@@ -198,13 +198,13 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     # --- graphs and loops ---
     "`create_graph=True`": ("test_hooks.py::test_create_graph_is_an_error_that_says_what_to_do",),
-    "Ranks of one node": (
+    "Ranks of one ZeRO-3 group that call": (
         "test_experts.py::test_an_order_that_differs_on_one_rank_is_an_error_that_names_both_orders",
         "test_experts.py::test_experts_as_units_that_only_some_ranks_call_are_an_error_that_says_what_to_do",
         "test_experts.py::test_experts_without_tokens_on_some_ranks_train_like_one_process",
         "test_graphs.py::test_graph_has_the_gradients_of_one_process",
     ),
-    "Ranks of a node that find different units kept": (
+    "Ranks of one ZeRO-3 group that hold": (
         "test_kept.py::test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang",
     ),
     "Units inside checkpoints with `use_reentrant=True`": (
@@ -271,23 +271,23 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_optimizer.py::test_every_element_wise_optimizer_follows_one_process_built_before_or_after_sharding",
         "test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
     ),
-    "`shard_optimizer` of an optimizer that needs whole parameters": (
+    "`shard_optimizer` of an optimizer that needs full parameters": (
         "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
         "test_matrix_cells.py::test_a_second_optimizer_that_needs_more_comes_before_the_first_step",
     ),
-    "Of whole parameters: the optimizer's own methods": (
+    "With full parameters: the optimizer's own methods": (
         "test_matrix_rules.py::test_what_would_lose_or_misplace_rows_is_refused",
         "test_matrix_checkpoints.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
         "test_matrix_checkpoints.py::test_tables_in_the_state_of_whole_parameters_are_refused_by_name",
     ),
-    "Of a whole parameter, setting": (
+    "Setting `.grad` of a full parameter": (
         "test_matrix_rules.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
         "test_matrix_cells.py::test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks",
     ),
     "Optimizers around optimizers": (
         "test_optimizer_wrapper.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
     ),
-    "Whole parameters that a further axis cuts unevenly": (
+    "Full parameters that a model-parallel axis cuts unevenly": (
         "test_matrix_meshes.py::test_parts_that_cannot_be_put_together_are_one_error_on_all_ranks",
     ),
     "torch's own `clip_grad_norm_` where": ("test_expert_parallel.py::test_users_see_all_experts",),
@@ -298,7 +298,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "test_elementwise.py::test_the_users_word_is_not_asked_where_nothing_could_work",
         "test_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
     ),
-    "**Unnoticed:** state that an optimizer quantises": (
+    "**Unnoticed:** state that an optimizer quantizes": (
         "test_limits_loops.py::test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks",
     ),
     "An optimizer that steps the model without": (
