@@ -1,1 +1,1 @@
-"""Training of a sharded model: units, handles, passes, and the hooks that drive them."""
+"""Training of a sharded model: units, handles, passes, and the hooks that call them."""

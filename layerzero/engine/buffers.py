@@ -1,9 +1,9 @@
 """Buffers that ``shard_model(buffer_dtype=...)`` has cast, and their original dtypes.
 
 [Note: Dtype of saved buffers]
-A state dict holds a buffer in its original dtype, as FSDP1's does, so that it loads into a model that was not sharded.
-Its values are those of the cast buffer: they stay rounded, and so are updates of a running mean in a forward. With
-``keep_vars=True`` a state dict holds the buffers themselves.
+A state dict holds each buffer in its original dtype, as in FSDP1, so that it loads into an unsharded model. The values
+are those of the cast buffer, so they keep its rounding. Updates of a running mean in a forward are rounded, too. With
+``keep_vars=True`` the state dict holds the cast buffers themselves.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class CastBuffer:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The buffer as it is now."""
+        """Current buffer; None if the module is gone or has no buffer of this name."""
         module = self.module()
         return None if module is None else module._buffers.get(self.name)
 
     def show(self, tensor: Tensor) -> None:
-        """Put another tensor in the place of the buffer."""
+        """Replace the buffer of the module by `tensor`, if the module still exists."""
         if (module := self.module()) is not None:
             module._buffers[self.name] = tensor
 
 
 def original_dtypes(buffers: Iterable[CastBuffer]) -> dict[int, torch.dtype]:
-    """Original dtypes by ``id`` of the buffers that the modules have now."""
+    """Return the original dtype of each current buffer, keyed by the ``id`` of the buffer."""
     return {id(tensor): each.dtype for each in buffers if (tensor := each.tensor) is not None}
 
 
 @contextmanager
 def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
-    """Cast buffers to their original dtypes inside the context, and back after it, writes included."""
+    """Cast buffers to their original dtypes inside the context; cast them back, with any writes, on exit."""
     shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
     with torch.inference_mode(False), torch.no_grad():  # the tensors are used in training afterwards
         for each in buffers:
@@ -62,7 +62,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for each, cast, original in shown:
                 now = each.tensor
-                if now is original:  # batch-norm writes it without a new version
+                if now is original:  # always copy: batch-norm writes without a new version
                     cast.data.copy_(original)
                     each.show(cast)
                 elif now is not None:  # the user has replaced the buffer
@@ -80,7 +80,7 @@ def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
 
 
 class _CastBack:
-    """Hook of a module's ``state_dict()`` that casts its buffers back."""
+    """State-dict post-hook that casts the buffers of one module to their original dtypes."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes
@@ -88,5 +88,7 @@ class _CastBack:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for name, dtype in self._dtypes.items():
             saved = state.get(prefix + name)
-            if isinstance(saved, Tensor) and saved is not module._buffers.get(name):  # it is with keep_vars=True
+            if isinstance(saved, Tensor) and saved is not module._buffers.get(
+                name
+            ):  # the same object with keep_vars=True
                 state[prefix + name] = saved.to(dtype)

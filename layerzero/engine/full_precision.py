@@ -1,10 +1,10 @@
-"""Gathered parameters in the masters' precision, for evaluation; see `layerzero.full_precision`.
+"""Parameters gathered in master precision for evaluation; see `layerzero.full_precision`.
 
 [Note: Full-precision gathers]
-Compute weights are casts of the masters, so full precision is gathered from the ZeRO-1 shards: along the replica axis
-into this rank's slice of the full buffer, then along the zero3 axis. All data-parallel ranks take part, also if they
-share memory or need no gather otherwise. Handles whose compute dtype represents the masters exactly are gathered as
-usual.
+Compute weights are casts of the masters, so full precision must be gathered from the ZeRO-1 shards. The first
+all-gather runs along the replica axis, into this rank's slice of the full buffer. The second runs along the zero3 axis.
+All data-parallel ranks take part, even if they share memory or need no gather otherwise. Handles whose compute dtype
+represents the masters exactly are gathered as usual.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ __all__ = ["FullPrecision"]
 
 
 class FullPrecision:
-    """Full buffer of one handle in the masters' dtype, and the parameters that are views of it.
+    """Full buffer of one handle in master dtype, and the parameters that are views of it.
 
     Attributes:
-        parameters: by member, the parameter that the module computes with, in shape and strides of the gathered one.
+        parameters: for each managed parameter, the parameter that the module computes with. It has the shape and
+            strides of the gathered one.
     """
 
     def __init__(self, handle: Handle, storages: FullBufferPool) -> None:
@@ -53,17 +54,17 @@ class FullPrecision:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are allocated now."""
+        """Number of bytes currently allocated."""
         return self._full.untyped_storage().nbytes() + self._leaves.nbytes
 
     @property
     def edited(self) -> bool:
-        """Whether a forward has changed a parameter since the last call of :meth:`free`."""
+        """True if a forward has changed a parameter since the last call of :meth:`free`."""
         return self._leaves.version != self._version
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Launch the first collective that fills the full buffer."""
+        """Allocate the full buffer and launch the first all-gather into it."""
         topology, layout = self._handle.topology, self._handle.layout
         grid = topology.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
@@ -88,7 +89,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Finish the gather; the parameters then have their values."""
+        """Wait for both all-gathers and fill the parameters."""
         if (first := self._first) is not None:
             self._first = None
             first.wait()

@@ -1,12 +1,13 @@
-"""That the ranks of a node gather the same units in the same order.
+"""Check that all ranks of a ZeRO-3 group gather the same units in the same order.
 
 [Note: Surprises are announced]
 A gather takes a part of its result from each rank of the ZeRO-3 group. If one rank gathers unit A where another gathers
-B, the result is garbage of the right size, or the backend aborts. To ask before each gather would cost a round trip
-each. Instead every rank predicts its next gather from those before it, by looking for the last place in the history
-that looked like the present. While all histories are equal, so are all predictions. So whenever two ranks differ, at
-least one of them is surprised by itself; a surprised rank compares with the others before it gathers. After the first
-step, a loop that repeats itself is never surprised.
+unit B, the result is garbage of the right size, or the backend aborts. Comparing before each gather would cost a round
+trip per gather. Instead, each rank predicts its next gather from its history of gathers: it finds the most recent
+position with the longest matching context, and takes the gather that followed. Equal histories give equal predictions.
+So when two ranks differ, the prediction of at least one of them is wrong. A rank with a wrong or missing prediction
+compares with the other ranks before it gathers. A training loop that repeats itself needs no comparison after its first
+step.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from layerzero.comm.failure_report import CollectiveError, publish_status
 
 __all__ = ["GatherOrderCheck"]
 
-_REMEMBERED = 4096  # gathers in which a repetition is looked for
-_CONTEXT = 64  # gathers that must look alike at most
-_SHOWN = 6  # gathers before a difference that its error names
+_REMEMBERED = 4096  # length of the history that is searched for a repetition
+_CONTEXT = 64  # maximum length of a matching context
+_SHOWN = 6  # gathers that an error message lists for each rank
 _KEPT = (
     ". '(kept)' is gathered among the few ranks of reshard_after_forward; others, which gather it among all, have run "
     "their last forward without gradients, or a pass of theirs has failed: let all do the same, or use "
@@ -35,11 +36,14 @@ _KEPT = (
 
 
 class GatherOrderCheck:
-    """The gathers of one model on one rank, compared with its node's where they are not foreseen.
+    """Check of the gather order of one model on one rank, by comparing unpredicted gathers with the other ranks.
 
     Args:
-        lanes: that reach all `ranks` which gather together, one after the other, in the order of `ranks`.
-        note: ends the message of an error.
+        names: names of the units, by index.
+        lanes: communicators that together reach all `ranks`. They are used one after the other, so that the results
+            are in the order of `ranks`.
+        ranks: global ranks that gather together.
+        note: text appended to error messages.
     """
 
     def __init__(
@@ -49,16 +53,16 @@ class GatherOrderCheck:
         self._names = tuple(names)
         self._lanes = tuple(lanes)
         self._history: list[int] = []  # indices into names
-        self._repeats = -1  # history[_repeats] is what came next in the last place that looked like this one; -1: none
+        self._repeats = -1  # index into history of the predicted next gather; -1: no prediction
         self._count = 0  # gathers so far
         self._ranks = tuple(ranks)
         self._compares = has_peers(self._ranks)
 
     def check(self, unit: int) -> None:
-        """Raise unless the other ranks of the node gather the same unit next; to be called before each gather.
+        """Raise if the other ranks gather a different unit next. Call this before each gather.
 
         Raises:
-            RuntimeError: the orders differ; names both.
+            RuntimeError: the orders differ; the message lists them by rank.
         """
         if not self._compares:
             return
@@ -75,7 +79,10 @@ class GatherOrderCheck:
             self._repeats = self._place_like_this()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
-        """What to raise for a gather, or a comparison, that has failed: says so if other ranks gather other units."""
+        """Return the error to raise for a failed gather or comparison.
+
+        If the other ranks have published their gathers, the error lists them; otherwise it is `error` itself.
+        """
         orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
         if not orders or not all(orders.values()):
             return error
@@ -98,7 +105,7 @@ class GatherOrderCheck:
     def _gather(self, lane: Communicator, sent: Tensor, name: str) -> Tensor:
         everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(lane, Collective.GATHER_ORDER, everyone, sent, name=name)
-        word = comparison.issued.status if self._repeats >= 0 else None  # with no prediction all ranks come here
+        word = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
         if word is not None:
             publish_status(word)
         try:
@@ -113,10 +120,10 @@ class GatherOrderCheck:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _place_like_this(self) -> int:
-        """Where in the history the longest context like the present one ended last; -1 if nowhere."""
+        """Return the index of the gather after the most recent longest match of the current context; -1 if no match."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
-        for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the present gather
+        for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the latest gather
             length = 0
             limit = min(place, _CONTEXT)
             while length < limit and history[place - 1 - length] == history[end - 1 - length]:

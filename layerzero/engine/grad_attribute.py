@@ -1,4 +1,4 @@
-"""The ``.grad`` of sharded parameters: what is shown there, and what the user does to it."""
+"""The ``.grad`` of sharded parameters: publishing final gradients and applying changes by the user."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["GradAttribute"]
 
 
 class GradAttribute:
-    """The ``.grad`` of each parameter of a handle, views of its final gradient."""
+    """The ``.grad`` of each parameter of a handle, as views of the final gradient."""
 
     def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
         self.gradients = gradients
         self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, in a backward: there was a .grad, and why it was not to be read.
+        # By slot, during a backward: whether there was a .grad, and the reason why it could not be read.
         self._withheld: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
-        """Give each used sharded parameter its ``.grad``, a view of the final gradient.
+        """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
-        While contributions still wait for an exchange, or the ranks have not `agreed` on what was used (one may hold
-        rows that only another used), the ``.grad`` is there but refuses to be used. Until they agree, also what only
-        another rank may have used has one: zero_grad must be noticed where the rows are.
+        If contributions are still unreduced, or the ranks have not `agreed` on the used parameters, access to the
+        ``.grad`` raises. Before they agree, a parameter that only another rank may have used gets a ``.grad``, too:
+        this rank may hold its rows, and must notice zero_grad().
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
@@ -46,15 +46,19 @@ class GradAttribute:
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
             self._watches[slot].access_error = forbidden
-        if agreed and not any(usage):  # the zeros that were sent are nobody's gradient
+        if agreed and not any(usage):  # zeros were reduced for slots that no rank has used
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
-        """The parameter's ``.grad`` is the one that was published here."""
+        """Return whether `gradient` was published by this object."""
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Follow what the user did to ``.grad`` since it was published: set to None, zeroed too early, or replaced."""
+        """Apply changes that the user made to ``.grad`` after it was published: set to None, zeroed early, or replaced.
+
+        Raises:
+            RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.
+        """
         gradients = self.gradients
         if self._withheld:
             return
@@ -85,9 +89,9 @@ class GradAttribute:
             member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
-        """Let no parameter have a ``.grad`` during a backward, in which its place may hold something else.
+        """Remove the ``.grad`` of all parameters for the duration of a backward, in which its memory may be reused.
 
-        Autograd itself would add to it: a loss may use ``p.to_local()``, this rank's rows, such as for a penalty.
+        Otherwise autograd would add to it: a loss may use ``p.to_local()``, this rank's rows, for example in a penalty.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):
@@ -98,7 +102,7 @@ class GradAttribute:
                 member.sharded.grad = None
 
     def collect_local_grads(self) -> None:
-        """At the end of a backward: take the gradients that it gave to sharded parameters themselves."""
+        """Add gradients that a backward wrote to sharded parameters directly; then undo :meth:`hide`."""
         for slot, member in enumerate(self.members):
             gradient = member.sharded.grad
             if gradient is not None and not self._is_ours(slot, gradient):
@@ -107,13 +111,13 @@ class GradAttribute:
         self.unhide()
 
     def unlock(self) -> None:
-        """What there is is final, though others may be found to have gradients, too: a ``.grad`` of before shows it."""
+        """Allow access to all published gradients. They are final, even if further parameters turn out to have one."""
         self.gradients.final.storage.wait_for_host()
         for watch in self._watches:
             watch.access_error = None
 
     def unhide(self) -> None:
-        """Undo :meth:`withhold`."""
+        """Undo :meth:`hide`."""
         withheld, self._withheld = self._withheld, []
         for slot, (had_gradient, forbidden) in enumerate(withheld):
             self._watches[slot].access_error = forbidden

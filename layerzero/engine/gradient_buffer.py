@@ -1,8 +1,8 @@
-"""Memory in which gradients of one handle are summed up, and what each slot of it holds.
+"""Memory in which the gradients of one handle are accumulated, and the state of each slot in it.
 
 [Note: Three rules of a sum]
-The first write overwrites. Later ones add. Where nothing was written, a sum that is handed over holds zeros. They are
-followed here and nowhere else; memory is therefore never cleared in advance.
+The first write overwrites. Later writes add. When the buffer is sealed, slots without a write are filled with zeros.
+Only this module applies these rules, so memory is never cleared in advance.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 __all__ = ["GradientBuffer", "SlotState"]
 
-_MOST_TENSORS = 8  # flat tensors whose parts are kept: more than there are buffers of one size in use
+_MOST_TENSORS = 8  # flat tensors whose views are cached; more than the buffers of one size in use
 
 
 class SlotState(enum.IntEnum):
-    """What a sum holds for one slot.
+    """State of one slot of a gradient buffer.
 
-    EMPTY -> OFFERED by :meth:`GradientBuffer.expose`, back by :meth:`GradientBuffer.withdraw`; both -> FILLED by a
-    write; all -> EMPTY by :meth:`GradientBuffer.clear` and :meth:`GradientBuffer.seal`.
+    - EMPTY -> EXPOSED by :meth:`GradientBuffer.expose`, and back by :meth:`GradientBuffer.withdraw`
+    - EMPTY or EXPOSED -> WRITTEN by a write
+    - any -> EMPTY by :meth:`GradientBuffer.clear` and :meth:`GradientBuffer.seal`
     """
 
     EMPTY = 0  # unspecified contents
-    EXPOSED = 1  # zeros, to which a kernel may have added
+    EXPOSED = 1  # zeros, to which a kernel may have added without reporting it
     WRITTEN = 2
 
 
 class GradientBuffer:
-    """Sums of gradients of one handle over one extent; see [Note: Three rules of a sum].
+    """Accumulated gradients of one handle over one extent; see [Note: Three rules of a sum].
 
     Args:
-        extent: RANK, NODE or WHOLE: which elements of `layout` it covers on this rank.
-        place: its memory, of as many elements.
+        extent: ZERO1, ZERO3 or FULL, which selects the elements of `layout` that the buffer covers on this rank.
+        place: memory of the buffer, of as many elements.
     """
 
     def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
@@ -51,31 +52,31 @@ class GradientBuffer:
         self._names = tuple(slot.name for slot in layout.slots)
         self._ranges = tuple(overlap(slot, flat).of_range for slot in layout.slots)
         self._shapes = tuple((len(layout.rows_in(slot, flat)), *slot.shape[1:]) for slot in layout.slots)
-        self._states = bytearray(len(layout.slots))  # a Holding for each slot
-        self._parts: dict[int, list[Tensor]] = {}  # by address of a flat tensor: its parts by slot
-        self._opened: tuple[Tensor, list[Tensor]] | None = None  # the memory and its parts, while they stay as they are
+        self._states = bytearray(len(layout.slots))  # a SlotState for each slot
+        self._parts: dict[int, list[Tensor]] = {}  # views by slot, keyed by the address of the flat tensor
+        self._opened: tuple[Tensor, list[Tensor]] | None = None  # flat tensor and its views, while they stay valid
 
-    # What it holds
+    # State and contents
 
     def __getitem__(self, slot: int) -> SlotState:
         return SlotState(self._states[slot])
 
     @property
     def empty(self) -> bool:
-        """No slot is filled."""
+        """True if no slot is written."""
         return SlotState.WRITTEN not in self._states
 
     @property
     def untouched(self) -> bool:
-        """No slot is filled or offered: its contents are of no interest."""
+        """True if no slot is written or exposed, so that the contents are not needed."""
         return not any(self._states)
 
     def part(self, slot: int) -> Tensor:
-        """The rows of one slot that it covers, ``[rows, *rest]``, where they lie between passes."""
+        """Return the covered rows of one slot, ``[rows, *rest]``, in the memory that holds them between passes."""
         return self._parts_of(self.storage.home())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
-        """What it holds, by slot; to be looked at only."""
+        """Return (slot, view) of each written slot; do not modify the views."""
         if self.empty:
             return []
         _, parts = self._opened or self._open()
@@ -84,13 +85,13 @@ class GradientBuffer:
     # Writes
 
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times the values ``[rows, *rest]``, of any floating dtype."""
+        """Add `scale` times `values` ``[rows, *rest]``, of any floating dtype."""
         target = (self._opened or self._open())[1][slot]
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
 
     def add_exchange(self, pending: PendingReduction, *, scale: float) -> None:
-        """Add `scale` times what an exchange that was waited for has brought, for all slots."""
+        """Add `scale` times the result of a finished reduce-scatter, for all slots."""
         holds = not self.empty
         target, parts = self._opened or self._open()
         if holds:
@@ -99,24 +100,27 @@ class GradientBuffer:
         self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
     def overwrite(self, slot: int, values: Tensor) -> None:
-        """Replace what it holds for one slot."""
+        """Replace the contents of one slot."""
         self.clear([slot])
         self.add(slot, values)
 
     def zero(self, slot: int) -> None:
-        """Let it hold zeros for one slot."""
+        """Set one slot to zeros; it counts as written."""
         self._open()[1][slot].zero_()
         self._states[slot] = SlotState.WRITTEN
 
     def clear(self, slots: Iterable[int] | None = None) -> None:
-        """Hold nothing for some slots; None: for any."""
+        """Mark slots as empty; None: all slots."""
         for slot in range(len(self._states)) if slots is None else slots:
             self._states[slot] = SlotState.EMPTY
 
-    # Kernels that add for themselves
+    # Kernels that accumulate into the buffer themselves
 
     def expose(self, slot: int) -> Tensor:
-        """One slot's memory, zeros if it held nothing, for somebody to add to; :meth:`take` makes it count."""
+        """Return the memory of one slot for a kernel to add to; an empty slot is zeroed first.
+
+        Call :meth:`mark_written` after the kernel has added its gradient.
+        """
         part = self._open()[1][slot]
         if self._states[slot] == SlotState.EMPTY:
             part.zero_()
@@ -124,10 +128,10 @@ class GradientBuffer:
         return part
 
     def mark_written(self, slot: int) -> None:
-        """Somebody has added to what was offered.
+        """Record that a kernel has added to an exposed slot.
 
         Raises:
-            RuntimeError: nothing was offered since the sum was last handed over or forgotten.
+            RuntimeError: the slot was not exposed since it was last sealed or cleared.
         """
         if self._states[slot] == SlotState.EMPTY:
             raise RuntimeError(
@@ -137,18 +141,18 @@ class GradientBuffer:
         self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
-        """What may have been added to offered slots does not count."""
+        """Discard what kernels may have added to exposed slots."""
         for slot in slots:
             if self._states[slot] == SlotState.EXPOSED:
                 self._states[slot] = SlotState.EMPTY
 
-    # Handing over
+    # Sealing and memory
 
     def seal(self) -> None:
-        """Leave all of it in its place, with zeros where nothing was written; the sum holds nothing from here on.
+        """Fill unwritten slots with zeros, then mark all slots as empty; the memory keeps the values.
 
         Raises:
-            RuntimeError: somebody wrote to an offered slot, and never said so.
+            RuntimeError: a kernel wrote to an exposed slot without reporting it.
         """
         _, parts = self._opened or self._open()
         if SlotState.EXPOSED in self._states:
@@ -159,27 +163,27 @@ class GradientBuffer:
             self._opened = None
 
     def rest(self) -> None:
-        """Nothing more will be added for now."""
+        """Close the memory until the next write; its contents are kept if any slot is in use."""
         if not self.storage.fixed:
             self.storage.close(keep=not self.untouched)
             self._opened = None
 
     def discard(self) -> None:
-        """Hold nothing, and need no memory for now."""
+        """Mark all slots as empty and release the memory."""
         self.clear()
         self.storage.close(keep=False)
         self._opened = None
 
-    # Of a sum that rests inside another one; see gradient_storage.py
+    # Buffers whose memory aliases another buffer; see gradient_storage.py
 
     def vacate(self) -> None:
-        """Something else is about to be summed up there."""
+        """Move the contents away before the aliased memory is reused."""
         if not self.storage.fixed:
             self.storage.set_aside(keep=not self.empty)
             self._opened = None
 
     def settle(self) -> None:
-        """It can come back."""
+        """Move the contents back to the aliased memory."""
         if not self.storage.fixed:
             self.storage.restore(keep=not self.empty)
             self._opened = None
@@ -206,7 +210,7 @@ class GradientBuffer:
         return opened
 
     def _parts_of(self, tensor: Tensor) -> list[Tensor]:
-        key = tensor.data_ptr()  # the parts keep the memory, so that no other tensor comes to lie there
+        key = tensor.data_ptr()  # the cached views keep the memory alive, so the address stays unique
         parts = self._parts.get(key)
         if parts is None:
             if len(self._parts) == _MOST_TENSORS:

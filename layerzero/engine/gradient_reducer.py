@@ -1,4 +1,4 @@
-"""The gradients of a whole model: their reduction, what the user sees of them, and what the user does to them."""
+"""Gradients of a full model: their reduction, their publication as ``.grad``, and changes by the user."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ __all__ = ["GradientReducer"]
 
 
 class GradientStatus(enum.Enum):
-    """What the passes so far have left to be done before a step. A failure outweighs the rest."""
+    """State of the gradients after the passes so far. INVALID takes precedence over UNREDUCED."""
 
     FINAL = "none"
     UNREDUCED = "reduction"  # the last backward ran inside no_sync
-    INVALID = "zero_grad"  # a backward failed after it had begun to add gradients
+    INVALID = "zero_grad"  # a backward failed after it had started to add gradients
 
 
 class GradientReducer:
-    """Carries gradients from where they arrive to the ``.grad`` of sharded parameters, in step with all ranks.
+    """Reduces the gradients of all handles, in the same order on all ranks, and publishes them as ``.grad``.
 
-    A backward calls :meth:`begin`, starts the reductions of `queue` as handles are complete, and calls :meth:`finish`
-    at its end, or :meth:`abandon` where it has raised.
+    A backward calls :meth:`begin`, starts the reductions of `queue` as handles complete, and calls :meth:`finish` at
+    its end. If it raises, :meth:`abandon` is called instead.
 
     Attributes:
-        backwards: begun so far.
+        backwards: number of backwards begun so far.
+        queue: reductions of the handles, in the order that all ranks share.
         settings: comparison of optimizer settings between ranks.
+        due: resolver of ``.grad``; pending while the used parameters of other ranks are not known yet.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: ModelRanks) -> None:
@@ -55,20 +57,20 @@ class GradientReducer:
         self._order_agreed = False
         self._streams = streams_of(everyone.mesh_info.device, on_gloo=everyone.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
-        self._order: list[Handle] = []  # as the queue's
+        self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
         self.settings = SettingsCheck(everyone)
-        self._told: PendingUse | None = None  # the last agreement on used parameters
-        self._telling: PendingUse | None = None  # the same, until it has been waited for
-        self._updated: list[ManagedParam] = []  # whose final gradient is new, and whose hooks have not run
+        self._told: PendingUse | None = None  # the latest exchange of used parameters
+        self._telling: PendingUse | None = None  # the same exchange, until it has been waited for
+        self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = LazyGrad(self._show)
         for handle in handles:
             handle.tracker.lazy_grad = self.due
 
     def _requeue(self) -> None:
-        """The last unit of the model first, as backwards go. The same on all ranks, which agree on what was used."""
-        # Inside no_sync only this rank knows what it has used.
+        """Rebuild the queue in backward order, last unit first. The order is the same on all ranks."""
+        # After no_sync the used parameters of other ranks are unknown, so all handles must take part.
         left = self._status is not GradientStatus.FINAL
         self._follow(
             [
@@ -85,22 +87,22 @@ class GradientReducer:
 
     @property
     def failed(self) -> bool:
-        """A backward has failed, and what it left is still there."""
+        """True if a backward has failed and its incomplete gradients have not been dropped."""
         return self._status is GradientStatus.INVALID
 
     @property
     def empty(self) -> bool:
-        """No gradient is there, nor anything that would become one."""
+        """True if no parameter has a gradient or an unreduced contribution."""
         return not any(shown.gradients.used for shown in self._shown)
 
     @property
     def _shown(self) -> list[GradAttribute]:
         return [handle.grads for handle in self._handles if handle.grads is not None]
 
-    # One backward, in which autograd is off already
+    # One backward; gradient recording is already off in it
 
     def begin(self) -> None:
-        """From here to the end of the backward, what it gives to ``.grad`` itself is all that is there."""
+        """Begin a backward: apply changes by the user, then hide all published ``.grad`` until the backward ends."""
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
@@ -108,7 +110,11 @@ class GradientReducer:
                 shown.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
-        """Where a kernel may add the gradient of one whole parameter; None if it may not."""
+        """Return the memory to which a kernel may add the gradient of one full parameter; None if it may not.
+
+        Raises:
+            RuntimeError: called outside of a backward while the memory may be offloaded.
+        """
         gradients = handle.gradients
         if gradients is None or not gradients.offers_main_grad:
             return None
@@ -129,7 +135,12 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
-        """End a backward: reduce what is left of it, and show the result."""
+        """End a backward: start the remaining reductions, wait for all of them, and publish the gradients.
+
+        Args:
+            arrived: handles in the order in which their gradients were complete.
+            reduces: whether the backward ran outside no_sync.
+        """
         with plain_access():
             for shown in self._shown:
                 shown.collect_local_grads()
@@ -148,15 +159,15 @@ class GradientReducer:
             self._agree_on_order(arrived)
 
     def _show(self) -> None:
-        """Hear what other ranks have used, and let parameters have their ``.grad``; may be done again."""
+        """Wait for the used parameters of other ranks, and publish each ``.grad``. May be repeated if interrupted."""
         if self._telling is not None:
             for shown in self._shown:
-                shown.collect_local_grads()  # of a backward through no unit, which nobody else has seen
+                shown.collect_local_grads()  # of a backward that ran through no unit
             self._publish(self._telling)
-        self._updated.clear()  # there were no hooks
+        self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
-        """A backward has raised. What it added cannot be told from what was there before."""
+        """Mark gradients as invalid: contributions of a failed backward cannot be separated from earlier ones."""
         self._status = GradientStatus.INVALID
         self.queue.abandon()
         for shown in self._shown:
@@ -168,7 +179,7 @@ class GradientReducer:
                 take_flag(member.gathered)
 
     def close(self) -> None:
-        """End the threads that reduce, and drop the handles: a guard of steps, for example, may keep this object."""
+        """End the reduction threads and drop all references: other objects, such as a step guard, may keep this one."""
         self._streams.close()
         self._used_params.close()
         self.__dict__.clear()
@@ -176,9 +187,15 @@ class GradientReducer:
     # Between backwards
 
     def complete(self) -> bool:
-        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind. True if it was needed."""
+        """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated.
+
+        Returns:
+            Whether gradients were unreduced.
+        """
         self.apply_user_grads()
-        owed = self._status is GradientStatus.UNREDUCED  # even if nothing is left here: another node may hold something
+        owed = (
+            self._status is GradientStatus.UNREDUCED
+        )  # even if this rank has accumulated nothing: another replica may have
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
@@ -188,7 +205,7 @@ class GradientReducer:
         return owed
 
     def drop(self) -> None:
-        """Forget every contribution, and a failed backward."""
+        """Drop all gradients and contributions, and clear the state of a failed backward."""
         for shown in self._shown:
             shown.gradients.drop(range(len(shown.members)))
             for member in shown.members:
@@ -196,7 +213,11 @@ class GradientReducer:
         self._status = GradientStatus.FINAL
 
     def apply_user_grads(self) -> None:
-        """Follow what the user has done to ``.grad``."""
+        """Apply changes that the user has made to ``.grad``.
+
+        Raises:
+            RuntimeError: a backward has failed, and its incomplete gradients have not been zeroed.
+        """
         self.due.resolve()
         with plain_access():
             for shown in self._shown:
@@ -210,7 +231,7 @@ class GradientReducer:
             self.drop()
 
     def apply_requires_grad(self) -> None:
-        """Follow what the user has frozen and unfrozen; an error where ranks did not do the same."""
+        """Apply changes of ``requires_grad`` by the user; raise on all ranks if they differ between ranks."""
         with plain_access():
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
@@ -221,7 +242,7 @@ class GradientReducer:
         require_equal(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
         self.due.resolve()
         for shown in self._shown:
-            shown.apply_user_grads()  # what zero_grad has dropped need not be reduced
+            shown.apply_user_grads()  # gradients dropped by zero_grad() need no reduction
         for handle in self._handles:
             handle.apply_requires_grad()
         self._used_params.add_names(m.name for m in changed)
@@ -229,7 +250,7 @@ class GradientReducer:
         self._order_agreed = False
 
     def run_hooks(self) -> None:
-        """Call the user's post-accumulate-grad hooks on the parameters that have just got a final gradient."""
+        """Call the user's post-accumulate-grad hooks on the parameters with a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
             hooked = [(m.sharded, accumulate_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
@@ -240,10 +261,13 @@ class GradientReducer:
     # Agreement
 
     def _agree_on_use(self) -> bytes | PendingUse:
-        """Start to find out which parameters any rank has used; return what is known already, or the exchange.
+        """Start the exchange of used parameters between all ranks.
 
-        A rank that has used every parameter knows that no other has used more. It tells the others, who may not know,
-        and does not wait.
+        A rank that has used every parameter knows the result. It still sends its bytes to the other ranks, but does not
+        wait.
+
+        Returns:
+            One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending exchange.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._everyone.size == 1 or not local:
@@ -280,7 +304,7 @@ class GradientReducer:
             start = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
-        """From the first backward on, reduce in the order in which the first rank's gradients arrived."""
+        """Adopt the order in which the gradients of the first rank arrived for all later reductions."""
         seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
         places = self._used_params.from_first_rank(
             {m.name: place for place, each in enumerate(seen) for m in each.members}

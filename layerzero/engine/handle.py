@@ -1,17 +1,18 @@
-"""The flat storage of one unit's parameters of one kind, and its transitions.
+"""Flat storage for the parameters of one kind in a unit, and its transitions.
 
 [Note: One storage for equal shards]
-The ZeRO-1 shard lies inside the ZeRO-3 shard. Where both have one dtype, the master *is* that part of the ZeRO-3 shard
-and costs nothing. Where S = 1, the ZeRO-3 shard is the full buffer and nothing is ever gathered or freed. The same
-holds where the ranks of a node share memory: the ZeRO-3 shards of all of them lie in it side by side, and are the full
-buffer of each. When it may be written and read then: [Note: Rounds of writing] in comm/transport/shared_memory.py.
+The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
+no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, and nothing is gathered or freed. The same holds if the
+ranks of the ZeRO-3 group use shared memory: it contains the ZeRO-3 shards of all ranks in order, which form the full
+buffer of each rank. [Note: Rounds of writing] in comm/transport/shared_memory.py says when it may be written and read.
 
 [Note: Version counters]
-`full` is what exchanges write, `compute` an alias of it with a counter of its own, of which the leaf parameters are
-views. gloo bumps the counter of its output from another thread, which autograd would take for an edit; the alias
-keeps that away. All leaves share the counter of `compute` (those with strides of their own, and DTensors, have one
-each). So one comparison tells whether a forward has edited weights that will be thrown away, and one increment makes
-autograd refuse a graph that outlived an optimizer step.
+Collectives write to `full_buffer`. `compute` is an alias of it with its own version counter, and the gathered
+parameters are views of `compute`. The alias is needed because gloo bumps the counter of its output from another thread,
+which autograd would report as an in-place change. All gathered parameters share the counter of `compute`, except those
+with custom strides and DTensors, which have one each. Comparing the counter shows whether a forward has changed
+gathered weights; such a change would be lost. Incrementing it makes autograd refuse a graph that outlived an optimizer
+step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = ["Handle", "ShardState"]
 
 
 class ShardState(enum.Enum):
-    """Life of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+    """State of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -66,16 +67,19 @@ _NEXT = {
 
 
 class Handle:
-    """ZeRO-1 shard, ZeRO-3 shard and full buffer of some parameters, and the moves between them.
+    """ZeRO-1 shard, ZeRO-3 shard and full buffer of some parameters, and the copies between them.
 
     Args:
-        name: for messages: the unit's name and the kind.
-        label: for traces: the unit's name. Handles of one unit share a slab; see device/gradient_offload.py.
-        layout: flat places of the parameters.
-        originals: by slot of `layout`: the part of a parameter that is sharded here, its owners, and its face; its
-            values are taken, its storage is not kept.
-        shared: memory of the node for the full buffer, if there is any.
-        travel: what travels in gathers, and what is kept from a forward to its backward.
+        name: name of the unit and the kind, for messages.
+        label: name of the unit, for traces. Handles of one unit share a slab; see device/gradient_offload.py.
+        layout: positions of the parameters in the flat order.
+        originals: for each slot of `layout`, the part of a parameter that is sharded here, the (module, attribute)
+            pairs that hold it, and its model-parallel spec. Values are copied; the original storage is not kept.
+        precision: dtypes of masters, compute weights and gradients.
+        route: stages of the gradient reduction.
+        buffers: memory pools of the model.
+        travel: encoding of gathers, and what is kept between a forward and its backward.
+        shared: shared memory for the full buffer, if the ZeRO-3 group uses it.
         extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
             [Note: All-gather extensions] in dtensor/extensions.py.
     """
@@ -106,11 +110,13 @@ class Handle:
         self.state = ShardState.SHARDED
         self.tracker = MutationTracker()
         by_host = any(parameter.requires_grad for parameter, _, _ in originals) or precision.master != precision.compute
-        self.to_host = buffers.to_host if by_host else None  # where the host updates; see device/host_storage.py
+        self.to_host = (
+            buffers.to_host if by_host else None
+        )  # if the optimizer updates on the host; see device/host_storage.py
         self._gathering: PendingCollective | PendingDecode | Fetch | PendingExtension | None = None
         self._refreshing: PendingCollective | None = None
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
-        self.refresh_due = False  # a step has changed the masters, and left their refresh to be launched
+        self.refresh_due = False  # a step has changed the masters; their refresh is not launched yet
 
         grid, device = topology.grid, topology.device
         numel, place = grid.numel(layout, Extent.ZERO3), grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
@@ -126,7 +132,7 @@ class Handle:
         self._full_bytes = self.full_buffer.untyped_storage().nbytes()
         self._gathered_own = (
             self.full_buffer[place] if self.in_host is not None else self.zero3_shard
-        )  # what a gather sends
+        )  # input of gathers
         self.kept, self.whole = gathers_of(
             layout, self.full_buffer, self._gathered_own, topology.zero3_gather_comm, travel, buffers.full
         )
@@ -148,8 +154,8 @@ class Handle:
         )
         self._buffers = buffers
         self._inspect: Inspect | None = None
-        self.gradients: HandleGradients | None = None  # frozen from birth: none
-        self.grads: GradAttribute | None = None  # there with `gradients`
+        self.gradients: HandleGradients | None = None  # None until a parameter requires a gradient
+        self.grads: GradAttribute | None = None  # exists together with `gradients`
         if self.trainable:
             self._start_gradients()
         self._version = self._gathered_params.version
@@ -164,19 +170,19 @@ class Handle:
 
     @cached_property
     def shares_master(self) -> bool:
-        """See [Note: One storage for equal shards]."""
+        """True if the master is a view of the ZeRO-3 shard; see [Note: One storage for equal shards]."""
         return self.precision.master == self.precision.compute and self.to_host is None and self.in_host is None
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether weights are gathered, or copied from host memory, before a unit computes."""
+        """True if weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
         return self.shared is None and not self.topology.grid.same_elements(Extent.ZERO3, Extent.FULL)
 
     @property
     def _has_full_buffer(self) -> bool:
-        """Whether the full buffer has memory beside the ZeRO-3 shard."""
+        """True if the full buffer has its own memory, apart from the ZeRO-3 shard."""
         return self.gathers and not self._is_extended
 
     @property
@@ -186,15 +192,15 @@ class Handle:
 
     @property
     def trainable(self) -> bool:
-        """Some parameter of it required a gradient at the last forward with gradients, or backward."""
+        """True if any parameter required a gradient at the last backward, or forward with gradients enabled."""
         return any(member.gathered.requires_grad for member in self.members)
 
     def holding_ranks(self, everyone: ModelRanks) -> tuple[int, ...]:
-        """The ranks of the model that have the same parameters here, or parts of them."""
+        """Return the ranks that hold the same parameters as this handle, or parts of them."""
         return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
 
     def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
-        """Return the control lanes that reach the sharers."""
+        """Return the control communicators that reach the ranks of :meth:`holding_ranks`."""
         return self.topology.control_comms if self._is_apart(everyone) else everyone.control_comms
 
     def _is_apart(self, everyone: ModelRanks) -> bool:
@@ -202,26 +208,26 @@ class Handle:
 
     @property
     def may_be_updated(self) -> bool:
-        """An optimizer step or the user may have changed the masters; the same on all ranks."""
-        # What has been frozen since the backward still has a gradient, and is stepped.
+        """True if an optimizer step or the user may have changed the masters; the same on all ranks."""
+        # A parameter frozen after the backward still has a gradient, and is stepped.
         graded = any(member.sharded.grad is not None for member in self.members)
         return self.trainable or self.tracker.dirty or graded
 
     def close(self) -> None:
-        """Free all memory except the masters, which the sharded parameters show."""
+        """Free all memory except the masters, which remain the values of the sharded parameters."""
         for member in self.members:
-            # A view would keep the whole shared mapping alive.
+            # A view would keep the entire shared mapping alive.
             master = member.master if self.shared is None else member.master.clone()
             member.recut(master, member.spec, member.shard_slice, MutationTracker())
             member.close()
         if self.shared is not None:
             self.shared.barrier.close()
-        self.__dict__.clear()  # an EMA, a guard or a graph may hold it
+        self.__dict__.clear()  # an EMA, a guard or an autograd graph may keep this object
 
-    # Birth
+    # Construction
 
     def _new_master(self) -> Tensor:
-        """See [Note: One storage for equal shards]."""
+        """Return memory for the master, 1-D [L]; see [Note: One storage for equal shards]."""
         if self.shares_master:
             return self._own_part.data
         numel = self.topology.grid.numel(self.layout, Extent.ZERO1)
@@ -241,7 +247,10 @@ class Handle:
     def _rows_of(
         self, slot: Slot, shape: tuple[int, ...], face: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
-        """The rows of a slot, of a parameter of `shape`, in the masters, which rows they are, and where."""
+        """Return the rows of a slot in the master, their shard spec, and their slice of the ZeRO-1 shard.
+
+        `shape` is the shape of the parameter.
+        """
         layout, topology = self.layout, self.topology
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
@@ -263,7 +272,7 @@ class Handle:
             accumulates = accumulate_node(leaf)
         else:
             leaf = self._gathered_params.make(place, original, face, offers_main_grad=offers)
-            accumulates = get_gradient_edge(leaf).node  # kept, or autograd would make another one
+            accumulates = get_gradient_edge(leaf).node  # keep it: autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
@@ -274,13 +283,17 @@ class Handle:
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
-        """Hold other ZeRO-1 shards of the same flat order; between passes, with no gradient. Every rank must call this.
+        """Change to other ZeRO-1 shards of the same flat order.
 
-        Sharded parameters stay the objects that they are, with other rows.
+        All ranks must call this, between passes and without gradients. The sharded parameters remain the same objects,
+        with other rows.
         """
         topology, old = self.topology, self.layout
         place = topology.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
-        self.layout, self._own_part = layout, self.zero3_shard[place]  # refreshed: it has the masters of all replicas
+        self.layout, self._own_part = (
+            layout,
+            self.zero3_shard[place],
+        )  # after a refresh it has the values of all replicas
         if self.shares_master:
             self.master = self._new_master()
         else:
@@ -300,7 +313,7 @@ class Handle:
     # Gather and reshard
 
     def gather(self) -> None:
-        """Launch the gather, unless the full buffer is there or on its way."""
+        """Launch the gather, unless the handle is gathered or gathering."""
         if self.state is not ShardState.SHARDED:
             return
         if self.full_precision is not None:
@@ -323,7 +336,7 @@ class Handle:
             return self.whole.gather(name=self.label)
 
     def wait(self) -> None:
-        """Finish the gather: from here on the leaves hold the parameters."""
+        """Wait for the gather, and fill the gathered parameters."""
         if self.state is not ShardState.GATHERING:
             return
         if self.full_precision is not None:
@@ -334,13 +347,17 @@ class Handle:
         if self.shared is not None:
             self.shared.wait(self.label)
         if self._gathering is not None:
-            gathering, self._gathering = self._gathering, None  # first: a failure ends it, too
+            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise
             gathering.wait()
         self._gathered_params.fill(self._storages)
         self._move_to(ShardState.GATHERED)
 
     def reshard(self) -> None:
-        """Free the full buffer; storage that autograd saved views of is filled again by the next gather."""
+        """Free the full buffer. The next gather refills the storage of views that autograd has saved.
+
+        Raises:
+            RuntimeError: a parameter was changed in place while it was gathered.
+        """
         self.wait()
         if self.state is ShardState.SHARDED:
             return
@@ -365,7 +382,7 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Gather masters in place of coarser compute weights from now on, or stop it; the handle must be sharded."""
+        """Select whether gathers use the masters if the compute dtype is coarser. The handle must be sharded."""
         assert self.state is ShardState.SHARDED
         coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
         self.full_precision = FullPrecision(self, self._storages) if enabled and coarser else None
@@ -384,12 +401,12 @@ class Handle:
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
-        """Bytes of what is there while the unit computes: the full buffer, and parameters in strides of their own."""
+        """Bytes allocated while the unit computes: the full buffer, and copies of parameters with custom strides."""
         return (self._full_bytes if self._has_full_buffer else 0, *self._gathered_params.sizes)
 
     @property
     def full_bytes(self) -> int:
-        """Of them, those that are there now, and what is kept for a backward."""
+        """Bytes of gathered weights that are currently allocated, including the post-forward shard."""
         here = (
             self._gathered_params.nbytes
             + self.kept.nbytes
@@ -404,13 +421,13 @@ class Handle:
     # Refresh
 
     def order_writes(self) -> None:
-        """From here on other ranks may read what is written here: an edit of masters waits until none does."""
+        """Make writes to masters in shared memory wait until no other rank reads them."""
         if self.shared is not None and self.shares_master:
             self.tracker.before_write = self.shared.barrier.arrive
 
     @torch.no_grad()
     def launch_refresh(self) -> None:
-        """Start carrying the masters of all replicas into the ZeRO-3 shard."""
+        """Launch the all-gather of the masters of all replicas into the ZeRO-3 shard."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
         zero3, own = self.zero3_shard, self._own_part
@@ -443,12 +460,12 @@ class Handle:
         self._refuse_old_graphs()
 
     def bump_version(self) -> None:
-        """A step has changed the masters: a refresh is due, and a backward through a graph from before it raises."""
+        """Record that a step has changed the masters: a refresh is due, and backwards through older graphs raise."""
         self.refresh_due = True
         self._refuse_old_graphs()
 
     def _refuse_old_graphs(self) -> None:
-        self.kept.drop()  # has the old weights
+        self.kept.drop()  # the post-forward shard has the old weights
         self._gathered_params.bump_version()
         self._version = self._gathered_params.version
 
@@ -458,7 +475,7 @@ class Handle:
             self._refreshing = None
 
     def read_zero3(self) -> Tensor:
-        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device; copied from host memory."""
+        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device; copied if in host memory."""
         self.finish_refresh()
         return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.topology.device)
 
@@ -482,7 +499,7 @@ class Handle:
 
     @property
     def inspect(self) -> Inspect | None:
-        """What sees this rank's own gradients by slot, before they are sent."""
+        """Callback that receives the gradients of this rank by slot, before they are sent."""
         return self._inspect
 
     @inspect.setter
@@ -493,14 +510,14 @@ class Handle:
 
     @property
     def untrainable(self) -> ValueError | None:
-        """What to raise where the user has unfrozen what cannot be trained."""
+        """Error to raise if the user has unfrozen a parameter whose master dtype is too coarse to train; else None."""
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
         wanted = (member.name for member in self.members if member.sharded.requires_grad)
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
-        """Follow what the user has frozen and unfrozen."""
+        """Apply changes of ``requires_grad`` by the user to the gathered parameters and the gradients."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

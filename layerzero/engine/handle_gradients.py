@@ -1,4 +1,4 @@
-"""The gradients of one handle: its sums on the ladder, and the way from one to the next."""
+"""Gradient buffers of one handle, and one reduction in flight between them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,29 @@ Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 class MakeStorage(Protocol):
     def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> GradientStorage:
-        """`sent_in_node`: hop 1 sends it, if there is one."""
+        """Return memory for a gradient buffer; `sent_in_node` if hop 1 sends it."""
 
 
 class HandleGradients:
-    """Sums and usage of one trainable handle.
+    """Gradient buffers and usage of one trainable handle.
 
-    A backward calls :meth:`arrive` per parameter. When all have arrived, or the pass ends, :meth:`carry` takes the
-    result down the ladder, as far as the pass requires.
+    A backward calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
+    :meth:`start_reduction` reduces them as far as the pass requires.
 
     Args:
-        label: for traces: the unit's name.
-        make_place: gives the memory for what waits between backwards.
-        pool: lends scratch.
-        outgoing: lends scratch for what hop 1 sends.
-        to_host: carries the final gradient to the host, where it is used; None: it is used on the device.
+        route: stages of the reduction.
+        label: name of the unit, for traces.
+        master: dtype of the masters.
+        pool: pool of scratch memory.
+        outgoing: pool of scratch memory for the input of hop 1.
+        make_place: creates the memory of the accumulator.
+        to_host: copies the final gradient to the host; None: the optimizer uses it on the device.
+
+    Attributes:
+        incoming: buffer to which autograd's gradients are added.
+        accumulator: buffer that keeps gradients between backwards.
+        final: buffer of the final gradient.
+        reduction: event that ends when the reduction in flight is complete; None: no reduction is in flight.
     """
 
     def __init__(
@@ -81,24 +89,24 @@ class HandleGradients:
         self.accumulator = self.buffers[route.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
         self.pending_slots = PendingSlots(len(layout.slots))
-        self.usage = bytearray(len(layout.slots))  # a Usage for each slot
-        self.reduction: Waitable | None = None  # ends when what is on its way down the ladder has come
-        self.inspect: Inspect | None = None  # sees what has landed, by slot, before it is sent
+        self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
+        self.reduction: Waitable | None = None
+        self.inspect: Inspect | None = None  # receives incoming gradients by slot, before they are sent
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Of hop 2: elements that each replica gets, where they differ."""
+        """Number of elements that each replica receives in hop 2; None if all are equal."""
         return self.topology.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
-        """Sum up for other ZeRO-1 shards from here on. Nothing is held, and there are several replicas."""
+        """Change to other ZeRO-1 shards. Requires that no gradient is held, and that there are several replicas."""
         assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
         place = self._final_place(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.topology.grid, Extent.ZERO1, place)
 
     def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakeStorage) -> GradientStorage:
-        """Where the sum of an extent has its memory: decided here alone."""
+        """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""
         if extent is Extent.ZERO1:
             return self._final_place(dtype)
         numel = self.topology.grid.numel(self._layout, extent)
@@ -114,57 +122,57 @@ class HandleGradients:
             return AliasedStorage(node.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
         return PersistentStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self.pool.device)
 
-    # What it holds
+    # State
 
     @property
     def unreduced(self) -> bool:
-        """Contributions wait for an exchange before the final gradient is complete."""
+        """True if the accumulator has contributions that are not reduced into the final gradient."""
         return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
     def slots_of_peers(self) -> bool:
-        """What other ranks of the node have contributed, of which they have not told yet."""
+        """True if a buffer may hold contributions of other ranks of the ZeRO-3 group whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
     @property
     def used(self) -> bool:
-        """Some parameter has been contributed to on this rank, or is known to have been on another."""
+        """True if some parameter has a contribution from this rank, or a known one from another rank."""
         return bool(self.usage) and max(self.usage) >= GradUsage.SEEN
 
     def is_used(self, slot: int) -> bool:
         return self.usage[slot] >= GradUsage.SEEN
 
     def record_usage(self, anywhere: bytes) -> None:
-        """Take the Usage of each slot that the ranks have agreed on; a final gradient is going to be shown."""
+        """Set the usage that the ranks have agreed on, one GradUsage per slot. The final gradient is published next."""
         for slot, use in enumerate(anywhere):
             if use >= GradUsage.SEEN:
                 self.usage[slot] = GradUsage.SEEN
 
     @property
     def is_blocked(self) -> bool:
-        """What waits cannot be used before an exchange in flight has ended."""
+        """True if the accumulator cannot be used until a collective in flight has finished."""
         return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
 
     @property
     def landing_blocked(self) -> bool:
-        """No gradient can be taken before an exchange in flight has ended."""
+        """True if no gradient can be received until a collective in flight has finished."""
         return self.incoming is self.accumulator and self.is_blocked
 
     @property
     def no_sync_saves(self) -> bool:
-        """A backward that reduces sends more than one that only accumulates."""
+        """True if a backward inside no_sync sends less than one that reduces."""
         return len(self.spec.stages) > len(self._accumulating)
 
     # One backward pass
 
     def receive(self, slot: int, gradient: Tensor) -> None:
-        """Accept the full gradient of one parameter, in any floating dtype and the parameter's shape."""
+        """Add the full gradient of one parameter, in any floating dtype and the shape of the parameter."""
         self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """A kernel has added one parameter's gradient to what it was offered; as :meth:`arrive`."""
+        """Record that a kernel has added the gradient of one parameter to its exposed memory; see :meth:`receive`."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
@@ -174,20 +182,21 @@ class HandleGradients:
         return self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
-        """Gradients will arrive soon."""
+        """Prefetch the memory of the accumulator, because gradients will arrive soon."""
         if self.incoming is self.accumulator:
             self.incoming.storage.prefetch(keep=not self.incoming.untouched)
 
     def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Take what has landed to where it waits, or (`across_replicas`) to the final gradient; ends the round.
+        """Return the reduction of incoming gradients into the accumulator or the final gradient (`across_replicas`).
 
-        The result is to be handed to streams; None where nothing is to be exchanged.
+        No more gradients of this pass are expected afterwards. The caller submits the result to streams. It is None if
+        no collective is needed.
         """
         self.pending_slots.end()
         return self._carry(self.spec.stages if across_replicas else self._accumulating)
 
     def start_rest(self) -> HandleReduction | None:
-        """Take to the final gradient what backwards inside no_sync have left behind."""
+        """Return the reduction of gradients accumulated inside no_sync into the final gradient; None if not needed."""
         return self._carry(self._rest)
 
     def _carry(self, legs: Sequence[ReductionStage]) -> HandleReduction | None:
@@ -199,16 +208,16 @@ class HandleGradients:
         return HandleReduction(self, legs)
 
     def abort(self) -> None:
-        """Forget the round under way, after a backward that failed."""
+        """Discard the state of the current pass, after a failed backward."""
         self.pending_slots.end()
-        self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written there
+        self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
             self.incoming.discard()
 
-    # What the user contributes and takes back
+    # Gradients that are set or dropped by the user
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
-        """Add this rank's rows of a gradient that no exchange need carry, of the master's shape."""
+        """Add this rank's rows of a gradient, in the shape of the master, that needs no reduction."""
         if self.reduction is not None:
             self.reduction.wait()
         self.final.add(slot, rows)
@@ -216,7 +225,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.NEW
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Forget every contribution to some parameters: they have no gradient."""
+        """Drop all contributions to some parameters, which then have no gradient."""
         for slot in slots:
             self.usage[slot] = GradUsage.NONE
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -226,19 +235,19 @@ class HandleGradients:
             self.final.settle()
 
     def zero(self, slot: int) -> None:
-        """Forget every contribution to one parameter, but let it have a gradient of zero."""
+        """Drop all contributions to one parameter, and set its gradient to zero."""
         self.drop([slot])
         self.final.zero(slot)
         self._come_home()
         self.usage[slot] = GradUsage.SEEN
 
     def replace(self, slot: int, rows: Tensor) -> None:
-        """Let a final gradient be another one: this rank's rows of it."""
+        """Replace this rank's rows of a final gradient."""
         self.final.overwrite(slot, rows)
         self._come_home()
 
     def _come_home(self) -> None:
-        """The user reads the final gradient next."""
+        """Make the final gradient readable by the user."""
         self.final.rest()
         self.final.storage.wait_for_host()
 
@@ -246,13 +255,13 @@ class HandleGradients:
 class PendingSlots:
     """Slots of one handle whose gradients are expected or have arrived in one backward.
 
-    The reduction of the handle may be launched when the round is `ready`; see [Note: One order on all ranks] in
+    The reduction of the handle may be launched when the slots are `ready`; see [Note: One order on all ranks] in
     reduction_queue.py.
     """
 
     def __init__(self, slots: int) -> None:
         self._trained = (1 << slots) - 1
-        self._missing = self._trained  # expected in this round, and not arrived
+        self._missing = self._trained  # bit set of slots that are expected in this backward and have not arrived
         self._arrived = 0
         self._closed = False  # the backward has passed all calls of the unit
 
@@ -269,20 +278,20 @@ class PendingSlots:
         self._missing &= ~self._arrived
 
     def close(self, is_coming: Callable[[int], bool]) -> None:
-        """Stop expecting gradients that cannot come any more: the backward has passed all calls of the unit."""
+        """Record that the backward has passed all calls of the unit; then expect only slots with a true `is_coming`."""
         self._closed = True
         if self._missing:
             coming = _set(map(is_coming, range(self._trained.bit_length())))
             self._missing &= coming
 
     def end(self) -> None:
-        """The pass needs no more of this handle: the next arrival starts a new round."""
+        """Reset the state: the next arrival belongs to a new backward."""
         self._arrived = 0
         self._missing = self._trained
         self._closed = False
 
     def set_trainable(self, trained: Sequence[bool]) -> None:
-        """From the next round on, expect gradients of these slots."""
+        """Set which slots are expected to receive gradients, and reset the state."""
         self._trained = _set(trained)
         self.end()
 
@@ -292,26 +301,27 @@ def _set(members: Iterable[bool]) -> int:
 
 
 class HandleReduction:
-    """One handle's gradients on their way along some legs of their route. One exchange is in flight at a time.
+    """Reduction of the gradients of one handle through some stages. One collective is in flight at a time.
 
     Attributes:
-        buffers_written: of each exchange: a mark that it has been added up; from :meth:`hand_to` on.
+        buffers_written: one event per collective, which ends when its result has been added to the target buffer. Set
+            by :meth:`add_on`.
     """
 
     def __init__(self, gradients: HandleGradients, legs: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
         self.buffers_written: list[Waitable] = []
         self._legs = legs
-        self._pending: PendingReduction | None = None  # the exchange in flight
-        self._leases: tuple[Lease, ...] = ()  # of it
-        self._issued: list[LaunchedCollective] = []  # the exchanges so far
-        self._streams: ReductionStreams  # that it was handed to
+        self._pending: PendingReduction | None = None  # the collective in flight
+        self._leases: tuple[Lease, ...] = ()  # of memory that the collective uses
+        self._issued: list[LaunchedCollective] = []  # collectives launched so far
+        self._streams: ReductionStreams  # set by add_on()
 
     def add_on(self, streams: ReductionStreams) -> None:
-        """Give all that is to be done to the streams, once. See [Note: Streams] in device/streams.py.
+        """Submit the complete reduction to the streams. Call this once. See [Note: Streams] in device/streams.py.
 
-        Where only some handles have a hop 1 to go ("full" ones, after no_sync), a hop 2 that comes first waits for
-        those that follow one: else timing would decide their order on the replica axis.
+        After no_sync, only handles with "full" accumulation still have a hop 1. A reduction that begins with hop 2 then
+        waits for the hop 1 of earlier reductions. Otherwise timing would decide the order of hop 2 on the replica axis.
         """
         self._streams = streams
         ledger, label = self.gradients.topology.counters, self.gradients.label
@@ -330,10 +340,10 @@ class HandleReduction:
             self.buffers_written.append(stream.record_event(waiting))
         self.gradients.reduction = self.buffers_written[-1]
 
-    # For the streams: the exchange in flight
+    # Operations that run on the streams
 
     def wait(self) -> None:
-        """A failure ends the carry: what is left of it does nothing."""
+        """Wait for the collective in flight. If it fails, the remaining stages do nothing."""
         if self._pending is not None:
             try:
                 self._pending.wait(beside=self._streams.off_main_thread)
@@ -343,8 +353,8 @@ class HandleReduction:
                 raise
 
     def _go_on(self, leg: ReductionStage, following: ReductionStage | None) -> None:
-        """Add up what an exchange has brought, and launch the next one: nobody takes its slab in between."""
-        if self._pending is not None:  # else it has failed
+        """Add the result of a collective and launch the next one, while no other buffer can take its slab."""
+        if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
                 self._land(leg, pending, is_last=following is None)
@@ -354,7 +364,7 @@ class HandleReduction:
     def _launch(self, leg: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
         if leg.collective is Collective.HOP2 and self._streams.failed:
-            return  # a hop 2 was left out: the next one would meet it on other ranks, which wait, and are told
+            return  # a hop 2 was skipped, and this one would match it on other ranks
         source, target = gradients.buffers[leg.source], gradients.buffers[leg.target]
         if leg.source is Extent.ZERO3:
             gradients.final.vacate()
@@ -362,7 +372,7 @@ class HandleReduction:
         lane, pool = gradients.topology.replica_comm, gradients.pool
         if leg.collective is Collective.HOP1:
             lane, pool = gradients.topology.zero3_reduce_comm, gradients.outgoing
-        # A second exchange is waited for later: others may need the slab until then.
+        # Copy for a second collective: it is waited for later, and others may need the slab until then.
         sent = source.storage.lend_send_buffer(leg.wire_dtype, pool, copies=not is_first and not source.storage.lasting)
         if target.storage.lasting:
             self._leases = (sent,)

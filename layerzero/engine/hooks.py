@@ -1,18 +1,18 @@
-"""The hooks through which a model drives its runtime, and through which the runtime is found again.
+"""Hooks through which a model calls its `LayerZeroState`, and through which the state is found.
 
 Nothing else is attached to the user's modules.
 
-[Note: Who keeps whom]
-The hooks of the root keep the runtime, which keeps the units, handles and their memory. Nobody keeps the root but the
-user: the runtime and whatever it leads to refer to modules weakly, or by their dicts of parameters, and the hooks of
-other units to the runtime weakly. So the memory of a model is free when the last reference to it goes, without Python's
-garbage collector.
-
 [Note: A closed model]
-``layerzero.close`` clears the attributes of the runtime, because a sharded optimizer, an EMA or the graph of a loss may
-still refer to it. Each later use raises the same error, and hooks that raise it replace the module hooks. The
-parameters stay, with this rank's rows; other rows cannot be gathered any more.
+``layerzero.close`` clears the attributes of the state, because a sharded optimizer, an EMA or the graph of a loss may
+still refer to it. Every later use raises the same error, and the module hooks are replaced by hooks that raise it. The
+parameters remain, with this rank's rows. Rows of other ranks can no longer be gathered.
 """
+
+# [Note: Who keeps whom]
+# The hooks of the root module hold the state, which holds the units, the handles and their memory. Only the user holds
+# the root. The state and all objects that it refers to hold modules weakly, or hold their dicts of parameters. The
+# hooks of other units hold the state weakly. So the memory of a model is freed with the last reference to it, without
+# waiting for Python's garbage collector.
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # of all sharded
 
 
 def register_hooks(runtime: LayerZeroState) -> None:
-    """Let the modules and parameters of a model drive its runtime."""
+    """Register the hooks through which the modules and parameters of a model call its state."""
     _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
-        # First before, last after: the user's own hooks see gathered parameters.
+        # First before the forward and last after it, so that the user's own hooks see gathered parameters.
         for module in unit.modules:
             module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
@@ -63,7 +63,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
                 requires_grad = member.gathered.requires_grad
                 member.gathered.requires_grad_(
                     True
-                )  # torch takes no hook otherwise; a frozen one may be unfrozen later
+                )  # torch refuses the hook otherwise; a frozen parameter may be unfrozen later
                 member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
@@ -71,7 +71,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Replace the hooks of a model by hooks that raise; see [Note: A closed model]."""
+    """Replace the module hooks of a closed model; see [Note: A closed model]."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -80,7 +80,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 
 def is_closed(model: nn.Module) -> bool:
-    """Tell whether `layerzero.close` has closed the model, or the model that this module is a part of."""
+    """Return whether `layerzero.close` has closed this model, or the model that contains this unit."""
     return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
 
 
@@ -103,7 +103,13 @@ class _ClosedAfter:
 def _prepare_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Before torch copies the entries of a state dict into the parameters, which take their rows of whole tensors."""
+    """Prepare the entries of a state dict, before torch copies them into the parameters.
+
+    Each sharded parameter later copies its rows from the full tensor.
+
+    Raises:
+        RuntimeError: ``load_state_dict(assign=True)`` would replace a sharded parameter.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, RowShardedTensor):
@@ -120,7 +126,7 @@ def _prepare_load(
 
 
 def get_state(model: nn.Module) -> LayerZeroState:
-    """The runtime of a sharded model.
+    """Return the state of a sharded model.
 
     Raises:
         TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
@@ -144,7 +150,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
 
 
 def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
-    """Return the runtimes of a sharded model, under ``""``, or of those that `model` holds, by attribute path.
+    """Return the state of a sharded model under ``""``, or the states of the sharded models inside `model` by path.
 
     Raises:
         TypeError, ValueError: `model` is no module, holds no sharded model, or is a part of one.
@@ -164,10 +170,11 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
 
 
 def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
-    """Return the sharded parameters inside `module` by runtime: a sharded model, a part of one, or a module around one.
+    """Return the sharded parameters inside `module` by state.
 
-    Runtimes and parameters are in the order of the modules, which all ranks share. A tied parameter is included if any
-    of its places is inside `module`.
+    `module` is a sharded model, a part of one, or a module that contains one. States and parameters are in the order of
+    the modules, which is the same on all ranks. A tied parameter is included if any module that holds it is inside
+    `module`.
 
     Raises:
         TypeError, ValueError: `module` is no module, or nothing inside it is sharded.
@@ -190,7 +197,9 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
     if not found:
         refuse_closed(module)
         for hook in module._forward_pre_hooks.values():
-            assert not isinstance(hook, _BeforeForward) or hook.runtime  # raises after the model was collected
+            assert (
+                not isinstance(hook, _BeforeForward) or hook.runtime
+            )  # `hook.runtime` raises if the model was collected
         raise ValueError(
             f"this {type(module).__name__} holds no parameter that layerzero.shard_model has sharded; call shard_model "
             "first, on the whole model"
@@ -199,7 +208,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
 
 
 def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
-    """What is attached before and after the forward of a sharded model or of one of its units.
+    """Return the forward pre-hook and the forward hook of a sharded model, or of one of its units.
 
     Raises:
         ValueError: `module` is neither.
@@ -215,12 +224,13 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
 
 
 def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
-    """Return the units with the parameters of a module, by model, in its order, without units inside the module.
+    """Return the units that hold the parameters of `module`, by state and in the order of the model.
 
-    Full parameters are in no unit: ignored ones, and those inside ``layerzero.unsharded``.
+    Units inside `module` are not included. Ignored parameters, and those inside ``layerzero.unsharded``, are in no
+    unit.
 
     Raises:
-        ValueError: all of its parameters are in units inside it.
+        ValueError: all parameters of `module` are in units inside it.
     """
     refuse_closed(module)
     found: dict[LayerZeroState, set[Unit]] = {}
@@ -229,7 +239,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         each = left.pop()
         for parameter in each._parameters.values():
             has_own |= parameter is not None
-            leaf = getattr(parameter, "gathered", parameter)  # inside a forward the leaf itself is shown
+            leaf = getattr(parameter, "gathered", parameter)  # inside a forward the module holds the gathered one
             for hook in () if leaf is None else accumulate_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
                     found.setdefault(runtime, set()).add(hook.unit)
@@ -246,9 +256,10 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
 
 
 class _OnGradient:
-    """Hook of a gathered parameter that passes its gradient to the runtime.
+    """Post-accumulate-grad hook of a gathered parameter, which passes the gradient to the state.
 
-    References are weak: Python's collector does not visit a tensor's hooks and could not free a cycle through them.
+    References are weak: Python's garbage collector does not visit the hooks of a tensor, and could not free a cycle
+    through them.
     """
 
     def __init__(self, runtime: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
@@ -279,7 +290,7 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
 
 class _Hook:
-    """A module hook that holds the runtime. A copy of it would drive the original's storage."""
+    """Module hook that refers to the state. It refuses copies, which would use the storage of the original."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
@@ -288,7 +299,7 @@ class _Hook:
 
     @property
     def is_roots(self) -> bool:
-        """It is a hook of the whole model."""
+        """True for hooks of the root module."""
         return self._kept is not None
 
     @property
@@ -312,13 +323,13 @@ class _Hook:
 
     @property
     def __name__(self) -> str:
-        raise AttributeError(  # torch.jit.script asks for it, to compile the hook
+        raise AttributeError(  # torch.jit.script reads it, to compile the hook
             "a hook of layerzero has no name. If torch.jit.script asked: it cannot compile a sharded model; load "
             "layerzero.full_state_dict(model) into an unsharded one and script that"
         )
 
 
-# torch.compile compiles a unit's forward and must not trace into the schedule, which has collectives and state.
+# torch.compile may compile the forward of a unit, but must not trace the hooks, which run collectives and keep state.
 
 
 class _BeforeForward(_Hook):
@@ -337,7 +348,7 @@ class _AfterForward(_Hook):
         self._run = torch.compiler.disable(LayerZeroState.post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if (runtime := self._weak()) is None or runtime.closed:  # the hook before the forward has raised
+        if (runtime := self._weak()) is None or runtime.closed:  # the pre-hook has raised
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)

@@ -1,10 +1,10 @@
 """Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
 
 [Note: A digest travels with the used parameters]
-Each reducing backward sends one byte for each parameter that was used, along one axis of ranks after the other. Sixteen
-more bytes hold a digest of the settings of the optimizers that have stepped, and its complement. Digests differ if the
-maxima of both over all ranks are not complements of each other. Ranks read the bytes at the end of the next such
-backward, and send the maximum of the first axis along the second one. By then they have arrived, so no rank waits, and
+Each reducing backward sends one byte for each parameter, along one mesh axis after the other. Sixteen more bytes hold a
+digest of the settings of the optimizers that have stepped, and its complement. The digests differ if the maxima of both
+over all ranks are not complements of each other. Ranks read the bytes at the end of the next reducing backward, and
+then send the maximum over the first axis along the second one. By then the bytes have arrived, so no rank waits, and
 all ranks get the same result at the same point of the program. The next optimizer step raises. Therefore one to three
 steps use unequal settings before the error: one for each axis, and perhaps one more.
 """
@@ -25,7 +25,7 @@ from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 
 __all__ = ["DIGEST_BYTES", "SettingsCheck"]
 
-DIGEST_BYTES = 16  # half of them hold the complement
+DIGEST_BYTES = 16  # digest and complement, one half each
 Settings = list[list[tuple[str, Any]]]  # by group: names and values
 
 
@@ -34,7 +34,7 @@ class SettingsCheck:
 
     def __init__(self, everyone: ModelRanks) -> None:
         self._everyone = everyone
-        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or for it
+        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or included in it
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
@@ -60,7 +60,11 @@ class SettingsCheck:
         return self._late.outgoing(own)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
-        """Compare the digests of all ranks, from the bytes that came along each axis, uint8 [ranks, DIGEST_BYTES]."""
+        """Compare the digests of all ranks.
+
+        Args:
+            messages: the bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
+        """
         largest = self._late.receive(messages).tolist()
         half = DIGEST_BYTES // 2
         differ = any(byte + other > 255 for byte, other in zip(largest[:half], largest[half:], strict=True))
@@ -68,7 +72,7 @@ class SettingsCheck:
             self._differ, self._compared = True, self._sent[0]
 
     def _digest_now(self) -> bytes:
-        """Digest of the settings; zeros if no optimizer has stepped, or one was collected on this rank."""
+        """Return digest and complement; zeros if no optimizer has stepped or one was garbage collected."""
         self._is_told = True
         methods = [method() for method in self._stepped]
         if not methods or None in methods:
@@ -82,7 +86,7 @@ class SettingsCheck:
         return self._digest
 
     def require_equal(self) -> None:
-        """Raise RuntimeError on every rank if digests differed. All ranks call this, and send texts only then."""
+        """Raise RuntimeError on all ranks if digests differed. All ranks must call this; they communicate only then."""
         if not self._differ:
             return
         self._differ = False

@@ -1,4 +1,4 @@
-"""One parameter of a handle."""
+"""A parameter of a handle in its gathered and sharded forms, and lookup by parameter object."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["ManagedParam", "ParamRegistry"]
 
 @dataclass(eq=False)
 class ManagedParam:
-    """One parameter of a handle: where the model holds it, and its stand-ins."""
+    """One parameter of a handle: the modules that hold it, and its gathered, sharded and master forms."""
 
     name: str  # fully qualified, the first of its names
-    module_refs: tuple[tuple[dict[str, Any], str], ...]  # every (parameters of a module, attribute); several when tied
-    gathered: nn.Parameter  # the whole parameter, compute dtype; a view of the full buffer
+    module_refs: tuple[tuple[dict[str, Any], str], ...]  # (module._parameters, attribute); several if tied
+    gathered: nn.Parameter  # the full parameter, compute dtype; a view of the full buffer
     sharded: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
     master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
     spec: RowShardSpec
     shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
-    accumulate_grad: Node  # autograd's node that delivers the gradient of the leaf
-    evaluated: nn.Parameter | None = None  # inside layerzero.full_precision: computes in place of the leaf
+    accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
+    evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
 
     def recut(self, master: Tensor, span: RowShardSpec, local: slice, watch: MutationTracker) -> None:
-        """Have other rows on this rank; the sharded parameter stays the object that users hold."""
+        """Change the rows of this rank. The sharded parameter remains the same object."""
         self.master, self.spec, self.shard_slice = master, span, local
         assert isinstance(self.sharded, RowShardedTensor)
         self.sharded._local_tensor = LocalShard(master, span, watch)
@@ -45,19 +45,19 @@ class ManagedParam:
         self.sharded.gathered = self.sharded.grad = None
 
     def will_receive_grad(self) -> bool:
-        """The backward that runs now delivers a gradient of the whole parameter."""
+        """Return whether the current backward will produce a gradient of the gathered parameter."""
         try:
             return bool(torch._C._will_engine_execute_node(self.accumulate_grad))  # type: ignore[attr-defined]
-        except RuntimeError:  # autograd.grad for the leaf itself
+        except RuntimeError:  # autograd.grad of the gathered parameter itself
             return True
 
 
 class ParamRegistry:
-    """Whose a parameter is that somebody holds: an optimizer, for instance.
+    """Lookup of managed parameters by parameter object, for example one that an optimizer holds.
 
     Args:
-        members: of the model, by name.
-        ignored: parameters of it that were left alone.
+        members: managed parameters of the model, by name.
+        ignored: parameters of the model that are not sharded.
     """
 
     def __init__(self, members: Mapping[str, ManagedParam], ignored: Iterable[nn.Parameter]) -> None:
@@ -67,17 +67,17 @@ class ParamRegistry:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
     def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Know the parameters that the model had before sharding, and their names: an optimizer may hold them."""
+        """Register (original parameter, name) pairs: an optimizer may hold parameters from before sharding."""
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 
     def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Of a sharded parameter, or of one that the model had before sharding; None if it has neither."""
+        """Return the managed parameter of a sharded or an original parameter; None if it is neither."""
         member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
         return member
 
     def is_ignored(self, parameter: Tensor) -> bool:
-        """The model had it when it was sharded, and shard_model was told to leave it alone."""
+        """Return whether `parameter` was in the model when it was sharded, and was ignored by shard_model."""
         return parameter in self._ignored

@@ -1,12 +1,12 @@
-"""Notices a loop that reduces in each of its micro-batches, where one reduction a step would do.
+"""Hint for training loops that reduce gradients in every micro-batch, although one reduction per step is enough.
 
 [Note: Who is told]
-Frameworks have names of their own for what `no_sync` does, and some never call it on a model that they do not know:
-the result is right, and each micro-batch pays for the slow link. So it is said, once, by one rank, to the log: a loop
-that is right must not fail where warnings are errors. Who has ever run a backward inside `no_sync` knows, and hears
-nothing; nor does who would save nothing. Gradients that are zeroed before a step, as those that a generator's loss
-gives to a discriminator, do not count. The several backwards of a discriminator's step do: all but the last may run in
-`no_sync`.
+Frameworks have their own names for `no_sync`, and some never call it on a model class that they do not know. The
+result is correct, but each micro-batch pays for a reduction over the slow link. So rank 0 logs a hint, once. It is a
+log message and not a warning, because a correct loop must not fail where warnings are errors. There is no hint after
+any backward inside `no_sync`, or if `no_sync` would save nothing. Gradients that are zeroed before a step do not count,
+such as those that the loss of a generator gives to a discriminator. Several backwards in the step of a discriminator
+count, because all but the last may run inside `no_sync`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch.distributed as dist
 
 __all__ = ["NoSyncHint"]
 
-_ENOUGH = 2  # steps in a row; the first may be a warm-up of the user's
+_ENOUGH = 2  # consecutive steps; the first may be a warm-up
 
 _LOG = logging.getLogger("layerzero")
 
 
 class NoSyncHint:
-    """Counts the reducing backwards of each step."""
+    """Counter of the reducing backwards in each step, which logs a hint; see [Note: Who is told]."""
 
     def __init__(self, *, would_save: bool) -> None:
         self.listens = would_save and dist.get_rank() == 0
-        self._backwards = 0  # that reduced, since the last step or since there was no gradient
-        self._steps = 0  # in a row that came after several
+        self._backwards = 0  # reducing ones since the last step, or since there was no gradient
+        self._steps = 0  # consecutive ones that each followed several backwards
 
     def note_backward(self, *, reduces: bool, is_first: bool) -> None:
-        """A backward begins; `is_first` if no gradient is there for it to be added to."""
+        """Record the begin of a backward; `is_first` if the model has no gradients yet."""
         self.listens &= reduces
         self._backwards = 1 if is_first else self._backwards + 1
 
     def note_step(self) -> None:
-        if self._backwards:  # else a second optimizer of the same model
+        if self._backwards:  # zero for a second optimizer of the same model
             self._steps = self._steps + 1 if self._backwards > 1 else 0
         if self.listens and self._steps == _ENOUGH:
             self.listens = False

@@ -1,7 +1,7 @@
-"""What a sharded model consists of, and whether that has changed since.
+"""Check for changes of the modules and parameters of a sharded model.
 
-Only parameters that were there when the model was sharded are averaged over the ranks and stepped. Others would be
-trained by each rank for itself, without a word.
+Only parameters that were in the model when it was sharded are reduced over the ranks and stepped. Parameters added
+later would silently be trained by each rank on its own.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["StructureCheck", "replaced"]
 
 
 class StructureCheck:
-    """The modules and parameters of a model when it was sharded. Made when the model shows its sharded parameters."""
+    """Modules and parameters of a model when it was sharded. Create it while the modules hold sharded parameters."""
 
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self._sharded = {id(member.sharded): member for member in members}
-        self._born = [module._parameters for module in model.modules()]  # kept: no other object gets the id of one
-        # What lies in these places is sharded, or left whole and for the user to train.
+        self._born = [module._parameters for module in model.modules()]  # kept alive, so that their ids stay unique
+        # (dict, attribute) of parameters that are sharded, or ignored and trained by the user.
         self._places = {
             (id(held), attribute)
             for held in self._born
             for attribute, parameter in held.items()
             if parameter is not None
         }
-        self._added_frozen_params: list[nn.Parameter] = []  # frozen ones, which need no gradient and no step
+        self._added_frozen_params: list[nn.Parameter] = []  # need no reduction and no step unless unfrozen
         self._remember()
 
     @property
@@ -41,19 +41,19 @@ class StructureCheck:
         return model
 
     def check_for_changes(self) -> None:
-        """Follow changes of the model's modules and parameters; at the start of a forward, outside of all others.
+        """Check the modules and parameters of the model. Call this at the start of an outermost forward.
 
-        Modules may go, may be wrapped in others, and may come without trainable parameters.
+        Modules may be removed, wrapped in other modules, or added without trainable parameters.
 
         Raises:
-            RuntimeError: a parameter was replaced, or a trainable one has come.
+            RuntimeError: a parameter was replaced, or a trainable one was added.
         """
         if self._has_changed() or any(parameter.requires_grad for parameter in self._added_frozen_params):
             self._check()
             self._remember()
 
     def _has_changed(self) -> bool:
-        # For each forward, so without a loop in Python. That members are in their places, units see themselves.
+        # Runs in every forward, so it avoids Python loops. Units themselves check for replaced parameters.
         return (
             [*map(len, self._parameters)] != self._counts
             or any(self._childless)
@@ -92,7 +92,7 @@ class StructureCheck:
                         f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be whole "
                         "there; tie parameters before shard_model"
                     )
-                if isinstance(parameter, RowShardedTensor):  # of another sharded model, which looks after it
+                if isinstance(parameter, RowShardedTensor):  # of another sharded model, which manages it
                     continue
                 if parameter.requires_grad:
                     late.append(full_name)
@@ -109,7 +109,7 @@ class StructureCheck:
 
 
 def replaced(member: ManagedParam) -> RuntimeError:
-    """The error for a parameter that is no longer where it was."""
+    """Return the error for a managed parameter that was replaced in its module."""
     return RuntimeError(
         f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "
         "load_state_dict(assign=True), functional_call or a parametrization; copy new values into the "

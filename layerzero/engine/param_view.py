@@ -1,4 +1,4 @@
-"""What a model shows in place of its sharded masters, inside a context."""
+"""Contexts that replace the parameters of a model, and checks of forwards inside them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 
 
 class ParamView(enum.Enum):
-    """A context that changes the parameters of a model. Only AVERAGES, and FULL for other parameters, allow nesting."""
+    """Context that changes the parameters of a model. Only EMA, and UNSHARDED for other parameters, allow nesting."""
 
-    UNSHARDED = "layerzero.unsharded"  # whole parameters: nothing is gathered, and no gradient taken
-    FULL_PRECISION = "layerzero.full_precision"  # gathers masters; forwards take no gradients
-    EMA = "EMA.swapped()"  # what is written to masters is undone at the end
+    UNSHARDED = "layerzero.unsharded"  # full parameters: no gathers, and no gradients
+    FULL_PRECISION = "layerzero.full_precision"  # gathered masters; forwards record no gradients
+    EMA = "EMA.swapped()"  # writes to masters are undone at exit
 
 
 def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
-    """Raise where a forward among whole parameters would take gradients."""
+    """Raise RuntimeError if gradients are enabled in a forward inside `view`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"forward of {label} inside {view.value}, where nothing takes gradients: run it under "
@@ -32,7 +32,7 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
 
 
 def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
-    """Raise if a forward inside ``layerzero.unsharded`` would need parameters that are sharded there."""
+    """Raise RuntimeError if a forward inside ``layerzero.unsharded`` needs a parameter that is sharded there."""
     if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(
             f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
@@ -43,7 +43,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 @contextmanager
 def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
-    """Inside, `views`, of a runtime, have one more."""
+    """Add `view` to the active `views` of a state inside the context."""
     views.append(view)
     try:
         yield

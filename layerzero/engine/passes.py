@@ -1,10 +1,10 @@
-"""Forwards and backwards that are under way. Each is an object that lives as long as its pass.
+"""Forward and backward passes in progress, each an object that lives as long as its pass.
 
 [Note: Gathers ahead, by mesh]
-Where units are on several meshes, ranks of one group may call units of another mesh that others of the group do not:
-experts without tokens. A gather is launched ahead by a call of a unit on the same mesh, so that the ranks that share in
-it launch it at the same place of the program. An unforeseen one waits for them; elsewhere they might wait for this rank
-in an exchange of the user's.
+If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
+experts without tokens. So only a call of a unit on the same mesh prefetches a gather. Then all ranks that take part
+launch it at the same point of the program. A gather that was not predicted waits for these ranks. At another point they
+might wait for this rank in a collective of the user.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ __all__ = ["BackwardPass", "ForwardPass", "UnitCall", "Use"]
 
 
 class UnitCall:
-    """One call of a unit. It belongs to the graph of its forward, so that each graph finds its own way back."""
+    """One call of a unit. The autograd graph of the forward holds it, so each backward finds the calls of its graph."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # the calls that make this one, outermost first
-        self.ends_with_input_grad = False  # the gradients of its inputs will end its backward
-        self.forward: ForwardPass | None = None  # in whose order it has a place
+        self.ends_with_input_grad = False  # its backward ends when its input has a gradient
+        self.forward: ForwardPass | None = None  # forward that records this call in `returned`
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:
-        """Take the next place in the order of a forward."""
+        """Append this call to the calls of a forward, in order of return."""
         self.forward, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
         forward.first.setdefault(self.unit, self._position)
 
     @property
     def _order(self) -> list[weakref.ref[UnitCall]]:
-        """All calls of the forward, by return; the graph keeps them."""
+        """All calls of the forward, in order of return; the graph keeps them alive."""
         return self.forward.returned if self.forward is not None else []
 
     @property
     def next_call(self) -> UnitCall | None:
-        """The call that returned next, of those that are in a graph: its backward comes before this one's."""
+        """Call in a graph that returned next after this one; its backward runs before the backward of this one."""
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
     def is_before(self, use: Use) -> bool:
-        """Whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
+        """Return whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
     def ended_handles(self) -> Iterator[Handle]:
         """Yield handles of units that get no more gradients once the backward of this call begins.
 
-        Autograd runs the nodes of the follower, of the calls around it, and of uses outside of forwards between the two
-        before any of this one's. For the last call in the graph: handles of units that the forward did not call, where
-        that matters.
+        Autograd runs three kinds of nodes before those of this call: of the next call, of its callers, and of uses
+        outside of forwards between the two calls. The last call in the graph also yields the handles of units that the
+        forward did not call, if units are on several meshes.
         """
         forward, follower = self.forward, self.next_call
         for place, units in () if forward is None else forward.uses:
@@ -77,17 +77,17 @@ class UnitCall:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """Whether no other call or use of the unit follows in the backward."""
+        """True if no other call or use of the unit follows in the backward."""
         assert self.forward is not None
         return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """The `count` calls, or all, of units on this one's mesh, that returned before this one, nearest first."""
+        """Return the last `count` calls (None: all) before this one, of units on the same mesh, latest first."""
         return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
 
     @property
     def previous(self) -> UnitCall | None:
-        """The call, of a unit on whatever mesh, that returned before this one."""
+        """Last call that returned before this one, of a unit on any mesh."""
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:
@@ -96,11 +96,18 @@ class UnitCall:
 
 
 class ForwardPass:
-    """A forward of the root, or of a unit called by itself.
+    """A forward of the root, or of a unit called on its own.
 
     Args:
-        units: of the model, where others may call some that this rank does not: where units are on several meshes.
-        expected: the calls of the last forward through the same entry.
+        entry: the outermost unit.
+        units: all units of the model if they are on several meshes, so that other ranks may call units that this rank
+            does not call; otherwise empty.
+        expected: units called by the last forward with the same entry, in order.
+
+    Attributes:
+        called: units in order of call.
+        returned: calls that are in a graph, in order of return.
+        prefetched: units whose gathers were launched ahead.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -110,20 +117,20 @@ class ForwardPass:
         self.first: dict[Unit, int] = {}  # position in `returned` of each unit's first call
         self.prefetched: set[Unit] = set()
         self.still_gathered: Unit | None = (
-            None  # by a call that has returned, for the next one, if that is of the same unit
+            None  # unit of the last call, if the next call is expected to be of the same unit
         )
-        self.uses: list[tuple[int, Sequence[Unit]]] = []  # of weights outside of calls: place in `returned`, units
+        self.uses: list[tuple[int, Sequence[Unit]]] = []  # of weights outside of calls: (position in `returned`, units)
         self._expected = expected
         self._units = units
 
     @property
     def uncalled_units(self) -> list[Unit]:
-        """Of the units that others may call, those that it did not call."""
+        """Units that this forward did not call although other ranks may have."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
     def comes_again(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Whether the graph has a call of `unit` among the first `calls`, or a use of it up to the place `uses`."""
+        """Return whether the graph has `unit` among its first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
@@ -131,12 +138,12 @@ class ForwardPass:
         return any(call.unit is unit for weak in self.returned[:calls] if (call := weak()) is not None)
 
     def next_units(self, count: int) -> list[Unit]:
-        """The units that follow if this forward goes on like the last one; none once it has left that path.
+        """Return the next `count` units on the mesh of the last called unit, predicted from the last forward.
 
-        Those on the mesh of the unit that was called last. See [Note: Gathers ahead, by mesh].
+        The list is empty once this forward has called other units. See [Note: Gathers ahead, by mesh].
         """
         here = len(self.called)
-        # There is no call where the first one has raised before it began.
+        # `called` is empty if the first call raised in its pre-hook.
         if not 0 < here <= len(self._expected) or self._expected[here - 1] is not self.called[-1]:
             self._expected = []
         following = (unit for unit in self._expected[here:] if unit.topology is self.called[-1].topology)
@@ -144,18 +151,18 @@ class ForwardPass:
 
 
 class Use:
-    """One use of weights outside of their units' forwards, :func:`layerzero.gathered`, and the graph made there.
+    """One use of weights outside of the forwards of their units, in :func:`layerzero.gathered`, and its graph.
 
     Args:
         units: units that are gathered.
-        forward: the last forward that has begun, whose calls order the use. Its graph may end before the use.
+        forward: the latest forward, whose calls order the use. Its graph may be freed before the use.
     """
 
     __slots__ = ("_forward", "comes_back", "place", "units")
 
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
-        self.place = 0 if forward is None else len(forward.returned)  # after the calls that have returned
+        self.place = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
         self.comes_back = False  # a graph was recorded, and its backward has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
@@ -172,16 +179,16 @@ class Use:
 
 
 class BackwardPass:
-    """A backward.
+    """State of one backward.
 
     Attributes:
-        reduces: it runs outside no_sync.
-        task: autograd's number for it.
-        observer: whom it is told to; None: nobody listens.
-        nested: by task: calls whose backward runs in a backward inside this one, of a reentrant checkpoint.
-        arrived: handles that are ready to be reduced, in order of arrival.
-        begun: calls that have been gathered for.
-        open: calls whose backward has begun and not ended.
+        requires_gradient_sync: the backward runs outside no_sync.
+        task: id of its autograd graph task.
+        observer: receiver of trace events; None: there is none.
+        nested: by graph task, calls whose backward runs in a nested backward of a reentrant checkpoint.
+        completed_handles: handles that are ready to be reduced, in order of arrival.
+        gathered_calls: calls whose units have been gathered for this backward.
+        active_calls: calls whose backward has begun and not ended.
         uses: uses of weights outside of forwards whose backward is running.
     """
 
@@ -196,13 +203,13 @@ class BackwardPass:
         self.uses: dict[Use, None] = {}
 
     def involves(self, unit: Unit) -> bool:
-        """Whether a call or use of the unit is in its backward."""
+        """Return whether the backward of a call or use of the unit is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
     def next_call_holds_buffer(self, call: UnitCall) -> bool:
-        """The follower's backward ends where the one of `call` begins, but the hook that ends it comes second.
+        """Return whether the call after `call` still holds its full buffer when the backward of `call` begins.
 
-        Until then it holds its full buffer.
+        Its backward ends at this point, but the hook that ends it runs second.
         """
         follower = call.next_call
         return (

@@ -1,19 +1,19 @@
-"""The order in which gradients are reduced, and the reductions in flight.
+"""Order of gradient reductions, and the reductions in flight.
 
 [Note: One order on all ranks]
-All ranks must launch collectives in one order, over all communicators together: backends that run one collective at a
-time deadlock otherwise. The time at which a handle's last gradient arrives may differ between ranks (unused parameters,
-data-dependent paths). Two rules make the order independent of it:
+All ranks must launch collectives in the same order, over all communicators together. Otherwise backends that run one
+collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks (unused
+parameters, data-dependent paths). Two rules make the order independent of it:
 
 - Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
   exactly once, with zeros for gradients that never arrived.
-- They are launched only between the backwards of two calls of units, before the gather for the next one. These are the
-  handles of units without a remaining call. The rest is launched at the end of the backward. An arriving gradient
-  launches nothing.
+- Reductions are launched only between the backwards of two unit calls, before the gather for the next one. They are
+  those of handles whose units have no remaining call. The rest are launched at the end of the backward. The arrival of
+  a gradient launches nothing.
 
-When a handle is started, all of its reduction is handed to the streams: hop 1, adding up, hop 2, adding up. So
-each lane has one order of launches, whenever gradients arrive and however long exchanges take, and lanes overlap as
-they can; on a device all launches have one order: hop 1, hop 2, hop 1, hop 2 by handle.
+When a handle is started, its complete reduction is submitted to the streams: hop 1, accumulation, hop 2, accumulation.
+So each communicator has one order of launches, independent of when gradients arrive and how long collectives take. The
+communicators overlap. On a device all launches have one order: hop 1 and hop 2 of each handle in turn.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ from layerzero.engine.handle_gradients import HandleGradients, HandleReduction
 
 __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
-# Reductions that may wait for their first and for their second exchange before the host waits for the oldest. Each
-# holds a unit's gradients, whole for the first and a node's part for the second, twice on gloo.
-# With more than one first exchange, ranks whose slabs (gradient_offload.py) are both in use could launch in another
-# order.
+# Maximum number of reductions in their first and in their second collective; the host then waits for the oldest. Each
+# holds the gradients of a unit: full for the first and a ZeRO-3 shard for the second, and twice that on gloo.
+# With more than one first collective, ranks with both slabs in use (gradient_offload.py) could launch in another order.
 IN_FLIGHT = (1, 2)
 
 
 class ReductionQueue:
-    """Starts the reductions of `order` in that order, on `streams`."""
+    """Queue that starts the reductions of `order`, in this order, on `streams`."""
 
     def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
         self.streams = streams
-        self._next = 0  # in order: the first one not started in this pass
+        self._next = 0  # index in order of the first handle not started in this pass
         self._carried: list[HandleGradients] = []  # started in this pass
-        self._landings: list[deque[Waitable]] = [deque() for _ in IN_FLIGHT]  # first and second ones, oldest first
+        self._landings: list[deque[Waitable]] = [
+            deque() for _ in IN_FLIGHT
+        ]  # events of first and second collectives, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
-        """Start every handle that is ready and whose predecessors have started."""
+        """Start the next handles in order, as long as they are ready."""
         order = self.order
         while self._next < len(order) and order[self._next].pending_slots.ready:
             self._start(self._next_carry(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
-        """Start what is left, wait for everything; ends the pass."""
+        """Start the remaining handles, wait for all reductions, and end the pass."""
         while self._next < len(self.order):
             self._start(self._next_carry(across_replicas=across_replicas))
         self.settle()
         self._next = 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
-            # A reentrant checkpoint delivers a shared parameter's gradient in several portions.
+            # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
             self.finish(across_replicas=across_replicas)
-        for gradients in self.order:  # a call that ends after its reduction was launched has closed the next round
+        for gradients in self.order:  # a call that ended after its reduction was launched has closed the next one
             gradients.pending_slots.end()
 
     def finish_rest(self) -> None:
-        """Reduce what backwards inside no_sync have left behind."""
+        """Reduce the gradients that backwards inside no_sync have accumulated."""
         for gradients in self.order:
             self.wait_until_writable(gradients)
             self._carried.append(gradients)
@@ -71,28 +72,29 @@ class ReductionQueue:
         self.settle()
 
     def settle(self) -> None:
-        """What follows comes after everything in flight."""
+        """Order later work after all reductions in flight."""
         try:
             self.streams.synchronize(self._landings)
         finally:
-            if not any(self._landings):  # else it was interrupted, and left in flight
+            if not any(self._landings):  # otherwise the wait was interrupted, and reductions are still in flight
                 while self._carried:
                     self._carried.pop().reduction = None
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
-        """Wait until `gradients` can be added to."""
+        """Wait until gradients can be added to the buffers of `gradients`."""
         if gradients.reduction is not None:
             gradients.reduction.wait()
             gradients.reduction = None
-        for landings in self._landings:  # of others, which hold what it needs
+        for landings in self._landings:  # of other handles, which may hold the memory that this one needs
             while gradients.is_blocked and landings:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
         """End the pass of a failed backward, and order later work after the gradients that have arrived.
 
-        What was started is carried to its end: how far it has come is a matter of timing and differs between ranks,
-        and their lanes must stay in step. What else has failed follows from it, or is told by the next exchange.
+        Reductions that were started are completed. Their progress depends on timing and differs between ranks, whose
+        communicators must launch the same collectives. Further errors are suppressed: they follow from the first one,
+        or the next collective raises them.
         """
         with suppress(Exception):
             self.settle()
@@ -100,7 +102,7 @@ class ReductionQueue:
         self._next = 0
 
     def _next_carry(self, *, across_replicas: bool) -> HandleReduction | None:
-        """The next handle's gradients, about to set out; None if they have nowhere to go."""
+        """Return the reduction of the next handle; None if it needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
         self.wait_until_writable(gradients)

@@ -1,33 +1,36 @@
-"""The way of a handle's gradients down the ladder: where they land, where they wait, and the exchanges in between.
+"""Static description of the gradient reduction of a handle: its buffers, and the collectives between them.
 
-Pure: no tensors, no processes. See [Note: The ladder] in layout/shard_grid.py.
+This module uses no tensors and no processes. See [Note: The ladder] in layout/shard_grid.py.
 
 [Note: Six routes]
-    case                     lands   waits   legs
-    D = 1                    RANK    RANK    none
-    S = 1, R > 1             WHOLE   WHOLE   hop 2
-    full,    S > 1, R = 1    WHOLE   WHOLE   hop 1
-    full,    S > 1, R > 1    WHOLE   WHOLE   hop 1, hop 2
-    sharded, S > 1, R = 1    WHOLE   RANK    hop 1
-    sharded, S > 1, R > 1    WHOLE   NODE    hop 1, hop 2
+    case                     incoming  accumulator  stages
+    D = 1                    ZERO1     ZERO1        none
+    S = 1, R > 1             FULL      FULL         hop 2
+    full,    S > 1, R = 1    FULL      FULL         hop 1
+    full,    S > 1, R > 1    FULL      FULL         hop 1, hop 2
+    sharded, S > 1, R = 1    FULL      ZERO1        hop 1
+    sharded, S > 1, R > 1    FULL      ZERO3        hop 1, hop 2
 
-A backward inside no_sync carries what has landed to where it waits; one that reduces, to the final gradient (RANK); a
-step after no_sync carries what waits to the final gradient.
+"full" and "sharded" are the settings of gradient accumulation. A backward inside no_sync reduces incoming gradients
+into the accumulator. Any other backward reduces them into the final gradient (ZERO1). A step after no_sync reduces the
+accumulator into the final gradient.
 
 [Note: What lands as it is]
-A gradient comes from autograd in the compute dtype. Where hop 1 is added up here, in fp32 (on gloo, or by reading the
-memory of the node), a landing sum that is sent at once ("sharded") keeps it so: the sum has the bits that fp32 on the
-wire would give it, and takes half the memory and half the bytes. A backend that adds up what it carries gets what it is
-to add in. (A gradient that comes in several portions, as out of reentrant checkpoints, is put together in the compute
-dtype then, as autograd itself does where a parameter is used several times.)
+Autograd produces gradients in the compute dtype. If the receiving rank adds the parts of hop 1 in fp32 (on gloo, or by
+reading shared memory), and incoming gradients are sent at once ("sharded"), the full gradient keeps the compute dtype.
+The sum has the same bits as with fp32 messages, and takes half the memory and half the traffic. A backend that adds the
+messages itself gets them in the dtype of the addition. If a gradient arrives in several parts, as with reentrant
+checkpoints, the parts are then added in the compute dtype. Autograd does the same for a parameter that is used several
+times.
 
 [Note: Where the mean is taken]
 Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. fp16 has a
-range of 6e-8 to 65504, so for fp16 the division is split and messages stay about as large as one rank's gradient. The
-factor is the product of one factor per hop. If hop 2 sends fp16, the factor of hop 1 is divided out before it: node
-sums are scaled in fp32, and sent as means. A backend that adds in the dtype of the messages produces large sums. There
-about the square root of a hop's factor is divided out before that hop, and the rest after it, as in FSDP. All scales
-but the last are powers of two, and so exact outside fp16. Without collectives, gradients are divided when they arrive.
+range of 6e-8 to 65504, so for fp16 the division is split to keep messages about as large as the gradient of one rank.
+The factor is the product of one factor per hop. If hop 2 sends fp16, the factor of hop 1 is divided out before it: the
+ZeRO-3 gradient shards are scaled in fp32, and sent as means. A backend that adds in the dtype of the messages produces
+large sums. There about the square root of the factor of a hop is divided out before that hop, and the rest after it, as
+in FSDP. All scales but the last are powers of two, and so exact outside fp16. Without collectives, gradients are
+divided when they arrive.
 """
 
 from __future__ import annotations
@@ -46,24 +49,24 @@ __all__ = ["ReductionSpec", "ReductionStage"]
 
 @dataclass(frozen=True)
 class ReductionStage:
-    """One exchange: the sum over the ranks of an axis, of which this rank gets its part."""
+    """One reduce-scatter over the ranks of a mesh axis."""
 
     source: Extent
     target: Extent
     collective: Collective  # HOP1 runs on the zero3 axis, HOP2 on the replica axis
     wire_dtype: torch.dtype
-    scale: float  # by which the sum is multiplied when it arrives
+    scale: float  # factor applied to the received sum
 
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """How gradients of one handle become the final gradient; see [Note: Six routes]."""
+    """Extents, dtypes and stages of the gradient reduction of one handle; see [Note: Six routes]."""
 
     incoming_extent: Extent
     accumulator_extent: Extent
     stages: tuple[ReductionStage, ...]
     incoming_dtype: torch.dtype
-    incoming_scale: float  # by which a contribution is multiplied when it lands; see [Note: Where the mean is taken]
+    incoming_scale: float  # factor applied to incoming gradients; see [Note: Where the mean is taken]
 
     @classmethod
     def plan(
@@ -76,11 +79,11 @@ class ReductionSpec:
         adds_hop1: bool,
         adds_hop2: bool,
     ) -> ReductionSpec:
-        """The route of a handle.
+        """Return the reduction spec of a handle.
 
         Args:
             accumulation: ``"sharded"`` or ``"full"``.
-            divide_factor: what the sum over all ranks is divided by.
+            divide_factor: divisor of the sum over all ranks.
             adds_hop1: hop 1 receives the parts of all ranks and adds them in fp32; otherwise the backend adds, in the
                 dtype of the messages.
             adds_hop2: the same for hop 2.
@@ -117,12 +120,12 @@ class ReductionSpec:
         return cls(Extent.FULL, Extent.FULL, legs, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
-        """The legs that lead from one extent down to another."""
+        """Return the stages between extents `start` and `stop`, the larger one first."""
         return tuple(leg for leg in self.stages if leg.source <= start and leg.target >= stop)
 
     @property
     def accumulator_is_reduced(self) -> bool:
-        """What waits holds contributions of other ranks of the node already."""
+        """True if the accumulator already holds contributions of other ranks of the ZeRO-3 group."""
         return self.accumulator_extent is not self.incoming_extent
 
 

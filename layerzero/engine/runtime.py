@@ -1,23 +1,27 @@
-"""The schedule: when units are gathered, freed and reduced. Driven by module, tensor and parameter hooks.
+"""Root state and schedule of one sharded model: when units are gathered, freed and reduced.
+
+Module, tensor and parameter hooks call the methods of the state.
 
 [Note: Who frees the full buffer]
-A forward frees it when it returns, unless it runs inside a backward (a checkpoint recomputes it), the unit is one that
-stays until its backward and the graph will come back, or the next call is to be of the same unit again. A backward
-frees it when the gradients of a call's inputs are known: autograd runs later nodes first, so all of the call's nodes
-have run by then. Leaves come before later nodes, though, and of inputs without gradients nothing is heard: such a call
-ends with the backward that holds it, which in a reentrant checkpoint is one inside another. The gradients of the unit's
-parameters tell nothing: others, of nested units or tied weights, may still be reached through its weights.
+A forward frees the full buffer when it returns, with three exceptions: it runs inside a backward (recomputation of a
+checkpoint), the unit stays gathered until its backward and has one, or the next call is expected to be of the same
+unit. A backward frees the full buffer when the gradients of the inputs of a call are known. Autograd runs later nodes
+first, so all nodes of the call have run by then. Leaf inputs are an exception, because they receive gradients before
+later nodes run, and inputs without gradients run no hook. Such a call ends with the backward that contains it, which in
+a reentrant checkpoint is a nested one. Gradients of the unit's parameters cannot be used instead: parameters of nested
+units and tied weights may still be reached through its weights.
 
 [Note: Forward order]
-A forward's calls are recorded. The next forward prefetches along that record as long as it follows it; a backward
-prefetches along the record of its own forward, which its hooks hold.
+The calls of each forward are recorded. The next forward prefetches along that record as long as it makes the same
+calls. A backward prefetches along the record of its own forward, which its hooks hold.
 
 [Note: Weights outside of forwards]
 The inputs and outputs of a computation inside `gathered` are unknown, so saved-tensor hooks of autograd are active
 there. When a backward unpacks the first tensor that was saved inside, the units are gathered again. Their modules then
-show the gathered leaves, also for activation checkpoints that recompute. These hooks replace outer hooks and therefore
-call them. They also turn off autograd's comparison of versions, which is repeated here. Gradients arrive at the leaves
-like any others. The units are freed when the backward reaches a call that had returned before the use began.
+hold the gathered parameters, also for activation checkpoints that recompute. These hooks replace outer hooks and
+therefore call them. They also turn off autograd's comparison of versions, which is repeated here. Gradients arrive at
+the gathered parameters as in any other backward. The units are freed when the backward reaches a call that had returned
+before the use began.
 """
 
 from __future__ import annotations
@@ -57,13 +61,13 @@ __all__ = ["LayerZeroState"]
 
 
 class Staging(Protocol):
-    """Save of a checkpoint in the background."""
+    """Checkpoint save in the background."""
 
     def finish(self) -> None: ...
 
 
 class LayerZeroState:
-    """Runs one sharded model. The hooks on its modules keep it; see :mod:`layerzero.engine.hooks`."""
+    """Root state of one sharded model. The hooks on the root module hold it; see :mod:`layerzero.engine.hooks`."""
 
     def __init__(
         self,
@@ -82,34 +86,34 @@ class LayerZeroState:
         self.ranks = everyone
         self.mesh_info = topology = everyone.mesh_info
         self.buffers = buffers
-        self.staying: set[Unit] = set()  # not freed between a forward and its backward
-        # By unit: units that its forward and its backward gather ahead, in place of those that `prefetch` selects.
+        self.staying: set[Unit] = set()  # stay gathered between a forward and its backward
+        # By unit: units that its forward or its backward prefetches, instead of those that `prefetch` selects.
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.heed_control()
         self.observer = topology.counters.observer
         self.requires_gradient_sync = True  # False inside no_sync
-        self.requires_all_reduce = True  # backwards that reduce do so across replicas
-        self.active_views: list[ParamView] = []  # the contexts that are entered
-        self.unsharded: dict[ManagedParam, bool] = {}  # inside layerzero.unsharded: whether they are full on this rank
-        self.load_error: str | None = None  # a load has failed halfway: what to say to whoever goes on
-        self.first_forward_check: Callable[[], None] | None = None  # may raise, and is then asked again
+        self.requires_all_reduce = True  # if False, backwards do not reduce across replicas
+        self.active_views: list[ParamView] = []  # contexts that are currently entered
+        self.unsharded: dict[ManagedParam, bool] = {}  # inside layerzero.unsharded: True if full on this rank
+        self.load_error: str | None = None  # error message after a load that failed halfway
+        self.first_forward_check: Callable[[], None] | None = None  # may raise, and is then called again
         self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
-        self.on_close: list[Callable[[], object]] = []  # idempotent: end snapshots, watchdogs and the like
+        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
-        # By name, in the order of the model: handles may have others on other ranks.
+        # By name, in the order of the model. The order of the handles may differ between ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
-        self.owners: dict[str, ParamOwner] = {}  # by name of a parameter that an optimizer needs whole
-        self.cells: dict[Any, Any] = {}  # of ranks around these, by topology and axis: layerzero.optimizers'
-        self._running: list[UnitCall] = []  # calls of units under way, outermost first
+        self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
+        self.cells: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
+        self._running: list[UnitCall] = []  # calls of units in progress, outermost first
         self._ahead: set[Unit] = set()  # gathered by unshard() for a later forward
         self._uses: list[Use] = []  # active uses of weights outside of forwards, outermost first
         self._forward: ForwardPass | None = None
-        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # kept alive by its graph
+        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak: its graph keeps it alive
         self._backward: BackwardPass | None = None
-        self._last_calls: dict[Unit, list[Unit]] = {}  # by entry
+        self._last_calls: dict[Unit, list[Unit]] = {}  # calls of the last forward, by entry unit
         self.gradients = GradientReducer(self.handles, everyone)
         self.refreshes = WeightRefresher(self.handles, everyone, self._uses)
         self._structure = StructureCheck(model, self.members.values())
@@ -121,7 +125,7 @@ class LayerZeroState:
 
     @property
     def model(self) -> nn.Module:
-        """Raises RuntimeError where it is gone."""
+        """The sharded model; RuntimeError if it was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
                 "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
@@ -131,7 +135,7 @@ class LayerZeroState:
     def close(self) -> None:
         """Finish background work, and release all resources of the model except its parameters.
 
-        See [Note: A closed model] in hooks.py. With process groups of a device, all ranks must call this.
+        See [Note: A closed model] in hooks.py. If the process groups run on a device, all ranks must call this.
         """
         try:
             self.recover_interrupted_pass()
@@ -154,7 +158,7 @@ class LayerZeroState:
         return not self.__dict__
 
     def require_open(self) -> None:
-        """Raise if the model was closed."""
+        """Raise RuntimeError if the model was closed."""
         if self.closed:
             raise RuntimeError(CLOSED)
 
@@ -168,10 +172,10 @@ class LayerZeroState:
     # Explicit control of gathers
 
     def heed_control(self) -> None:
-        """Apply the settings of units on resharding and on explicit prefetching."""
+        """Apply the units' settings for resharding and explicit prefetching."""
         self.staying = {unit for unit in self.units if not unit.reshard_after_forward}
         root = self.units[0]
-        if device_module(self.mesh_info.device) is not None and not root.is_told:  # it is needed again at once
+        if device_module(self.mesh_info.device) is not None and not root.is_told:  # its backward needs it at once
             self.staying.add(root)
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         ahead = max([self.config.prefetch, *map(len, lists)])
@@ -189,7 +193,11 @@ class LayerZeroState:
         self._wait(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit that is not in use."""
+        """Free a unit.
+
+        Raises:
+            RuntimeError: the unit is in use.
+        """
         if ParamView.UNSHARDED in self.active_views:
             return
         if not self._is_idle(unit):
@@ -214,7 +222,7 @@ class LayerZeroState:
         if self._forward is None or interrupted:
             self.recover_interrupted_pass()
         call = UnitCall(unit, around=tuple(self._running))
-        self._running.append(call)  # now: post_forward runs even where this raises
+        self._running.append(call)  # append first: post_forward runs even if this method raises
         refuse_transforms(unit.label)
         if self._forward is None and not in_backward():
             self._begin_forward(unit)
@@ -235,7 +243,7 @@ class LayerZeroState:
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
-        """`output` is None where the forward raised."""
+        """Finish the forward of a unit; `output` is None if the forward raised."""
         if ParamView.UNSHARDED in self.active_views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
@@ -261,19 +269,19 @@ class LayerZeroState:
         return output
 
     def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
-        """Dtypes of a gathered unit's parameters, if these are not the compute weights."""
+        """Return the dtypes of the gathered parameters if they are not the compute weights, else None."""
         return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
-        """A forward of the unit is under way; several, if it calls itself."""
+        """Return whether a forward of the unit is in progress."""
         return any(call.unit is unit for call in self._running)
 
     def is_held(self, unit: Unit) -> bool:
-        """Whether :func:`layerzero.gathered` of the unit is active."""
+        """Return whether :func:`layerzero.gathered` of the unit is active."""
         return any(unit in use.units for use in self._uses)
 
     def _is_idle(self, unit: Unit) -> bool:
-        """Whether no forward, backward or other use of the unit is active."""
+        """Return whether no forward, backward or other use of the unit is active."""
         busy = self._is_running(unit) or self.is_held(unit)
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
@@ -299,7 +307,7 @@ class LayerZeroState:
             self.first_forward_check()
             self.first_forward_check = None
         self._structure.check_for_changes()
-        if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
+        if torch.is_grad_enabled():  # e.g. adapters: frozen in a reference forward, trainable again in a backward
             self.gradients.apply_requires_grad()
         self.refreshes.pre_forward()
 
@@ -312,7 +320,7 @@ class LayerZeroState:
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
-        # Where no gradient comes back (or the forward raised), no backward will free what was kept for it.
+        # Without a graph (or if the forward raised) no backward will free the units that stayed gathered.
         for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
@@ -327,7 +335,7 @@ class LayerZeroState:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> bool:
-        """Gather again when the backward reaches this call; False where it never will."""
+        """Register hooks that gather the unit when the backward reaches this call; return False if it has no graph."""
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
@@ -337,7 +345,7 @@ class LayerZeroState:
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Show gathered parameters of units inside; see [Note: Weights outside of forwards]."""
+        """Let the modules of `units` hold gathered parameters inside; see [Note: Weights outside of forwards]."""
         label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
         refuse_transforms(label)
         if ParamView.FULL_PRECISION in self.active_views:
@@ -463,7 +471,7 @@ class LayerZeroState:
         """Launch the reductions of handles that get no more gradients. See [Note: One order on all ranks].
 
         Args:
-            called: whether the forward has called their units; others have no place in the order of reductions.
+            called: whether the forward has called their units. Only these handles count in the order of arrival.
         """
         for handle in handles:
             gradients = handle.gradients
@@ -474,7 +482,7 @@ class LayerZeroState:
         self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _reduce_rest(self, backward: BackwardPass) -> None:
-        """Launch the reductions that are left at the end of a backward, when no gradient is coming."""
+        """Launch the remaining reductions at the end of a backward, when no more gradients will arrive."""
         for handle in reversed(self.handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
                 if handle.gradients.pending_slots.has_begun:
@@ -497,7 +505,9 @@ class LayerZeroState:
                 backward.observer.end(call)
             if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
-        earlier = call.preceding(None if call.unit.has_post_forward else 1)  # what is kept is wanted by any of them
+        earlier = call.preceding(
+            None if call.unit.has_post_forward else 1
+        )  # any of them may use the post-forward shard
         begun = earlier if backward is None else backward.gathered_calls
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
         if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
@@ -506,7 +516,10 @@ class LayerZeroState:
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
-        """The backward of a reentrant checkpoint runs inside another one. It holds all of a recomputed call's nodes."""
+        """Let a call end with its nested backward, if a reentrant checkpoint runs one.
+
+        The nested backward contains all nodes of the recomputed call.
+        """
         task = torch._C._current_graph_task_id()
         if task == backward.task:
             return
@@ -545,12 +558,12 @@ class LayerZeroState:
             backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
-        """What a gathered parameter offers as ``main_grad``."""
-        # A forward that is computed again is no backward.
+        """Return the ``main_grad`` of a gathered parameter; None if kernels may not add to it."""
+        # A recomputed forward does not count as a backward.
         return self.gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
 
     def _enter_backward(self, name: str) -> BackwardPass:
-        if torch.is_grad_enabled():  # the engine's own mode inside a backward
+        if torch.is_grad_enabled():  # inside a backward, the mode that the autograd engine sets
             raise RuntimeError(
                 f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients of "
                 "gradients would need weights that are freed by then. Compute such a penalty on an unsharded model, or "
@@ -596,22 +609,22 @@ class LayerZeroState:
             self.gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Outside a backward, one that has begun and not ended has raised."""
+        """Recover from a failed backward. Outside of a backward, one that has begun and not ended must have raised."""
         if self._backward is None or in_backward():
             return
-        self.gradients.abandon()  # where that is interrupted, it is done again
+        self.gradients.abandon()  # repeated if interrupted
         self._backward = None
         self._release_all()
 
     def recover_interrupted_pass(self) -> None:
-        """Between passes, a forward that has begun and not ended was interrupted: torch runs no hook then."""
+        """Recover from a failed backward or an interrupted forward. torch runs no hooks after an interrupt."""
         self.recover_failed_backward()
         if self._running and not in_backward():
             self._forward = None
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Let later forwards compute with gathered masters, or with compute weights again. Called between passes."""
+        """Let later forwards compute with gathered masters, or with compute weights again. Call this between passes."""
         self.recover_interrupted_pass()
         for unit in self.units:
             unit.release(())
@@ -628,7 +641,7 @@ class LayerZeroState:
                 unit.release()
 
     def complete_gradients(self) -> None:
-        """Make every ``.grad`` final: reduce what backwards inside no_sync have left behind."""
+        """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated."""
         self.recover_interrupted_pass()
         if self.gradients.complete():
             self.gradients.run_hooks()

@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered and freed together."""
+"""Unit of gathering: one or more modules whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Unit", "gather_orders"]
 
 
 class Unit:
-    """The handles of one module, or of some that are gathered together, and which parameters they show.
+    """Handles of one or more modules that are gathered together.
 
-    Between passes the module shows sharded parameters. It shows the gathered leaves while its forward runs, and while
-    its backward does, for a checkpoint inside the module that computes again.
+    Between passes the modules hold sharded parameters. During forward and backward they hold the gathered parameters.
+    The backward needs this for activation checkpoints inside the modules.
     """
 
     def __init__(
@@ -47,12 +47,10 @@ class Unit:
         self.handles = handles
         self.topology = topology
         self.cast_buffers = tuple(cast_buffers)
-        self.reshard_after_forward = (
-            reshards  # after a forward, whose backward gathers it again; an int: among as many ranks
-        )
-        self.is_told = False  # set_reshard_after_forward was called: it applies to the root on a device, too
+        self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
+        self.is_told = False  # set_reshard_after_forward was called; it then applies to the root on a device, too
         self.reshard_after_backward = True
-        self._kept_for: Callable[[], object] = lambda: None  # the last forward that has kept a part of it
+        self._kept_for: Callable[[], object] = lambda: None  # the last forward with a post-forward shard
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._places = [
@@ -61,7 +59,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Any of which, when called, calls the unit."""
+        """Modules of the unit. A call of any of them is a call of the unit."""
         modules = [module for weak in self._modules if (module := weak()) is not None]
         assert len(modules) == len(self._modules)
         return modules
@@ -72,7 +70,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """For traces and messages."""
+        """Name for traces and messages."""
         return self.name or "the root"
 
     @property
@@ -81,7 +79,7 @@ class Unit:
 
     @property
     def has_post_forward(self) -> bool:
-        """The next gather is among the ranks that have kept it."""
+        """True if the next gather uses post-forward shards."""
         return any(handle.kept.nbytes for handle in self.handles)
 
     @property
@@ -91,12 +89,12 @@ class Unit:
         return UnitFootprint(gathered, reshards, self.topology, sum(handle.kept.size for handle in self.handles))
 
     def gather(self) -> None:
-        """Launch the gathers of what is not there or on its way."""
+        """Launch the gathers of handles that are not gathered or gathering."""
         for handle in self.handles:
             handle.gather()
 
     def keep_post_forward(self, forward: object) -> None:
-        """Before it is freed by a forward, for the backward of that one."""
+        """Keep a post-forward shard for the backward of `forward`, if the unit uses one. Call before resharding."""
         if isinstance(self.reshard_after_forward, bool):
             return
         self._kept_for = weakref.ref(forward)
@@ -108,7 +106,7 @@ class Unit:
             handle.reshard()
 
     def prefetch_accumulators(self) -> None:
-        """Its gradients will arrive soon."""
+        """Prefetch the memory of gradient accumulators, because gradients will arrive soon."""
         for handle in self.handles:
             if handle.gradients is not None and handle.trainable:
                 handle.gradients.prefetch()
@@ -123,14 +121,14 @@ class Unit:
         return {handle.evaluated_dtype for handle in self.handles}
 
     def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
-        """Cast the inputs of a forward; `computes_in`: dtypes of its parameters, if not the compute weights."""
+        """Cast the inputs of a forward; `computes_in`: dtypes of the parameters if they are not the compute weights."""
         dtype = self._input_dtype
         if computes_in is not None and dtype is not None:
             dtype = next(iter(computes_in)) if len(computes_in) == 1 else None
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
     def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
-        """Cast the output of a forward; not to a dtype narrower than `computes_in`, as in :meth:`cast_inputs`."""
+        """Cast the output of a forward, but not to a dtype narrower than `computes_in` (see :meth:`cast_inputs`)."""
         dtype = self._output_dtype
         computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
         if dtype is None or any(torch.promote_types(dtype, each) != dtype for each in computes_in or ()):
@@ -138,13 +136,13 @@ class Unit:
         return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Free the full buffer and the post-forward shard (see `drop_kept`), and show sharded parameters again."""
+        """Free the full buffer and the post-forward shard (see `drop_post_forward`), and show sharded parameters."""
         self.show_sharded()
         self.reshard()
         self.drop_post_forward(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
-        """Release the unit after a backward; with `reshards_after_backward` False, keep the full buffer."""
+        """Release the unit after a backward; keep the full buffer if `reshard_after_backward` is False."""
         if self.reshard_after_backward:
             self.release(passed)
         else:
@@ -152,7 +150,7 @@ class Unit:
             self.drop_post_forward(passed)
 
     def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
-        """Free the post-forward shard, unless a forward that is not in `passed` needs it; None: always."""
+        """Free the post-forward shard, unless its forward is not in `passed`; None: always free it."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.kept.drop()
 
@@ -173,7 +171,7 @@ class Unit:
 
 
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
-    """Return the order in which the ranks of each mesh gather units: full gathers first, then regathers.
+    """Return a check of the gather order for each mesh. Its unit indices count full gathers first, then regathers.
 
     With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
     """

@@ -1,16 +1,16 @@
-"""Which parameters any rank of a model has used, one byte for each.
+"""Map of the parameters that any rank of a model has used, one byte per parameter.
 
 [Note: One order for all]
-A further axis may cut a dim into parts of different sizes. Then the ranks along it lay out their parts in different
-orders, and in different numbers of handles. So messages list parameters by name, in sorted order, and each rank reads
-them in its own order.
+A model-parallel axis may cut a dim into parts of different sizes. Then the ranks along it lay out their parts in
+different orders, and in different numbers of handles. So messages list parameters by name, in sorted order, and each
+rank translates them to its own order.
 
 [Note: Bytes along one axis after the other]
-Each axis takes the maximum of what its ranks send; see [Note: Control messages] in model_ranks.py. A rank that has used
-every parameter knows the result. It sends along all axes at once and waits for no rank. On another rank a thread waits
-for the first axis and then sends along the second one, so that the program does not wait. Until then the lanes of the
-further axes are reserved: what the program launches on them comes after. So all ranks launch the same messages on each
-lane in the same order, whatever they have used.
+Each axis takes the maximum over the bytes of its ranks; see [Note: Control messages] in model_ranks.py. A rank that has
+used every parameter knows the result. It sends along all axes at once and waits for no rank. On other ranks a thread
+waits for the first axis and then sends along the second one, so that the main thread does not wait. Until then the
+communicators of the model-parallel axes are reserved: collectives that the main thread launches on them come after. So
+all ranks launch the same messages on each communicator in the same order, whichever parameters they have used.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ __all__ = ["PendingUse", "UsedParamMap"]
 
 
 class UsedParamMap:
-    """Asks all ranks of a model about its parameters; see [Note: One order for all].
+    """Exchange of used parameters between all ranks of a model; see [Note: One order for all].
 
     Args:
-        lanes: by name of a parameter: the lanes that reach the ranks which have the same one, or a part of it.
+        everyone: all ranks of the model.
+        lanes: by parameter name, the communicators that reach the ranks with the same parameter or a part of it.
     """
 
     def __init__(self, everyone: ModelRanks, lanes: Mapping[str, tuple[Communicator, ...]]) -> None:
@@ -50,12 +51,12 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Ask about these from here on, too; the same ones on all ranks."""
+        """Include these parameters in later exchanges. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 
     def set_local_order(self, own: Sequence[str]) -> None:
-        """Take and give numbers in this order, which may be another one on another rank."""
+        """Set this rank's order of parameters, in which bytes are passed and returned. It may differ between ranks."""
         self._own = own
         by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_comms: []}
         for name in self._names:
@@ -63,16 +64,17 @@ class UsedParamMap:
         self._groups = [_Group(lanes, names, own) for lanes, names in by_lanes.items()]
 
     def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
-        """Start to send a byte for each parameter, in this rank's order.
+        """Start the exchange of one byte per parameter.
 
         Args:
-            further: bytes to send behind them along each of the model's control lanes, uint8 [n].
-            is_known: this rank knows the maximum: `own`.
+            own: bytes of this rank, in its own order.
+            further: additional bytes to send along each control communicator of the model, uint8 [n] each.
+            is_known: `own` is already the maximum over all ranks.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
         several_axes = any(len(group.lanes) > 1 for group in self._groups)
         if several_axes:
-            self._thread.start()  # also where it is not needed yet, so that the number of threads stays the same
+            self._thread.start()  # even if not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
             pending.reserve()
             self._thread.run(pending.relay_beside)
@@ -81,18 +83,18 @@ class UsedParamMap:
         return pending
 
     def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Return the number that the first rank gives to each parameter; -1 where it gives none."""
+        """Return the number that the first rank assigns to each parameter; -1 if it assigns none."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         self._everyone.broadcast_numbers(said)
         return dict(zip(self._names, said.tolist(), strict=True))
 
 
 class _Group:
-    """Parameters whose bytes travel along the same lanes.
+    """Parameters whose bytes are sent along the same communicators.
 
     Attributes:
-        own: places of these parameters in this rank's order.
-        places: places of the same parameters in messages.
+        own: positions of these parameters in the order of this rank, int64 [n].
+        places: positions of the same parameters in messages, int64 [n].
     """
 
     def __init__(self, lanes: tuple[Communicator, ...], names: Sequence[str], own: Sequence[str]) -> None:
@@ -105,14 +107,14 @@ class _Group:
 
 
 class PendingUse:
-    """Messages about used parameters in flight; see [Note: Bytes along one axis after the other]."""
+    """Exchange of used parameters in flight; see [Note: Bytes along one axis after the other]."""
 
     def __init__(self, groups: Sequence[_Group], own: Tensor, further: Sequence[Tensor], *, is_known: bool) -> None:
         self._groups = groups
         self._own = own
         self._further = further
         self._is_known = is_known
-        self._relayed: Reservation | None = None  # of launches that a thread makes
+        self._relayed: Reservation | None = None  # reservation of communicators for launches by a thread
         self._failure: Exception | None = None
         self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # by group and axis
         self._most: list[Tensor] = []  # by group: bytes to send next, uint8 [parameters of the group]
@@ -123,14 +125,14 @@ class PendingUse:
         self._send_along(0)
 
     def reserve(self) -> None:
-        """Let launches on further axes wait for :meth:`relay_beside`."""
+        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_beside`."""
         self._relayed = Reservation()
         for group in self._groups:
             for lane in group.lanes[1:]:
                 lane.held_group.reserved = self._relayed
 
     def relay_beside(self) -> None:
-        """Call :meth:`relay` in a thread; a failure is raised where the program waits."""
+        """Run :meth:`relay` in a thread. :meth:`wait` raises its failure."""
         assert self._relayed is not None
         with self._relayed.launching():
             try:
@@ -139,7 +141,7 @@ class PendingUse:
                 self._failure = error
 
     def relay(self) -> None:
-        """Send along the axes that are left, after waiting for the messages that these depend on."""
+        """Send along the remaining axes, after waiting for the messages that they depend on."""
         for axis in range(1, max(len(group.lanes) for group in self._groups)):
             self._send_along(axis)
 
@@ -147,7 +149,7 @@ class PendingUse:
         """Wait for all messages.
 
         Raises:
-            RuntimeError: another rank did not send its own.
+            RuntimeError: the message of another rank did not arrive.
         """
         if self._relayed is not None:
             with record_wait(self._groups[0].lanes[0].counters, Collective.METADATA):
@@ -162,11 +164,11 @@ class PendingUse:
 
     @property
     def further(self) -> list[Tensor]:
-        """Bytes behind those of parameters that came along each control lane of the model, after :meth:`wait`."""
+        """Additional bytes received along each control communicator, uint8 [ranks, n]; valid after :meth:`wait`."""
         return [heard.said[:, self._groups[0].numel :] for heard in self._heard[0]]
 
     def max_over_ranks(self) -> bytes:
-        """Wait for all messages; return the largest byte of each parameter among its sharers, in this rank's order."""
+        """Wait for all messages; return the maximum byte of each parameter over its ranks, in this rank's order."""
         self.wait()
         most = torch.zeros_like(self._own)
         for place, group in enumerate(self._groups):
@@ -186,6 +188,6 @@ class PendingUse:
             heard.append(all_gather_small(group.lanes[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
-        """Take the maximum of the last message of a group, which has come."""
+        """Store the maximum over the last message of a group, which must have arrived."""
         if heard := self._heard[place]:
             self._most[place] = heard[-1].said[:, : self._groups[place].numel].amax(dim=0)

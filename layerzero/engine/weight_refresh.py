@@ -1,4 +1,4 @@
-"""When masters are carried to the compute weights of all replicas."""
+"""Schedule of refreshes: when masters are copied to the compute weights of all replicas."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ _ALL_ALIKE = (
 
 
 class WeightRefresher:
-    """Launches the refresh of handles; it is awaited where each is next gathered.
+    """Launches the refresh of handles; each handle waits for it before its next gather.
 
     Args:
+        handles: handles of the model.
+        everyone: all ranks of the model.
         uses: active uses of weights outside of forwards, during which weights must not change.
 
     Attributes:
-        deferred: a step leaves the refresh to :meth:`launch_due`, which a pipeline's schedule calls.
+        deferred: a step leaves the refresh to :meth:`launch_deferred`, which a pipeline schedule calls.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: ModelRanks, uses: Sequence[Use]) -> None:
         self.deferred = False
         self._uses = uses
-        self._comes_first = True  # a forward of which all ranks know; before it nobody reads what others write
-        self._steps = 0  # of optimizers, since the last forward
-        self._expected_steps = 1  # as many as there were between the two forwards before
+        self._comes_first = True  # before the first forward, no rank reads what others write
+        self._steps = 0  # optimizer steps since the last forward
+        self._expected_steps = 1  # steps between the previous two forwards
         self._handles = handles
         self._hand_over = next((handle.shared.barrier for handle in handles if handle.shared is not None), None)
         self._everyone = everyone
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """The refresh of `handles`; None: of all. Every rank must call this."""
+        """Launch the refresh of `handles` (None: all). All ranks must call this."""
         handles = self._handles if handles is None else handles
         if handles:
             self.refuse_uses("changing weights")
         RefreshRound(handles, self._hand_over, waits=not self._comes_first).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
-        """The masters of `handles` (None: of all) are about to be written, and then launched; on every rank."""
+        """Prepare a write to the masters of `handles` (None: all) that is followed by :meth:`launch`, on all ranks."""
         self.refuse_uses("changing weights")
         for handle in self._handles if handles is None else handles:
-            handle.finish_refresh()  # it may read what is written
+            handle.finish_refresh()  # a refresh in flight may read the masters
             if handle.shared is not None and handle.shares_master:
                 handle.tracker.record_write()
 
     def refuse_uses(self, what: str) -> None:
-        """Raise inside :func:`layerzero.gathered`; `what` would change weights or show other ones."""
+        """Raise RuntimeError inside :func:`layerzero.gathered`; `what` names the refused operation."""
         if self._uses:
             raise RuntimeError(
                 f"{what} is not possible inside layerzero.gathered, which shows the current weights of "
@@ -65,9 +67,12 @@ class WeightRefresher:
 
     @contextmanager
     def step(self) -> Iterator[RefreshRound | None]:
-        """An optimizer updates masters, and then their refresh is launched: one for all that step before a forward.
+        """Context of an optimizer step, which launches the refresh of the updated masters on exit.
 
-        Yields the refresh, for the parts of the masters that are updated before others; None if it will come later.
+        If several optimizers step before a forward, the last step launches one refresh for all.
+
+        Yields:
+            The refresh, so that handles can be launched as soon as they are updated; None if it is launched later.
         """
         self.refuse_uses("optimizer.step()")
         self._steps += 1
@@ -82,8 +87,8 @@ class WeightRefresher:
             yield refresh
             done = True
         finally:
-            # Once it is begun, the other ranks take part in all of it. What an optimizer that raised has updated before
-            # is refreshed before the next forward.
+            # Once begun, a refresh must be completed, because the other ranks take part in all of it. If the optimizer
+            # raised before, the masters that it has updated are refreshed before the next forward.
             if refresh is not None and (done or refresh.left is not None):
                 refresh.end()
             else:
@@ -91,18 +96,18 @@ class WeightRefresher:
                     handle.bump_version()
 
     def launch_deferred(self) -> None:
-        """The refresh that a step has left."""
+        """Launch the refresh that a step has deferred."""
         self.launch([handle for handle in self._handles if handle.refresh_due])
 
     def launch_edited(self) -> None:
-        """The refresh of masters that were edited outside of a step; an error where ranks edited different ones."""
+        """Launch the refresh of masters that were changed outside of a step; raise if they differ between ranks."""
         edited = [handle for handle in self._handles if handle.tracker.dirty]
         if edited:
             self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
             self.launch(edited)
 
     def pre_forward(self) -> None:
-        """What is left, at the latest."""
+        """Launch all refreshes that are still due, before a forward."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_deferred()
         if self._comes_first:
@@ -126,19 +131,21 @@ class WeightRefresher:
                 f"digest of the whole tensor for {name!r}": said for name, said in handle.tracker.loaded_digests.items()
             }
             groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
-        # Ranks with other parts of a unit may have it in another number of handles.
+        # A unit may have different numbers of handles on model-parallel ranks, so list each handle name only once.
         changed = list(dict.fromkeys(handle.name for handle in edited))
         require_equal(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups, advice=_ALL_ALIKE)
 
 
 class RefreshRound:
-    """One refresh of some handles, launched in their order, at once or bit by bit; see [Note: Rounds of writing].
+    """One refresh of some handles, launched in their order, at once or in parts; see [Note: Rounds of writing].
 
     Args:
-        waits: other ranks may still read what is going to be written.
+        handles: handles to refresh, in order.
+        hand_over: barrier before writes to shared memory, if the model uses it.
+        waits: wait at the barrier, because other ranks may still read the weights.
 
     Attributes:
-        left: what is to be launched; None before the first.
+        left: handles that are not launched yet; None before the first launch.
     """
 
     def __init__(self, handles: Sequence[Handle], hand_over: WriteBarrier | None, *, waits: bool) -> None:
@@ -148,7 +155,7 @@ class RefreshRound:
         self._waits = waits
 
     def launch(self, ready: Collection[Handle]) -> None:
-        """The refresh of those that are `ready` and have none before them that is not."""
+        """Launch the next handles in order, as long as they are in `ready`."""
         if self.left is None:
             self.left = deque(self._handles)
             for handle in self._handles:
@@ -159,7 +166,7 @@ class RefreshRound:
             self.left.popleft().launch_refresh()
 
     def end(self) -> None:
-        """The refresh of all that are left."""
+        """Launch the remaining handles, and end the round."""
         self.launch(self._handles)
         if self._handles and self._hand_over is not None:
             self._hand_over.end_round()
