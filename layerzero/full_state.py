@@ -22,7 +22,7 @@ from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView, viewing
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.utils.bit_sums import digest
 
 __all__ = ["IncompatibleKeys", "full_precision", "full_state_dict", "load_full_state_dict", "unsharded"]
@@ -108,9 +108,9 @@ def _unsharded(
         del parameter  # frees it before the next one is gathered
     if here:
         _show(shown)
-    runtime.unsharded |= dict.fromkeys(members, here)
+    runtime.status.unsharded |= dict.fromkeys(members, here)
     try:
-        with viewing(runtime.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
+        with viewing(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
             try:
                 yield
             except Exception as error:
@@ -121,7 +121,7 @@ def _unsharded(
                 shown = _agreed_edits(runtime, shown, options)
     finally:
         for member in members:
-            del runtime.unsharded[member]
+            del runtime.status.unsharded[member]
         if here:
             _show({member: member.sharded for member in members})
     if options.writeback:
@@ -136,18 +136,18 @@ def _agree_to_show(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
-    runtime.recover_interrupted_pass()
+    runtime.scheduler.recover_interrupted_pass()
     subject, everyone, failure = _subject(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
         runtime.refreshes.refuse_uses("layerzero.unsharded")
-        if ParamView.FULL_PRECISION in runtime.active_views:
+        if ParamView.FULL_PRECISION in runtime.status.active_views:
             raise RuntimeError(
                 "layerzero.unsharded was called inside layerzero.full_precision, which shows parameters unit by unit. "
                 "Leave that context first"
             )
-        if open_already := [member.name for member in members if member in runtime.unsharded]:
+        if open_already := [member.name for member in members if member in runtime.status.unsharded]:
             raise RuntimeError(
                 f"layerzero.unsharded is already active for parameter {open_already[0]!r} ({len(open_already)} of "
                 f"{len(members)}). Leave that context first, or nest contexts for modules that share no parameter"
@@ -298,18 +298,18 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         failure = error
     require_equal("full_precision", {}, ranks=runtime.ranks.ranks, failure=failure)
-    runtime.evaluate_in_full_precision(True)
+    runtime.scheduler.evaluate_in_full_precision(True)
     try:
-        with viewing(runtime.active_views, ParamView.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
+        with viewing(runtime.status.active_views, ParamView.FULL_PRECISION), in_original_dtype(runtime.cast_buffers):
             yield
     finally:
-        runtime.evaluate_in_full_precision(False)
+        runtime.scheduler.evaluate_in_full_precision(False)
 
 
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
     """Raise where this rank cannot enter :func:`full_precision`."""
     runtime.refreshes.refuse_uses("layerzero.full_precision")
-    if inside := [view.value for view in runtime.active_views if view is not ParamView.EMA]:
+    if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
     if in_backward():
         raise RuntimeError(

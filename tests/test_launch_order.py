@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from tests.support.late_device import NAME, Device, Stream, register
 from tests.support.models import different, exact_sgd, full_parameters
@@ -201,18 +201,18 @@ def test_a_unit_that_is_used_again_is_reduced_once(world_size: int, zero3_size: 
 def _launch_after_the_gather(rank: int, path: str) -> None:
     register()
     mesh = mesh_on(NAME, 2)
-    reduce_ended, wait = LayerZeroState._reduce_ended, LayerZeroState._wait
+    reduce_ended, wait = Scheduler._reduce_ended, Scheduler._wait
     ended: list[Callable[[], None]] = []
 
     def put_off(*args: Any, **kwargs: Any) -> None:
         ended.append(lambda: reduce_ended(*args, **kwargs))
 
-    def catch_up(runtime: LayerZeroState, unit: Unit) -> None:
+    def catch_up(runtime: Scheduler, unit: Unit) -> None:
         while ended:
             ended.pop(0)()
         wait(runtime, unit)
 
-    late = mock.patch.multiple(LayerZeroState, _reduce_ended=put_off, _wait=catch_up) if rank == 0 else nullcontext()
+    late = mock.patch.multiple(Scheduler, _reduce_ended=put_off, _wait=catch_up) if rank == 0 else nullcontext()
     with late, Device(one_at_a_time=True).installed() as device:
         _train(_shard(mesh, recompute="none", prefetch=0), rank, path, device)
 

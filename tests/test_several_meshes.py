@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import UnitCall
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.scheduler import Scheduler
 from tests.support.ranks import run_ranks
 from tests.test_expert_parallel import integer_batch, integer_loss, shard
 from tests.test_memory import needs_parking
@@ -24,14 +24,14 @@ COUNT = 6
 def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
     """What a backward gathers ahead when it has come to each unit."""
     ahead: dict[str, list[str]] = {}
-    prefetch = LayerZeroState._prefetch_before
+    prefetch = Scheduler._prefetch_before
 
-    def prefetching(self: LayerZeroState, call: UnitCall) -> None:
-        ahead[call.unit.name] = [earlier.unit.name for earlier in call.preceding(self.config.prefetch)]
+    def prefetching(self: Scheduler, call: UnitCall) -> None:
+        ahead[call.unit.name] = [earlier.unit.name for earlier in call.preceding(self._config.prefetch)]
         prefetch(self, call)
 
     x = torch.ones(1, 4, requires_grad=True) * 1
-    with mock.patch.object(LayerZeroState, "_prefetch_before", prefetching):
+    with mock.patch.object(Scheduler, "_prefetch_before", prefetching):
         model(x).sum().backward()
     ahead.pop("", None)
     return ahead

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 import layerzero
 from examples import verify_gpt
 from layerzero.engine.reduction_spec import ReductionStage
-from layerzero.engine.runtime import LayerZeroState
 from layerzero.engine.weight_refresh import RefreshRound
 from tests.support.models import Block, TiedTransformer
 from tests.support.ranks import run_ranks
@@ -202,10 +201,6 @@ def _scaled(factor: float) -> Callable[..., None]:
         original(self, *path, scale if scale == 1.0 else scale * factor)
 
     return init
-
-
-def _forgets_no_sync(self: LayerZeroState) -> None:
-    self.drop_gradients()
 
 
 def _verify_broken_engine(rank: int) -> dict[str, tuple[layerzero.VerifyReport, ...]]:

@@ -67,7 +67,7 @@ from layerzero.comm.process_groups import ModelGroups, groups_so_far
 from layerzero.comm.texts import all_gather_text
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Buddies"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.rank_agreement import agree_or_raise
 from layerzero.checkpoint.state_names import RankLocalNames, encode_all, trained_rows
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
@@ -52,7 +52,7 @@ def collect(
         TypeError: a value cannot be saved.
         CheckpointError: a tensor has non-finite values.
     """
-    if torn := runtime.load_error or (optimizer.load_error if optimizer is not None else None):
+    if torn := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
         raise RuntimeError(torn)
     rank = runtime.ranks.rank
     document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)

@@ -23,7 +23,7 @@ from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
 from layerzero.checkpoint.rank_agreement import RankLostError, told
 from layerzero.comm.process_groups import known_to_torch
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["load_dcp", "reader"]

@@ -24,7 +24,7 @@ from layerzero.checkpoint.staging import finish_pending
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.engine.param_view import ParamView
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
@@ -122,7 +122,7 @@ def prepare_from(
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
-        if ParamView.EMA in runtime.active_views:
+        if ParamView.EMA in runtime.status.active_views:
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
@@ -182,7 +182,7 @@ def _commit(
     except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    torn = runtime.load_error, optimizer.load_error if optimizer is not None else None
+    torn = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
     said = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
         "checkpoint before you go on"
@@ -202,6 +202,6 @@ def _commit(
 def _mark(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
 ) -> None:
-    runtime.load_error = of_model
+    runtime.status.load_error = of_model
     if optimizer is not None:
         optimizer.load_error = of_optimizer

@@ -12,7 +12,7 @@ from layerzero.checkpoint.manifest import UnsupportedFormat
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.texts import need_numpy
 from layerzero.engine.param_view import ParamView
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "told"]
@@ -53,7 +53,7 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
         raise ValueError(
             "the optimizer belongs to another model. Pass the one that shard_optimizer returned for this model"
         )
-    if ParamView.UNSHARDED in runtime.active_views:
+    if ParamView.UNSHARDED in runtime.status.active_views:
         raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
 
 

@@ -34,7 +34,7 @@ from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import plain, sharded
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["RestorePlan"]

@@ -23,7 +23,7 @@ from layerzero.checkpoint.manifest import Manifest, UnsupportedFormat
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
 from layerzero.checkpoint.run_folder import RunFolderScan, put_aside, scan
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["Resumed", "load_latest"]

@@ -23,7 +23,7 @@ from layerzero.checkpoint.rng_state import random_states
 from layerzero.checkpoint.state_names import StateNames
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.bits import place_sum

@@ -29,7 +29,7 @@ from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import groups_so_far, known_to_torch
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]

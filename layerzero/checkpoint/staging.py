@@ -15,7 +15,7 @@ from layerzero.comm.process_groups import HeldGroup
 from layerzero.device.accelerator import finish_copies, host_memory
 from layerzero.dtensor.row_shard_spec import MutationTracker
 from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 
 __all__ = ["Staging", "finish_pending", "staging_of"]
 

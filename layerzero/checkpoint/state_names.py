@@ -18,7 +18,7 @@ from layerzero.checkpoint.subclass_tensors import as_table
 from layerzero.dtensor.row_shard_spec import refuse_apart
 from layerzero.dtensor.sharded_tensor import LocalShard, plain
 from layerzero.engine.buffers import original_dtypes
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_rows"]

@@ -31,7 +31,8 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.gathered_params import MainGradParameter
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.scheduler import Scheduler
+from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
@@ -276,7 +277,7 @@ class _OnGradient:
         runtime, handle = self.runtime(), self._handle()
         if runtime is not None and handle is not None:
             runtime.require_open()
-            runtime.post_accumulate_grad(handle, self._slot, leaf)
+            runtime.scheduler.post_accumulate_grad(handle, self._slot, leaf)
 
 
 def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[], Tensor | None]:
@@ -284,7 +285,7 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
     def open_main_grad() -> Tensor | None:
         runtime, handle = weak_runtime(), weak_handle()
-        return None if runtime is None or handle is None else runtime.main_grad(handle, slot)
+        return None if runtime is None or handle is None else runtime.scheduler.main_grad(handle, slot)
 
     return open_main_grad
 
@@ -335,21 +336,21 @@ class _Hook:
 class _BeforeForward(_Hook):
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(LayerZeroState.pre_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(Scheduler.pre_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = self._run(self.runtime, self.unit, args, kwargs)
+        changed: tuple[Any, Any] = self._run(self.runtime.scheduler, self.unit, args, kwargs)
         return changed
 
 
 class _AfterForward(_Hook):
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
-        self._run = torch.compiler.disable(LayerZeroState.post_forward)  # type: ignore[no-untyped-call]
+        self._run = torch.compiler.disable(Scheduler.post_forward)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if (runtime := self._weak()) is None or runtime.closed:  # the pre-hook has raised
             return output
         if output is None:
             explain_dtype_error(sys.exc_info()[1], self.unit.label, module, self.unit.param_dtype)
-        return self._run(self.runtime, self.unit, output)
+        return self._run(runtime.scheduler, self.unit, output)

@@ -259,5 +259,5 @@ class Trainer(trainer.Trainer):  # type: ignore[misc]
                     stack.enter_context(no_sync(part))
             loss: Tensor = super().forward_backward_step(**batch)
         for part in sharded if is_last else ():
-            get_state(part).complete_gradients()
+            get_state(part).scheduler.complete_gradients()
         return loss

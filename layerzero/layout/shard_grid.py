@@ -52,8 +52,8 @@ def overlap(slot: Slot, flat: range) -> Overlap:
 class ShardGrid:
     """D data-parallel ranks as R replicas of S, and one of them: rank = r * S + s.
 
-    >>> grid = Grid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
-    >>> grid.shard_index, grid.covers(Extent.ZERO1, Extent.ZERO3)
+    >>> grid = ShardGrid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
+    >>> grid.shard_index, grid.same_elements(Extent.ZERO1, Extent.ZERO3)
     (1, False)
     """
 

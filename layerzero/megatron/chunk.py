@@ -57,11 +57,11 @@ class ShardedChunk(nn.Module):
 
     def start_grad_sync(self, *unused: object) -> None:
         """Reduce what backwards inside :meth:`no_sync` have left behind. All data-parallel ranks must call this."""
-        get_state(self).complete_gradients()
+        get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Return when all gradients are final."""
-        get_state(self).complete_gradients()
+        get_state(self).scheduler.complete_gradients()
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -78,7 +78,7 @@ class ShardedChunk(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, also those of a backward that raised."""
-        get_state(self).recover_interrupted_pass()
+        get_state(self).scheduler.recover_interrupted_pass()
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
             self.own_gradients.forget()

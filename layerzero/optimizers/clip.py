@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import get_states
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import note_edits
 
 __all__ = ["clip_grad_norm_"]
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     if "" not in runtimes:
         _refuse_unsharded_gradients(model, runtimes)
     for runtime in runtimes.values():
-        runtime.complete_gradients()
+        runtime.scheduler.complete_gradients()
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     sent, *others = [_reduced(runtime, norm_type, op) for runtime in runtimes.values()]

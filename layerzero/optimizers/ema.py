@@ -96,7 +96,7 @@ class EMA:
         Raises:
             RuntimeError: inside :meth:`swapped`.
         """
-        if ParamView.EMA in self._runtime.active_views:
+        if ParamView.EMA in self._runtime.status.active_views:
             raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
         self._follow()
         masters = [handle.master for handle in self._handles]
@@ -125,13 +125,13 @@ class EMA:
         """
         self._follow()
         runtime = self._runtime
-        if ParamView.UNSHARDED in runtime.active_views:
+        if ParamView.UNSHARDED in runtime.status.active_views:
             raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
-        if ParamView.EMA in runtime.active_views:
+        if ParamView.EMA in runtime.status.active_views:
             raise RuntimeError("the model already holds averages; leave the other swapped() first")
         masters = [handle.master.clone() for handle in self._handles]
         try:
-            with viewing(runtime.active_views, ParamView.EMA):
+            with viewing(runtime.status.active_views, ParamView.EMA):
                 self._write_masters(self._averages)
                 yield
         finally:

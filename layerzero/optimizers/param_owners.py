@@ -17,7 +17,7 @@ from layerzero.comm.process_groups import groups_so_far
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
 from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
@@ -158,7 +158,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         if changes:
             plan, owners = _plan(runtime, names, put_together)
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
-            runtime.recover_interrupted_pass()
+            runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
             _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
         new_cells = _new_cells(runtime, owners)
@@ -304,7 +304,7 @@ def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: 
             "offload_optimizer=False, or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
-    if runtime.active_views:
+    if runtime.status.active_views:
         raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")
     if any(runtime.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.engine.handle import Handle
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.engine.weight_refresh import RefreshRound
 from layerzero.optimizers.compatibility import is_elementwise_by_name
 from layerzero.optimizers.param_owners import OwnerTable

@@ -26,7 +26,7 @@ from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
 from layerzero.optimizers.optimizer_state import (
@@ -176,15 +176,15 @@ class ShardedOptimizer(OptimizerProxy):
                 rates or other settings differed between ranks in one of the last two steps.
         """
         refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
-        if ParamView.EMA in self._runtime.active_views:
+        if ParamView.EMA in self._runtime.status.active_views:
             raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
-        if torn := self._runtime.load_error or self.load_error:
+        if torn := self._runtime.status.load_error or self.load_error:
             raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._runtime.complete_gradients()
+        self._runtime.scheduler.complete_gradients()
         self._runtime.gradients.settings.require_equal()
-        self._runtime.no_sync_hint.note_step()
+        self._runtime.scheduler.no_sync_hint.note_step()
         if self.guard is not None and not self.guard(self):
             return loss
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
@@ -208,7 +208,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including those accumulated inside ``no_sync``."""
-        self._runtime.recover_interrupted_pass()
+        self._runtime.scheduler.recover_interrupted_pass()
         self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if set_to_none or self._runtime.gradients.failed:
@@ -216,7 +216,7 @@ class ShardedOptimizer(OptimizerProxy):
                 parameter.grad = None
         if set_to_none:
             return
-        self._runtime.complete_gradients()
+        self._runtime.scheduler.complete_gradients()
         for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
@@ -256,7 +256,7 @@ class ShardedOptimizer(OptimizerProxy):
         writes = WriteDetector(
             chain.from_iterable(self._masters),
             partial(note_edits, parameters),
-            refusal if ParamView.EMA in self._runtime.active_views else None,
+            refusal if ParamView.EMA in self._runtime.status.active_views else None,
         )
         with self._groups_of_masters(final_rows), writes:
             return method(*args, **kwargs)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.sharded_tensor import LocalShard, plain
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.bits import sum64
 from layerzero.reliability.fingerprint import Corruption, compare

@@ -26,7 +26,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.layout.shard_grid import Extent
 from layerzero.reliability.bits import as_integers, sum64
 

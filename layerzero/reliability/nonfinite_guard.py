@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerzero.dtensor.lazy_grad import plain_access
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.reliability.own_gradients import LocalGradientCheck, whose
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite

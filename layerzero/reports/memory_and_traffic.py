@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_states
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import estimate_memory, on_device, predicted_traffic
 from layerzero.estimates.specs import specs_of
 from layerzero.utils.text_tables import size, table

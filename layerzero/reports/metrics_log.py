@@ -12,7 +12,7 @@ from torch import nn
 
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters
 from layerzero.engine.hooks import get_state
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.reports.memory_and_traffic import measure
 from layerzero.utils.text_tables import seconds, size, table
 

@@ -47,10 +47,10 @@ def close(model: nn.Module) -> None:
         failure = RuntimeError(
             "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
         )
-    elif runtime.active_views:
+    elif runtime.status.active_views:
         failure = RuntimeError(
-            f"layerzero.close was called inside {runtime.active_views[-1].value}, which must restore the model when it "
-            "ends. Leave the context first"
+            f"layerzero.close was called inside {runtime.status.active_views[-1].value}, which must restore the model "
+            "when it ends. Leave the context first"
         )
     if (
         not runtime.mesh_info.zero3_reduce_comm.held_group.is_local

@@ -14,7 +14,7 @@ from torch import nn
 
 from layerzero.dtensor.outside import call_with_hooks
 from layerzero.engine.hooks import forward_hooks, get_state, get_states, units_within
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit
 
 __all__ = [
@@ -54,14 +54,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. For a module that holds sharded
     models, it applies to all of them.
     """
-    before = [(runtime, runtime.requires_gradient_sync) for runtime in get_states(model).values()]
+    before = [(runtime, runtime.scheduler.requires_gradient_sync) for runtime in get_states(model).values()]
     for runtime, _ in before:
-        runtime.requires_gradient_sync = False
+        runtime.scheduler.requires_gradient_sync = False
     try:
         yield
     finally:
         for runtime, reduces in before:
-            runtime.requires_gradient_sync = reduces
+            runtime.scheduler.requires_gradient_sync = reduces
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
         )
     with ExitStack() as contexts:
         for runtime, units in units_within(module).items():
-            contexts.enter_context(runtime.gathered(units))
+            contexts.enter_context(runtime.scheduler.gathered(units))
         yield
 
 
@@ -119,7 +119,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
         ValueError: ``recurse=False``, for the root without the units inside it.
     """
     runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
-    runtime.requires_gradient_sync = runtime.requires_all_reduce = bool(requires_gradient_sync)
+    runtime.scheduler.requires_gradient_sync = runtime.scheduler.requires_all_reduce = bool(requires_gradient_sync)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -130,7 +130,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
     """
-    _whole(model, "set_requires_all_reduce", recurse=recurse).requires_all_reduce = bool(requires_all_reduce)
+    _whole(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(requires_all_reduce)
 
 
 def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
@@ -152,7 +152,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the weights are gathered. The forward of the unit also waits for them."""
         if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
-            runtime.wait_unsharded(unit)
+            runtime.scheduler.wait_unsharded(unit)
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
@@ -170,7 +170,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         With `async_op` a handle whose ``wait()`` waits for them.
     """
     runtime, unit = _unit_of(module)
-    runtime.unshard(unit)
+    runtime.scheduler.unshard(unit)
     handle = UnshardHandle(runtime, unit)
     if async_op:
         return handle
@@ -185,7 +185,7 @@ def reshard(module: nn.Module) -> None:
         RuntimeError: the unit is in its forward, its backward or :func:`gathered`.
     """
     runtime, unit = _unit_of(module)
-    runtime.reshard(unit)
+    runtime.scheduler.reshard(unit)
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -204,7 +204,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
         unit.reshard_after_forward, unit.is_told = reshard_after_forward, True
-    runtime.heed_control()
+    runtime.scheduler.apply_unit_settings()
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -216,7 +216,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
         unit.reshard_after_backward = bool(reshard_after_backward)
-    runtime.heed_control()
+    runtime.scheduler.apply_unit_settings()
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -228,8 +228,8 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
     """
     runtime, unit = _unit_of(module)
-    runtime.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
-    runtime.heed_control()
+    runtime.scheduler.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
+    runtime.scheduler.apply_unit_settings()
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -238,8 +238,8 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     Units that the backward does not reach are freed when it ends.
     """
     runtime, unit = _unit_of(module)
-    runtime.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
-    runtime.heed_control()
+    runtime.scheduler.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
+    runtime.scheduler.apply_unit_settings()
 
 
 def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 
 __all__ = ["guard_optimizers"]
 

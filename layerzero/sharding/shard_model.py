@@ -32,7 +32,7 @@ from layerzero.device.gradient_offload import AccumulatorAllocator, ModelPools
 from layerzero.dtensor.quiet import quieten
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import register_hooks
-from layerzero.engine.runtime import LayerZeroState
+from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
 from layerzero.estimates.specs import RankTraits, specs_of
@@ -290,7 +290,7 @@ def _build(
     runtime.parameters.remember_origins(origins)
     # Each rank's own initialisation may have left something else: then all of them look.
     if unwritten or (was_on_meta and not config.sync_module_states):
-        runtime.first_forward_check = initialization_check(unwritten, runtime.members, everyone.ranks)
+        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, everyone.ranks))
     return runtime
 
 

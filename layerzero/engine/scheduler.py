@@ -1,6 +1,6 @@
-"""Root state and schedule of one sharded model: when units are gathered, freed and reduced.
+"""Schedule of one sharded model: when units are gathered, prefetched and freed, and when their gradients are reduced.
 
-Module, tensor and parameter hooks call the methods of the state.
+Module, tensor and parameter hooks call these methods.
 
 [Note: Who frees the full buffer]
 A forward frees the full buffer when it returns, with three exceptions: it runs inside a backward (recomputation of a
@@ -30,15 +30,14 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from layerzero.comm.failure_report import CollectiveError
-from layerzero.comm.model_ranks import ModelRanks
-from layerzero.comm.process_groups import CLOSED
+from layerzero.comm.mesh_info import MeshInfo
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
@@ -47,143 +46,91 @@ from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_tra
 from layerzero.engine.gathered_params import FLAG, take_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle, ShardState
-from layerzero.engine.managed_param import ManagedParam, ParamRegistry
 from layerzero.engine.micro_batches import NoSyncHint
-from layerzero.engine.module_checks import StructureCheck
+from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
 from layerzero.engine.passes import BackwardPass, ForwardPass, UnitCall, Use
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.layout.owner_layout import ParamOwner
 from layerzero.utils.pytree import iter_tensors
 
-__all__ = ["LayerZeroState"]
+__all__ = ["Scheduler"]
 
 
-class Staging(Protocol):
-    """Checkpoint save in the background."""
+class Scheduler(Closable):
+    """Gathers, frees and reduces the units of one sharded model.
 
-    def finish(self) -> None: ...
+    Args:
+        units: units of the model, the root first.
+        config: settings of the model.
+        mesh_info: mesh of the root.
+        pools: memory pools of the model.
+        gradients: reduces the gradients of the handles.
+        refresher: copies masters to compute weights.
+        uses: active uses of weights outside of forwards, outermost first. The refresher reads them.
+        status: conditions under which passes may run.
 
-
-class LayerZeroState:
-    """Root state of one sharded model. The hooks on the root module hold it; see :mod:`layerzero.engine.hooks`."""
+    Attributes:
+        prefetched_forward: by unit, the units that its forward prefetches instead of those that `prefetch` selects.
+        prefetched_backward: the same for its backward.
+        requires_gradient_sync: False inside ``no_sync``.
+        requires_all_reduce: if False, backwards do not reduce across replicas.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[Unit],  # the root first
+        units: Sequence[Unit],
         config: LayerZeroConfig,
-        everyone: ModelRanks,
-        buffers: ModelPools,
-        ignored: Sequence[nn.Parameter],
+        mesh_info: MeshInfo,
+        pools: ModelPools,
+        gradients: GradientReducer,
+        refresher: WeightRefresher,
+        uses: list[Use],
+        status: ModelStatus,
     ) -> None:
-        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
-        self.units = tuple(units)
-        self.handles = tuple(handle for unit in units for handle in unit.handles)
-        self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
-        self.config = config
-        self.ranks = everyone
-        self.mesh_info = topology = everyone.mesh_info
-        self.buffers = buffers
+        self._units = tuple(units)
+        self._handles = tuple(handle for unit in units for handle in unit.handles)
+        self._config = config
+        self._mesh_info = mesh_info
+        self._pools = pools
+        self._gradients = gradients
+        self._refresher = refresher
+        self._uses = uses
+        self.status = status
+        self._observer = mesh_info.counters.observer
         self.staying: set[Unit] = set()  # stay gathered between a forward and its backward
-        # By unit: units that its forward or its backward prefetches, instead of those that `prefetch` selects.
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
-        self.heed_control()
-        self.observer = topology.counters.observer
-        self.requires_gradient_sync = True  # False inside no_sync
-        self.requires_all_reduce = True  # if False, backwards do not reduce across replicas
-        self.active_views: list[ParamView] = []  # contexts that are currently entered
-        self.unsharded: dict[ManagedParam, bool] = {}  # inside layerzero.unsharded: True if full on this rank
-        self.load_error: str | None = None  # error message after a load that failed halfway
-        self.first_forward_check: Callable[[], None] | None = None  # may raise, and is then called again
-        self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
-        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
-        member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
-        # By name, in the order of the model. The order of the handles may differ between ranks.
-        self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
-        self.parameters = ParamRegistry(self.members, ignored)
-        self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
-        self.cells: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self._running: list[UnitCall] = []  # calls of units in progress, outermost first
         self._ahead: set[Unit] = set()  # gathered by unshard() for a later forward
-        self._uses: list[Use] = []  # active uses of weights outside of forwards, outermost first
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak: its graph keeps it alive
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # calls of the last forward, by entry unit
-        self.gradients = GradientReducer(self.handles, everyone)
-        self.refreshes = WeightRefresher(self.handles, everyone, self._uses)
-        self._structure = StructureCheck(model, self.members.values())
-        saving = (handle.gradients for handle in self.handles if handle.gradients is not None)
+        saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
         self.no_sync_hint = NoSyncHint(would_save=any(gradients.no_sync_saves for gradients in saving))
-        self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._orders = gather_orders(self.units)
-        self._full_precision_orders = gather_orders(self.units, full_precision=True)
-
-    @property
-    def model(self) -> nn.Module:
-        """The sharded model; RuntimeError if it was garbage collected."""
-        if (model := self._model()) is None:
-            raise RuntimeError(
-                "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
-            )
-        return model
-
-    def close(self) -> None:
-        """Finish background work, and release all resources of the model except its parameters.
-
-        See [Note: A closed model] in hooks.py. If the process groups run on a device, all ranks must call this.
-        """
-        try:
-            self.recover_interrupted_pass()
-            if self.staging is not None:
-                self.staging.finish()
-            while self.on_close:
-                self.on_close.pop()()
-            self.observer.end_all()
-        finally:
-            self.gradients.close()
-            for handle in self.handles:
-                handle.close()
-            for optimizer in self.optimizers:
-                optimizer.on_layout_change()  # type: ignore[attr-defined]
-            self.mesh_info.groups.release()
-            self.__dict__.clear()
-
-    @property
-    def closed(self) -> bool:
-        return not self.__dict__
-
-    def require_open(self) -> None:
-        """Raise RuntimeError if the model was closed."""
-        if self.closed:
-            raise RuntimeError(CLOSED)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if not name.startswith("__"):
-                self.require_open()
-            raise AttributeError(name)
+        self._index = {unit: index for index, unit in enumerate(self._units)}
+        self._orders = gather_orders(self._units)
+        self._full_precision_orders = gather_orders(self._units, full_precision=True)
+        self.apply_unit_settings()
 
     # Explicit control of gathers
 
-    def heed_control(self) -> None:
+    def apply_unit_settings(self) -> None:
         """Apply the units' settings for resharding and explicit prefetching."""
-        self.staying = {unit for unit in self.units if not unit.reshard_after_forward}
-        root = self.units[0]
-        if device_module(self.mesh_info.device) is not None and not root.is_told:  # its backward needs it at once
+        self.staying = {unit for unit in self._units if not unit.reshard_after_forward}
+        root = self._units[0]
+        if device_module(self._mesh_info.device) is not None and not root.is_told:  # its backward needs it at once
             self.staying.add(root)
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
-        ahead = max([self.config.prefetch, *map(len, lists)])
-        self.buffers.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self.units], ahead)
+        ahead = max([self._config.prefetch, *map(len, lists)])
+        self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], ahead)
 
     def unshard(self, unit: Unit) -> None:
         """Launch the gather of a unit for a later forward."""
-        if ParamView.UNSHARDED in self.active_views:
+        if ParamView.UNSHARDED in self.status.active_views:
             return
         self._prepare()
         self._gather(unit)
@@ -198,7 +145,7 @@ class LayerZeroState:
         Raises:
             RuntimeError: the unit is in use.
         """
-        if ParamView.UNSHARDED in self.active_views:
+        if ParamView.UNSHARDED in self.status.active_views:
             return
         if not self._is_idle(unit):
             raise RuntimeError(
@@ -212,11 +159,11 @@ class LayerZeroState:
     # Forward
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if ParamView.UNSHARDED in self.active_views:
+        if ParamView.UNSHARDED in self.status.active_views:
             refuse_gradients(unit.label)
-            refuse_sharded(unit, self.unsharded)
+            refuse_sharded(unit, self.status.unsharded)
             return unit.cast_inputs(args, kwargs, computes_in=unit.master_dtypes)
-        if ParamView.FULL_PRECISION in self.active_views:
+        if ParamView.FULL_PRECISION in self.status.active_views:
             refuse_gradients(unit.label, ParamView.FULL_PRECISION)
         interrupted = self._is_running(unit) and self._forward is not None and not is_recursive_call(unit.modules)
         if self._forward is None or interrupted:
@@ -230,7 +177,7 @@ class LayerZeroState:
         if self._forward is not None:
             self._forward.called.append(unit)
             self._free_kept(self._forward, unless=unit)
-            recorded = self._forward.next_units(self.config.prefetch)
+            recorded = self._forward.next_units(self._config.prefetch)
             for upcoming in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(upcoming)
                 self._gather(upcoming)
@@ -239,17 +186,17 @@ class LayerZeroState:
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._computes_in(unit))
         if torch.is_grad_enabled():
             self._watch_inputs(call, args, kwargs)
-        self.observer.begin("forward", unit.label, call)
+        self._observer.begin("forward", unit.label, call)
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
         """Finish the forward of a unit; `output` is None if the forward raised."""
-        if ParamView.UNSHARDED in self.active_views:
+        if ParamView.UNSHARDED in self.status.active_views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
         if call is None:  # pre_forward has raised at once
             return output
-        self.observer.end(call)
+        self._observer.end(call)
         self._running.remove(call)
         self._ahead.discard(unit)
         if self._is_idle(unit):
@@ -270,7 +217,7 @@ class LayerZeroState:
 
     def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if they are not the compute weights, else None."""
-        return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.active_views else None
+        return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
         """Return whether a forward of the unit is in progress."""
@@ -286,30 +233,25 @@ class LayerZeroState:
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
     def _begin_forward(self, entry: Unit) -> None:
-        refuse_capture(self.mesh_info.device, f"the forward of {entry.label}")
+        refuse_capture(self._mesh_info.device, f"the forward of {entry.label}")
         self._follow_user()
-        units = self.units if len(self._orders) > 1 else ()
+        units = self._units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
 
     def _prepare(self) -> None:
         """Prepare for gathers outside of a forward."""
         if self._forward is None and not in_backward():
-            refuse_capture(self.mesh_info.device, "a gather outside of forwards")
+            refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
             self._follow_user()
 
     def _follow_user(self) -> None:
-        """Apply changes that the user has made to the model since the last pass."""
-        if self.load_error is not None:
-            raise RuntimeError(self.load_error)
-        if self.first_forward_check is not None:
-            self.first_forward_check()
-            self.first_forward_check = None
-        self._structure.check_for_changes()
-        if torch.is_grad_enabled():  # e.g. adapters: frozen in a reference forward, trainable again in a backward
-            self.gradients.apply_requires_grad()
-        self.refreshes.pre_forward()
+        """Apply what the user has changed since the last pass."""
+        self.status.require_usable()
+        if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
+            self._gradients.apply_requires_grad()
+        self._refresher.pre_forward()
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         kept, forward.still_gathered = forward.still_gathered, None
@@ -321,7 +263,7 @@ class LayerZeroState:
         self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
         # Without a graph (or if the forward raised) no backward will free the units that stayed gathered.
-        for unit in forward.prefetched.difference(forward.called) if comes_back else self.units:
+        for unit in forward.prefetched.difference(forward.called) if comes_back else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
 
@@ -348,7 +290,7 @@ class LayerZeroState:
         """Let the modules of `units` hold gathered parameters inside; see [Note: Weights outside of forwards]."""
         label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
         refuse_transforms(label)
-        if ParamView.FULL_PRECISION in self.active_views:
+        if ParamView.FULL_PRECISION in self.status.active_views:
             refuse_gradients(label, ParamView.FULL_PRECISION)
         self._prepare()
         around = self._forward or self._last_forward()
@@ -428,7 +370,7 @@ class LayerZeroState:
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.topology].check(self._index[unit])
         if any(handle.gathers and handle.full_precision is None for handle in absent):
-            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward * len(self.units))
+            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward * len(self._units))
         if absent:
             unit.gather()
 
@@ -458,7 +400,7 @@ class LayerZeroState:
                 self._gather(around.unit)
         backward.gathered_calls.add(call)
         self._gather(unit)
-        if self.config.offload_grads:
+        if self._config.offload_grads:
             unit.prefetch_accumulators()
         if not backward.next_call_holds_buffer(call):
             self._prefetch_before(call)
@@ -479,22 +421,22 @@ class LayerZeroState:
                 gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
                 if gradients.pending_slots.ready and called:
                     backward.completed_handles[handle] = None
-        self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
+        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _reduce_rest(self, backward: BackwardPass) -> None:
         """Launch the remaining reductions at the end of a backward, when no more gradients will arrive."""
-        for handle in reversed(self.handles):  # the root's last
+        for handle in reversed(self._handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
                 if handle.gradients.pending_slots.has_begun:
                     backward.completed_handles[handle] = None
                 handle.gradients.pending_slots.close(lambda slot: False)
-        self.gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
+        self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _prefetch_before(self, call: UnitCall) -> None:
-        recorded = call.preceding(self.config.prefetch)
+        recorded = call.preceding(self._config.prefetch)
         for upcoming in self.prefetched_backward.get(call.unit, [earlier.unit for earlier in recorded]):
             self._gather(upcoming)
-        if recorded and self.config.offload_grads:  # there are two slabs
+        if recorded and self._config.offload_grads:  # there are two slabs
             recorded[0].unit.prefetch_accumulators()
 
     def post_backward(self, call: UnitCall, gradients: object) -> None:
@@ -549,7 +491,7 @@ class LayerZeroState:
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
         if gradients.landing_blocked:
-            self.gradients.queue.wait_until_writable(gradients)
+            self._gradients.queue.wait_until_writable(gradients)
         if written:
             gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
@@ -560,7 +502,7 @@ class LayerZeroState:
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """Return the ``main_grad`` of a gathered parameter; None if kernels may not add to it."""
         # A recomputed forward does not count as a backward.
-        return self.gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
+        return self._gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
 
     def _enter_backward(self, name: str) -> BackwardPass:
         if torch.is_grad_enabled():  # inside a backward, the mode that the autograd engine sets
@@ -570,23 +512,23 @@ class LayerZeroState:
                 "by finite differences"
             )
         if self._backward is None:
-            refuse_capture(self.mesh_info.device, f"the backward of {name}")
-            if ParamView.FULL_PRECISION in self.active_views:
+            refuse_capture(self._mesh_info.device, f"the backward of {name}")
+            if ParamView.FULL_PRECISION in self.status.active_views:
                 raise RuntimeError(
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
                     "of its forward are not gathered. Run it before or after the context"
                 )
-            if edited := [handle.name for handle in self.handles if handle.tracker.dirty]:
+            if edited := [handle.name for handle in self._handles if handle.tracker.dirty]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
                     "them as they were; change them after the backward"
                 )
-            self.gradients.apply_requires_grad()
-            self.gradients.begin()
+            self._gradients.apply_requires_grad()
+            self._gradients.begin()
             reduces = self.requires_gradient_sync and self.requires_all_reduce
             if self.no_sync_hint.listens:
-                self.no_sync_hint.note_backward(reduces=reduces, is_first=self.gradients.empty)
-            task, observer = torch._C._current_graph_task_id(), self.observer if self.observer.listens else None
+                self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
+            task, observer = torch._C._current_graph_task_id(), self._observer if self._observer.listens else None
             self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
             torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
         return self._backward
@@ -595,24 +537,24 @@ class LayerZeroState:
         backward = self._backward
         assert backward is not None
         self._reduce_rest(backward)
-        self.observer.end_backward()
+        self._observer.end_backward()
         backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
         passed = {call.forward for call in backward.gathered_calls} - {None}
-        for unit in self.units:
+        for unit in self._units:
             if (unit.gathered or unit.has_post_forward) and not self._is_running(unit):
                 unit.drop_post_forward(passed) if self.is_held(unit) else unit.end_backward(passed)
-        self.gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
+        self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None
         if backward.requires_gradient_sync:
-            self.gradients.run_hooks()
+            self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
         """Recover from a failed backward. Outside of a backward, one that has begun and not ended must have raised."""
         if self._backward is None or in_backward():
             return
-        self.gradients.abandon()  # repeated if interrupted
+        self._gradients.abandon()  # repeated if interrupted
         self._backward = None
         self._release_all()
 
@@ -626,22 +568,22 @@ class LayerZeroState:
     def evaluate_in_full_precision(self, enabled: bool) -> None:
         """Let later forwards compute with gathered masters, or with compute weights again. Call this between passes."""
         self.recover_interrupted_pass()
-        for unit in self.units:
+        for unit in self._units:
             unit.release(())
         with torch.inference_mode(False), torch.no_grad():  # tensors with versions
-            for handle in self.handles:
+            for handle in self._handles:
                 handle.evaluate_in_full_precision(enabled)
 
     def _release_all(self) -> None:
-        self.observer.end_all()
+        self._observer.end_all()
         self._running.clear()
         self._ahead.clear()
-        for unit in self.units:
+        for unit in self._units:
             if not self.is_held(unit):
                 unit.release()
 
     def complete_gradients(self) -> None:
         """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated."""
         self.recover_interrupted_pass()
-        if self.gradients.complete():
-            self.gradients.run_hooks()
+        if self._gradients.complete():
+            self._gradients.run_hooks()

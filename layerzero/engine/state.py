@@ -1,0 +1,104 @@
+"""Root state of one sharded model, which the hooks on its modules find."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.config import LayerZeroConfig
+from layerzero.device.gradient_offload import ModelPools
+from layerzero.engine.gradient_reducer import GradientReducer
+from layerzero.engine.managed_param import ParamRegistry
+from layerzero.engine.model_status import Closable, ModelStatus
+from layerzero.engine.module_checks import StructureCheck
+from layerzero.engine.passes import Use
+from layerzero.engine.scheduler import Scheduler
+from layerzero.engine.unit import Unit
+from layerzero.engine.weight_refresh import WeightRefresher
+from layerzero.layout.owner_layout import ParamOwner
+
+__all__ = ["LayerZeroState"]
+
+
+class Staging(Protocol):
+    """Checkpoint save in the background."""
+
+    def finish(self) -> None: ...
+
+
+class LayerZeroState(Closable):
+    """Root state of one sharded model. The hooks on the root module hold it; see :mod:`layerzero.engine.hooks`.
+
+    It builds and owns the schedule, the reduction of gradients and the refresh of weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],  # the root first
+        config: LayerZeroConfig,
+        everyone: ModelRanks,
+        buffers: ModelPools,
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
+        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
+        self.units = tuple(units)
+        self.handles = tuple(handle for unit in units for handle in unit.handles)
+        self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
+        self.config = config
+        self.ranks = everyone
+        self.mesh_info = topology = everyone.mesh_info
+        self.buffers = buffers
+        self.observer = topology.counters.observer
+        self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
+        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
+        member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
+        # By name, in the order of the model. The order of the handles may differ between ranks.
+        self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
+        self.parameters = ParamRegistry(self.members, ignored)
+        self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
+        self.cells: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
+        self.status = ModelStatus(StructureCheck(model, self.members.values()))
+        uses: list[Use] = []
+        self.gradients = GradientReducer(self.handles, everyone)
+        self.refreshes = WeightRefresher(self.handles, everyone, uses)
+        self.scheduler = Scheduler(
+            self.units, config, topology, buffers, self.gradients, self.refreshes, uses, self.status
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model; RuntimeError if it was garbage collected."""
+        if (model := self._model()) is None:
+            raise RuntimeError(
+                "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
+            )
+        return model
+
+    def close(self) -> None:
+        """Finish background work, and release all resources of the model except its parameters.
+
+        See [Note: A closed model] in hooks.py. If the process groups run on a device, all ranks must call this.
+        """
+        try:
+            self.scheduler.recover_interrupted_pass()
+            if self.staging is not None:
+                self.staging.finish()
+            while self.on_close:
+                self.on_close.pop()()
+            self.observer.end_all()
+        finally:
+            self.gradients.close()
+            for handle in self.handles:
+                handle.close()
+            for optimizer in self.optimizers:
+                optimizer.on_layout_change()  # type: ignore[attr-defined]
+            self.mesh_info.groups.release()
+            self.scheduler.clear()
+            self.clear()
