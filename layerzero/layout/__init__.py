@@ -1,1 +1,1 @@
-"""Flat layout of parameters over ranks. Integers only, without torch and without processes."""
+"""Flat layout of parameters over ranks. Integers only; uses neither torch nor processes."""

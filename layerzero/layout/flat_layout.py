@@ -1,7 +1,7 @@
-"""Where every parameter of a handle lies in flat storage: integers only, no torch, no processes.
+"""Positions of the parameters of a handle in flat storage. Integers only; uses neither torch nor processes.
 
-The flat order of a handle is cut into `num_shards` equal ZeRO-1 shards. Parameters are ordered and spaced
-so that no cut falls inside a dim-0 row: a rank's piece of a parameter is always a `[rows, *rest]` view. For
+The flat order of a handle is cut into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that no
+cut falls inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows, *rest]` view. For
 other cuts of the same order see owner_layout.py.
 
     >>> (layout,) = plan_layouts([("weight", (6, 4)), ("bias", (6,))], num_shards=4, align=2)
@@ -11,25 +11,25 @@ other cuts of the same order see owner_layout.py.
     [range(0, 2), range(2, 4), range(4, 6), range(6, 6)]
 
 [Note: How long a shard may be]
-With D shards, W the longest row of a layout in elements, and
+Let D be the number of shards, W the longest row of a layout in elements, and
 
-    n = sum over the slots of numel rounded up to a whole multiple of lcm(row, align),
+    n = sum over the slots of numel rounded up to a whole multiple of lcm(row, align).
 
-every planned layout has  shard_numel <= floor(n / D) + W  (and at least 1, where all slots are empty). A row
-that is a multiple of `align`, the usual case, loses nothing in n. Two things follow.
+Every planned layout has  shard_numel <= floor(n / D) + W  (and at least 1 if all slots are empty). If each row is a
+multiple of `align`, as is usual, the rounding in n adds nothing. Two facts follow.
 
-- Padding beyond n is at most W a shard, hence at most 1 % wherever a shard holds 100 of its longest rows.
-- It can always be met. Take one row length r and  L = r * ceil(n / (r * D)),  the first multiple of r that
-  holds n in D shards: L - r < n / D, so L <= floor(n / D) + r. Every cut is then a multiple of r, so a slot
-  may start at any multiple of lcm(r, align), and slots laid end to end, each rounded up, take n <= D * L.
-  `_pack` puts each slot at the earliest legal place, which is never later than that. So a layout of a single
-  row length always exists, and `plan_layouts` splits parameters by row length when it must.
+- Padding beyond n is at most W per shard. This is at most 1 % if a shard holds at least 100 of its longest rows.
+- The bound can always be met. Take one row length r and  L = r * ceil(n / (r * D)),  the first multiple of r for which
+  D shards hold n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
+  start at any multiple of lcm(r, align). Slots laid end to end, each rounded up, take n <= D * L elements. `_pack`
+  places each slot at the earliest legal offset, which is never later. So a layout of a single row length always exists,
+  and `plan_layouts` splits parameters by row length if necessary.
 
 [Note: Which parameters constrain the shard length]
-A slot that crosses two cuts or more forces L to be a multiple of its row; a slot longer than 2L always does.
-A slot that crosses one cut only needs the right start: (cut - offset) % row == 0, at the price of a gap
-shorter than lcm(row, align). A slot between two cuts needs nothing. So only the longest parameters of a
-unit decide which L are possible at all, and the shorter ones decide how much of a shard is left empty.
+A slot that crosses two or more cuts requires L to be a multiple of its row. A slot longer than 2L always crosses two
+cuts. A slot that crosses one cut only needs a suitable start: (cut - offset) % row == 0, which costs a gap shorter than
+lcm(row, align). A slot between two cuts has no constraint. So the longest parameters of a unit determine which L are
+possible, and the shorter ones determine how much of a shard is left empty.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,14 +37,14 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
-_WIDTH = 8  # orders of slots followed at a time, where one alone does not fit: 4 to 64 pad models the same
-_MANY = 16  # row lengths: beyond what any known model has, so only there is the search cut short
-_EFFORT = 2_500  # places looked at for one shard length, at most: dozens of odd parameters stay quick
+_WIDTH = 8  # beam width of the search if one order does not fit; 4 to 64 give models the same padding
+_MANY = 16  # number of row lengths above which the search is cut short; no known model has as many
+_EFFORT = 2_500  # maximum number of offsets tried for one shard length; keeps dozens of odd parameters quick
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat order; `Slot("w", (6, 4), 8)` is flat elements 8 to 31."""
+    """Position of one parameter in the flat order. `Slot("w", (6, 4), 8)` covers flat elements 8 to 31."""
 
     name: str
     shape: tuple[int, ...]  # at least one dim
@@ -56,7 +56,7 @@ class Slot:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one dim-0 row; 1 for a 1-dim parameter."""
+        """Number of elements in one dim-0 row; 1 for a 1-dim parameter."""
         return prod(self.shape[1:])
 
     @property
@@ -70,19 +70,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat order of one handle and its cuts; the constructor refuses one that cuts a row.
+    """Flat order of one handle and its cuts. All sizes are in elements.
 
-    Element counts, not bytes. ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel), or as `bounds` say.
+    ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel), or [bounds[k], bounds[k + 1]) if `bounds` are
+    given.
+
+    Raises:
+        ValueError: slots overlap, are not aligned or exceed the shards, or a cut falls inside a row.
     """
 
-    slots: tuple[Slot, ...]  # by offset; empty slots come first, at offset 0
-    shard_numel: int  # L, elements of one ZeRO-1 shard; where they differ, their mean
+    slots: tuple[Slot, ...]  # sorted by offset; empty slots are first, at offset 0
+    shard_numel: int  # L, elements of one ZeRO-1 shard; the mean if they differ
     num_shards: int  # D
     align: int  # elements; every slot starts at a multiple of it
-    bounds: tuple[int, ...] = ()  # shard k is [bounds[k], bounds[k + 1]); none: all are of one length
+    bounds: tuple[int, ...] = ()  # D + 1 cuts; empty if all shards have equal length
 
     def __post_init__(self) -> None:
-        # Layouts also come back from checkpoints, so this is checked here and not only by the planner.
+        # Layouts are also read from checkpoints, so check here and not only in the planner.
         if min(self.shard_numel, self.num_shards, self.align) < 1:
             raise ValueError(
                 f"shard_numel={self.shard_numel}, num_shards={self.num_shards} and align={self.align} "
@@ -119,7 +123,7 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the full buffer, padding included."""
+        """Number of elements in the full buffer, including padding."""
         return self.shard_numel * self.num_shards
 
     @property
@@ -131,12 +135,18 @@ class FlatLayout:
         return self.numel - self.used
 
     def shard_range(self, k: int) -> range:
-        """Flat elements of ZeRO-1 shard k."""
+        """Return the flat elements of ZeRO-1 shard k."""
         assert 0 <= k < self.num_shards, (k, self.num_shards)
         return range(*(self.bounds[k : k + 2] or (k * self.shard_numel, (k + 1) * self.shard_numel)))
 
     def zero3_range(self, s: int, zero3_size: int) -> range:
-        """Flat elements of ZeRO-3 shard s: the R = D / zero3_size ZeRO-1 shards of its replicas, in order."""
+        """Return the flat elements of ZeRO-3 shard s.
+
+        It consists of R = D / zero3_size ZeRO-1 shards, one for each replica, in order.
+
+        Raises:
+            ValueError: `zero3_size` does not divide the number of ZeRO-1 shards.
+        """
         if zero3_size < 1 or self.num_shards % zero3_size:
             raise ValueError(f"zero3_size={zero3_size} does not divide the {self.num_shards} ZeRO-1 shards")
         assert 0 <= s < zero3_size, (s, zero3_size)
@@ -144,11 +154,11 @@ class FlatLayout:
         return range(s * numel, (s + 1) * numel)
 
     def rows_in(self, slot: Slot, flat: range) -> range:
-        """The rows of `slot` that lie in `flat`, a range of flat elements.
+        """Return the rows of `slot` inside `flat`, a range of flat elements.
 
-        Where there are none, the empty range stands at the number of rows that start before `flat`. So the
-        ranges of consecutive shards, put end to end, count from 0 to `slot.rows`. Rows of zero elements are
-        all in the range that holds the slot's offset.
+        If there are none, the empty range starts at the number of rows that start before `flat`. So the ranges of
+        consecutive shards, put end to end, count from 0 to `slot.rows`. Rows without elements are all in the range that
+        contains the offset of the slot.
         """
         assert flat.step == 1, flat
         row = slot.row_numel
@@ -164,17 +174,24 @@ class FlatLayout:
 def plan_layouts(
     params: Sequence[tuple[str, tuple[int, ...]]], *, num_shards: int, align: int
 ) -> tuple[FlatLayout, ...]:
-    """Order `params`, (name, shape) pairs, into as few layouts as meet [Note: How long a shard may be].
+    """Plan as few layouts as possible that meet [Note: How long a shard may be].
 
-    `align` is in elements: 16 bytes over the smallest itemsize stored, 8 where bf16 is. `shard_numel` is a
-    multiple of it wherever the note allows. The result depends on the arguments alone, so that every rank
-    plans the same.
+    The result depends only on the arguments, so that all ranks plan the same layouts.
+
+    Args:
+        params: (name, shape) of each parameter.
+        num_shards: number of ZeRO-1 shards.
+        align: alignment of slots in elements: 16 bytes divided by the smallest stored itemsize, so 8 with bf16.
+            `shard_numel` is a multiple of it if the note allows.
+
+    Raises:
+        ValueError: an argument is not positive, there are no parameters, a name is repeated, or a shape is invalid.
     """
     _refuse_nonsense(params, num_shards, align)
     slots = [Slot(name, tuple(shape), 0) for name, shape in params]
     empty = tuple(slot for slot in slots if slot.numel == 0)
     filled = [slot for slot in slots if slot.numel > 0]
-    if not filled:  # one element a shard, so that shards still have distinct ranges
+    if not filled:  # one element per shard, so that shards have distinct ranges
         return (FlatLayout(empty, shard_numel=1, num_shards=num_shards, align=align),)
     whole = _plan_one(filled, num_shards, align, _EFFORT)
     first, *others = [whole] if whole is not None else _plan_split(filled, num_shards, align)
@@ -198,11 +215,11 @@ def _refuse_nonsense(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: 
 
 
 def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[FlatLayout]:
-    """Several layouts, each of some of the row lengths: the fewest found, of the least padding."""
+    """Return several layouts, each for some of the row lengths: the fewest found, with the least padding."""
     by_row: dict[int, list[Slot]] = {}
     for slot in slots:
         by_row.setdefault(slot.row_numel, []).append(slot)
-    # Neither order is the better one for all models, and both together cost about a millisecond.
+    # Neither order is better for all models, and trying both costs about a millisecond.
     by_length = [by_row[row] for row in sorted(by_row, reverse=True)]
     by_elements = sorted(by_length, key=lambda same_row: -sum(slot.numel for slot in same_row))
     plans = [_join(order, num_shards, align) for order in (by_length, by_elements)]
@@ -210,8 +227,8 @@ def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[Flat
 
 
 def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list[FlatLayout]:
-    """Each group, of one row length, joins the layout that grows least by it, or begins another."""
-    # Models have few row lengths. For hundreds of unrelated ones, to be quick matters more than to be tight.
+    """Add each group of one row length to the layout that grows least, or else to a new layout."""
+    # Models have few row lengths. For hundreds of unrelated ones, speed matters more than padding.
     effort = _EFFORT if len(groups) <= _MANY else 0
     layouts: list[FlatLayout] = []
     for group in groups:
@@ -231,9 +248,9 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
 
 
 def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -> FlatLayout | None:
-    """One layout of all `slots`, none empty, with the shortest shard found; None if none is short enough."""
+    """Return one layout of all `slots` (not empty) with the shortest shard found; None if none is short enough."""
     kinds = _kinds(slots)
-    # Aligned lengths get the thorough search; other lengths are for what is too small or too odd for them.
+    # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or too odd for these.
     for unit in dict.fromkeys((align, 1)):
         for shard in _candidates(kinds, num_shards, unit, align):
             placed = _pack(kinds, shard, num_shards, align, effort if unit == align else 0)
@@ -244,7 +261,7 @@ def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -
 
 @dataclass(frozen=True)
 class _Kind:
-    """Slots that the planner cannot tell apart: the same row length and size, in the caller's order."""
+    """Slots of equal row length and size, which the planner treats alike, in the order of the caller."""
 
     row: int
     numel: int
@@ -252,7 +269,7 @@ class _Kind:
 
 
 def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
-    """Kinds by longest row, then most elements: slots whose rows divide each other then leave no gaps."""
+    """Return the kinds, longest row and most elements first: slots with rows that divide each other leave no gaps."""
     groups: dict[tuple[int, int], list[Slot]] = {}
     for slot in slots:
         groups.setdefault((slot.row_numel, slot.numel), []).append(slot)
@@ -260,13 +277,13 @@ def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
 
 
 def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
-    """Shard lengths worth trying, ascending multiples of `unit`: ever further apart, up to the limit."""
+    """Yield shard lengths to try: multiples of `unit` up to the limit, in ascending order and with growing steps."""
     longest_row = kinds[0].row
-    # Slots at aligned offsets end here at the earliest: whichever is the last is not rounded up.
+    # Lower bound for the end of slots at aligned offsets: the last slot is not rounded up.
     least = sum(_round_up(kind.numel, align) * len(kind.slots) for kind in kinds)
     least -= max(_round_up(kind.numel, align) - kind.numel for kind in kinds)
     shard = max(_ceil_div(least, num_shards), longest_row)
-    # See [Note: How long a shard may be]: the length proved to work for one row length is not stepped over.
+    # Do not step over the length that is proved to work for one row length; see [Note: How long a shard may be].
     n = sum(_round_up(kind.numel, lcm(kind.row, align)) * len(kind.slots) for kind in kinds)
     limit = n // num_shards + longest_row
     sure = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
@@ -278,14 +295,17 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
 
 
 def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) -> int | None:
-    """The next length, from `shard` on, that [Note: Which parameters constrain the shard length] allows."""
+    """Return the first length from `shard` up to `limit` that may be possible; None if there is none.
+
+    See [Note: Which parameters constrain the shard length].
+    """
     while shard <= limit:
         multiple = unit
-        eased = limit + 1  # the length at which some slot stops forcing its row
+        eased = limit + 1  # length at which some slot stops requiring multiples of its row
         for kind in kinds:
             if kind.numel > 2 * shard:
                 eased = min(eased, _ceil_div(kind.numel, 2))
-                if multiple <= limit:  # beyond it nothing fits, and unrelated rows make huge numbers
+                if multiple <= limit:  # avoid huge multiples of unrelated rows, which cannot fit
                     multiple = lcm(multiple, kind.row)
         candidate = _round_up(shard, multiple)
         if candidate < eased:
@@ -295,11 +315,11 @@ def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) ->
 
 
 class _Way(NamedTuple):
-    """A way to begin the flat order: the slot placed last, and the way before it (None: no slot yet)."""
+    """Partial order of slots, as a linked list: the slot placed last, and the partial order before it."""
 
     gaps: int  # elements left empty between slots so far
     end: int  # flat element after the last slot
-    kind: int  # of the last slot, an index
+    kind: int  # index of the kind of the last slot
     offset: int  # of the last slot
     before: "_Way | None"
 
@@ -311,10 +331,10 @@ def _pack(
     align: int,
     effort: int,
 ) -> tuple[Slot, ...] | None:
-    """Lay all slots into the shards, cutting no row; None if no order that was tried fits.
+    """Place all slots in the shards without cutting a row; return None if no order that was tried fits.
 
-    First one order, the smallest gap next and the longest row among equals; then several at a time, as far
-    as `effort` allows, which is counted in places looked at.
+    First try a greedy order: the slot with the smallest gap next, and the longest row among equals. Then try a beam
+    search, as wide as `effort` (the number of offsets to try) allows.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
     way = _best_way(kinds, shard, num_shards, align, width=1)
@@ -331,14 +351,14 @@ def _pack(
 
 
 def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _Way | None:
-    """Place slots one by one, following up to `width` ways to begin.
+    """Place the slots one by one, with a beam search over partial orders of the given `width`.
 
-    What lies before matters to the slots that follow only by where it ends, and the earlier the better. So of
-    the ways that have placed the same slots one is enough, and with no limit on `width` the search is exact.
+    Later slots depend on a partial order only through its end, and an earlier end is better. So among partial orders of
+    the same slots only the best is kept. Without a limit on `width` the search would be exact.
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
-    ways = {counts: _Way(0, 0, -1, 0, None)}  # by the slots of each kind that are still to place
+    ways = {counts: _Way(0, 0, -1, 0, None)}  # by the number of slots of each kind left to place
     for _ in range(sum(counts)):
         longer: dict[tuple[int, ...], _Way] = {}
         for left, way in ways.items():
@@ -356,19 +376,20 @@ def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *
                     longer[after] = _Way(gaps, offset + kind.numel, i, offset, way)
                 if width == 1 and offset == start:
                     break
-        # A single way does best to save gaps. Several may spend what there is to spare, and do best to place
-        # the longest rows, which come first in `left`: those are the hard ones, and the short ones fill in.
+        # A greedy search works best with the smallest gaps. A wider one may use all spare elements, and works best if
+        # it places the longest rows first (first in `left`). They are the hardest to place, and short rows fill gaps.
         ranked = sorted(longer.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
         ways = dict(ranked[:width])
     return next(iter(ways.values()), None)
 
 
 def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
-    """The first legal offset from `start`, a multiple of `align`, on; None if no offset is ever legal.
+    """Return the first legal offset from `start`, a multiple of `align`; None if no offset is legal.
 
-    For example a slot of 4 rows of 3, shards of 8: from 0 it starts at 2 and has rows at 2, 5 | 8, 11.
+    For example, with 4 rows of 3 elements, shards of 8 and `align` 1, the first legal offset from 0 is 2. The rows then
+    start at 2, 5 | 8, 11.
     """
-    # How cuts lie between aligned offsets repeats after this many, so a place is found by then or never.
+    # The positions of cuts between aligned offsets repeat after this many shards, so more iterations are useless.
     for _ in range(align // gcd(shard, align) + 1):
         cut = (start // shard + 1) * shard
         if start + kind.numel <= cut:
@@ -382,7 +403,7 @@ def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
 
 
 def _first_aligned(start: int, cut: int, row: int, align: int) -> int | None:
-    """The first multiple of `align` from `start`, itself one, on, that lies whole rows away from `cut`."""
+    """Return the first multiple of `align` from `start` at a whole number of rows from `cut`; None if there is none."""
     common = gcd(row, align)
     if (cut - start) % common:
         return None

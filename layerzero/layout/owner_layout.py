@@ -1,19 +1,19 @@
-"""Which replica and rank owns each parameter that an optimizer needs whole, and the cuts that follow. Integers only.
+"""Owners of parameters that an optimizer needs in full, and the cuts of layouts that follow. Integers only.
 
-A slot that is owned lies, in every ZeRO-3 shard that it touches, in the part of one replica. So the owner's node holds
-all of its ZeRO-1 rows, and one rank of that node, which updates it, gets them without leaving the node. What a further
-axis has cut is put together along that axis, too: each of its places has an equal part, at the same place of an equal
-layout.
+An owned slot lies, in every ZeRO-3 shard that it touches, in the part of one replica. So one ZeRO-3 group holds all of
+its ZeRO-1 rows. The owner, one rank of this group, updates the parameter and gathers its rows inside the group. If a
+model-parallel axis has cut the parameter, the parts are also joined along that axis. Each rank on the axis has an equal
+part, at the same position of an equal layout.
 
 [Note: Owned cuts]
 The parts of a ZeRO-3 shard stay in the order of the replicas. A slot that reaches from one ZeRO-3 shard into the next
-is at the end of the first and at the start of the second. So the replicas of owned slots never decrease along a chain
-of ZeRO-3 shards that such slots link: each replica has one run of the chain, perhaps an empty one, and the runs are
-the whole plan. Other slots may be cut at any of their rows.
+is at the end of the first and at the start of the second. Such slots link ZeRO-3 shards to a chain. The replicas of
+owned slots never decrease along a chain. So each replica has one run of the chain, perhaps an empty one, and the runs
+define the plan. Other slots may be cut at any of their rows.
 
-Runs are chosen so that what the replicas hold and what their ranks hold and what their optimizers compute is as equal
-as it can be, by least squares: exactly for one chain where the others stay as they are, and over all chains by going
-through them a few times.
+Runs are chosen to balance three loads by least squares: the elements of each replica, the elements of each rank, and
+the optimizer work of each replica. The choice is exact for one chain while the others are fixed. Several rounds over
+all chains approximate the joint optimum.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from layerzero.layout.flat_layout import FlatLayout, Slot
 
 __all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
 
-_EFFORT = 200_000  # runs looked at in all, beyond the first time through
-_ROUNDS = 6  # through all chains, at most
-_INSIDE = 32  # places where a cut may fall in a layout, beside those between slots
+_EFFORT = 200_000  # maximum number of runs tried after the first round
+_ROUNDS = 6  # maximum number of rounds over all chains
+_INSIDE = 32  # candidate cuts inside the slots of a layout, apart from those between slots
 
 
 class ParamOwner(NamedTuple):
-    """The rank that updates a parameter."""
+    """Coordinates of the rank that updates a parameter."""
 
     r: int
     s: int
-    axis: int | None = None  # the further one along which parts are put together, if there is one
-    t: int = 0  # the place on it
+    axis: int | None = None  # model-parallel axis along which parts are joined; None: not joined
+    t: int = 0  # coordinate on that axis
 
 
 class JoinAxis(NamedTuple):
-    """A parameter is put together along a further axis."""
+    """Model-parallel axis along which the parts of a parameter are joined."""
 
     axis: int
-    size: int  # places on it
-    shape: tuple[int, ...]  # of what is put together
+    size: int  # number of ranks on it
+    shape: tuple[int, ...]  # of the joined parameter
 
 
 @dataclass(frozen=True)
 class OwnerLayouts:
-    """The layouts with their new cuts, and the owner of each owned slot by name."""
+    """Layouts with their new cuts, and the owner of each owned slot by name."""
 
     layouts: tuple[FlatLayout, ...]
     owners: dict[str, ParamOwner]
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """How a matrix optimizer's arithmetic grows with a parameter: by its shorter side times its elements.
+    """Return the relative cost of a matrix optimizer's update: the shorter side of a matrix times its elements.
 
-    A stack of matrices counts as its matrices, a vector as its elements.
+    A stack of matrices costs the sum of its matrices. A vector costs its number of elements.
     """
     return prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
@@ -77,12 +77,16 @@ def plan_owners(
     zero3_size: int,
     across: Mapping[str, JoinAxis] = MappingProxyType({}),
 ) -> OwnerLayouts:
-    """Cut `layouts` so that each slot that is named in `owned`, layout by layout, lies on one replica.
+    """Cut `layouts` so that each owned slot lies on one replica.
 
-    Layouts of which nothing is owned are cut evenly. The result depends on the arguments alone.
+    Layouts without owned slots are cut evenly. The result depends only on the arguments.
 
     Args:
-        across: by name, what is put together along a further axis.
+        layouts: layouts to cut.
+        owned: names of the owned slots of each layout.
+        replicas: number of replicas, R.
+        zero3_size: number of ranks in a ZeRO-3 group, S.
+        across: by name, parameters whose parts are joined along a model-parallel axis.
     """
     work = partial(_work, across)
     chains = [
@@ -103,19 +107,19 @@ def plan_owners(
 
 
 def _work(across: Mapping[str, JoinAxis], slot: Slot) -> int:
-    """Of the slot's owner; of what is put together, the share of each place."""
+    """Return the update cost of a slot; for a joined parameter, the share of each rank on the axis."""
     put_together = across.get(slot.name)
     return update_cost(slot.shape) if put_together is None else update_cost(put_together.shape) // put_together.size
 
 
 class _LinkedShards(NamedTuple):
-    """ZeRO-3 shards of one layout that owned slots link; see [Note: Owned cuts]."""
+    """Chain of ZeRO-3 shards of one layout that owned slots link; see [Note: Owned cuts]."""
 
-    layout: int  # its index
-    shards: range  # by s
-    points: tuple[int, ...]  # flat places where a cut may fall, the first and the last included
-    work: tuple[int, ...]  # of the owned slots before each point
-    starts: tuple[int, ...]  # of the ZeRO-3 shards, and the end of the last
+    layout: int  # index of the layout
+    shards: range  # of s
+    points: tuple[int, ...]  # flat elements where a cut may fall, including both ends of the chain
+    work: tuple[int, ...]  # update cost of the owned slots before each point
+    starts: tuple[int, ...]  # start of each ZeRO-3 shard, and the end of the last one
 
 
 def _chains(
@@ -146,13 +150,13 @@ def _chains(
 
 
 def _inside(slot: Slot, used: int) -> list[int]:
-    """Places between rows of a slot, at about equal distances."""
+    """Return candidate cuts between rows of a slot, at about equal distances."""
     pieces = min(slot.rows, 1 + _INSIDE * slot.numel // max(used, 1))
     return [slot.offset + slot.rows * i // pieces * slot.row_numel for i in range(1, pieces)] if slot.numel else []
 
 
 class _OwnerLoads:
-    """What has been given to each replica and rank so far, as shares of what each would have if all were equal."""
+    """Loads assigned to replicas and ranks so far, as fractions of an equal distribution over replicas."""
 
     def __init__(self, chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> None:
         self.elements = [[0.0] * zero3_size for _ in range(replicas)]  # by r and s
@@ -164,7 +168,7 @@ class _OwnerLoads:
         self._zero3_size = zero3_size
 
     def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
-        """Add the runs that end at these points to the loads, or take them back."""
+        """Add the runs that end at these points to the loads (`sign` 1), or subtract them (`sign` -1)."""
         for r, (i, j) in enumerate(pairwise((0, *ends))):
             self.work[r] += sign * (chain.work[j] - chain.work[i]) * self._per_work
             for s, share in self._shares(chain, i, j):
@@ -178,11 +182,11 @@ class _OwnerLoads:
         return [(s, piece * self._per_element) for s, piece in pieces if piece > 0]
 
     def best(self, chain: _LinkedShards, replicas: int) -> list[int]:
-        """Where the runs of the replicas end, so that the squares of all loads grow least."""
+        """Return the points at which the runs of the replicas end, for the least growth of all squared loads."""
         count = len(chain.points)
         shares = {(i, j): self._shares(chain, i, j) for i in range(count) for j in range(i + 1, count)}
         totals = [sum(row) for row in self.elements]
-        least = [0.0] + [float("inf")] * (count - 1)  # by point: of the replicas so far, up to there
+        least = [0.0] + [float("inf")] * (count - 1)  # by point: least cost of the replicas so far, up to that point
         chosen: list[list[int]] = []
         for r in range(replicas):
             before, from_point = least, list(range(count))  # an empty run costs nothing
@@ -200,7 +204,7 @@ class _OwnerLoads:
             at = from_point[at]
         return ends[::-1]
 
-    # What a replica holds counts twice: the slow link carries it.
+    # Elements of a replica count twice, because they are sent over the slow link.
     def _growth(self, r: int, total: float, work: int, shares: Sequence[tuple[int, float]]) -> float:
         size, effort = sum(share for _, share in shares), work * self._per_work
         growth = 2 * size * (2 * total + size) + effort * (2 * self.work[r] + effort)
@@ -209,7 +213,7 @@ class _OwnerLoads:
 
 
 def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
-    """By chain: the points at which the runs of the replicas end."""
+    """Return for each chain the points at which the runs of the replicas end."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])
@@ -220,7 +224,7 @@ def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) ->
             chain = chains[index]
             looked_at += replicas * len(chain.points) ** 2 // 2
             if runs[index] and looked_at > _EFFORT:
-                continue  # as it is
+                continue  # keep its runs
             if runs[index]:
                 loads.give(chain, runs[index], -1)
             ends = loads.best(chain, replicas)
@@ -246,9 +250,10 @@ def _owners(
     zero3_size: int,
     across: Mapping[str, JoinAxis],
 ) -> dict[str, ParamOwner]:
-    """Inside each node, the heaviest first: to the rank that has most of its rows, or has least of all so far.
+    """Assign owners inside each ZeRO-3 group, heaviest slots first.
 
-    Of the ranks beside it on a further axis, to the one that has least so far.
+    Among the ranks whose load allows it, a slot goes to the rank with most of its rows. Along a model-parallel axis, a
+    joined parameter goes to the least loaded rank.
     """
     of_node: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
     for layout, names in zip(layouts, owned, strict=True):
@@ -260,7 +265,9 @@ def _owners(
         numel = max(1, sum(slot.numel for _, slot in slots))
         work = max(1, sum(_work(across, slot) for _, slot in slots))
         loads = [_OwnerLoad()] * zero3_size
-        beside: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(_OwnerLoad)  # by s, axis and place on it
+        beside: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(
+            _OwnerLoad
+        )  # by s, axis and coordinate on it
 
         def weight(slot: Slot, numel: int = numel, work: int = work) -> _OwnerLoad:
             return _OwnerLoad(slot.numel / numel, _work(across, slot) / work)
@@ -269,7 +276,9 @@ def _owners(
             own = weight(slot)
             rows = [len(layout.rows_in(slot, layout.zero3_range(s, zero3_size))) for s in range(zero3_size)]
             after = [max(loads[s].plus(own)) for s in range(zero3_size)]
-            allowed = max(min(after), 1 / zero3_size)  # up to its share, a rank may have what is mostly there already
+            allowed = max(
+                min(after), 1 / zero3_size
+            )  # up to its equal share, a rank may get slots whose rows it mostly holds
             s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
             loads[s] = loads[s].plus(own)
             owners[slot.name] = ParamOwner(r, s)
@@ -282,7 +291,7 @@ def _owners(
 
 
 class _OwnerLoad(NamedTuple):
-    """Of one owner, as shares of what its node has."""
+    """Load of one owner, as fractions of the total of its ZeRO-3 group."""
 
     elements: float = 0.0
     work: float = 0.0
@@ -292,6 +301,6 @@ class _OwnerLoad(NamedTuple):
 
 
 def _holders(layout: FlatLayout, slot: Slot) -> list[int]:
-    """The ZeRO-1 shards that have rows of a slot; of one without rows, the first."""
+    """Return the ZeRO-1 shards with rows of a slot; for a slot without rows, the first shard."""
     holders = [k for k in range(layout.num_shards) if len(layout.rows_in(slot, layout.shard_range(k)))]
     return holders or [0]

@@ -1,16 +1,16 @@
-"""Where one rank stands among the data-parallel ranks, and which part of a layout is its own: integers only.
+"""Coordinates of one rank among the data-parallel ranks, and its parts of a layout. Integers only.
 
 [Note: The ladder]
-A tensor of a handle has one of three extents on a rank. Weights are copied up, gradients are summed down:
+A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
+are reduced from larger to smaller ones:
 
-    WHOLE [G]    full buffer             landing sum
+    FULL  [G]    full buffer             full gradient
                  ^ gather   (zero3)      v hop 1   (zero3)
-    NODE  [G/S]  ZeRO-3 shard            node sum
+    ZERO3 [G/S]  ZeRO-3 shard            ZeRO-3 gradient shard
                  ^ refresh  (replica)    v hop 2   (replica)
-    RANK  [L]    master                  final gradient
+    ZERO1 [L]    master                  final gradient
 
-A smaller extent is a part of each bigger one. Where S = 1 the node's is the whole; where R = 1 the rank's is the
-node's.
+A smaller extent is a part of each larger one. If S = 1, ZERO3 equals FULL. If R = 1, ZERO1 equals ZERO3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
 
 
 class Extent(enum.IntEnum):
-    """How much of a handle a tensor covers; see [Note: The ladder]."""
+    """Part of a handle that a tensor covers; see [Note: The ladder]."""
 
     ZERO1 = 0
     ZERO3 = 1
@@ -33,14 +33,14 @@ class Extent(enum.IntEnum):
 
 
 class Overlap(NamedTuple):
-    """What a slot and a range of the flat order have in common; both empty where it is nothing."""
+    """Common elements of a slot and a range of the flat order; both slices are empty if there are none."""
 
     of_slot: slice  # elements of the slot
     of_range: slice  # elements of the range
 
 
 def overlap(slot: Slot, flat: range) -> Overlap:
-    """The common elements of `slot` and `flat`, which is a range of the flat order."""
+    """Return the common elements of `slot` and `flat`, a range of the flat order."""
     start = min(max(slot.offset, flat.start), flat.stop)
     stop = max(start, min(slot.end, flat.stop))
     if start == stop:
@@ -50,7 +50,7 @@ def overlap(slot: Slot, flat: range) -> Overlap:
 
 @dataclass(frozen=True)
 class ShardGrid:
-    """D data-parallel ranks as R replicas of S, and one of them: rank = r * S + s.
+    """Grid of D data-parallel ranks as R replicas of S ranks, and the coordinates of one rank: rank = r * S + s.
 
     >>> grid = ShardGrid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
     >>> grid.shard_index, grid.same_elements(Extent.ZERO1, Extent.ZERO3)
@@ -81,11 +81,11 @@ class ShardGrid:
 
     @property
     def shard_index(self) -> int:
-        """k, the place of this rank's ZeRO-1 shard in the flat order: inside ZeRO-3 shard s."""
+        """Index k of this rank's ZeRO-1 shard in the flat order, which is a part of ZeRO-3 shard s."""
         return self.zero3_rank * self.replicas + self.replica_rank
 
     def same_elements(self, small: Extent, big: Extent) -> bool:
-        """Both extents are the same elements, whatever the layout."""
+        """Return whether both extents cover the same elements in every layout."""
         low, high = sorted((small, big))
         one_replica, one_shard = self.replicas == 1, self.zero3_size == 1
         return all(
@@ -93,7 +93,7 @@ class ShardGrid:
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
-        """The flat elements that this rank's tensors of `extent` hold."""
+        """Return the flat elements that tensors of `extent` hold on this rank."""
         if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
         if extent is Extent.ZERO3:
@@ -104,17 +104,17 @@ class ShardGrid:
         return len(self.range_of(layout, extent))
 
     def slice_within(self, layout: FlatLayout, small: Extent, big: Extent) -> slice:
-        """Where this rank's `small` extent lies inside its `big` one."""
+        """Return the slice of this rank's `small` extent within its `big` extent."""
         inner, outer = self.range_of(layout, small), self.range_of(layout, big)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
     def replica_part_sizes(self, layout: FlatLayout) -> tuple[int, ...] | None:
-        """Elements of each replica's part of this rank's ZeRO-3 shard; None where all have as many."""
+        """Return the number of elements of each replica's part of this rank's ZeRO-3 shard; None if all are equal."""
         if not layout.bounds:
             return None
         first = self.zero3_rank * self.replicas
         return tuple(len(layout.shard_range(k)) for k in range(first, first + self.replicas))
 
     def slot_slice(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
-        """The elements of `slot` inside this rank's tensor of `extent`."""
+        """Return the slice of `slot` within this rank's tensor of `extent`."""
         return overlap(slot, self.range_of(layout, extent)).of_range

@@ -1,4 +1,4 @@
-"""Which parameters have a gradient."""
+"""Usage of parameters: the state of their gradients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ __all__ = ["GradUsage"]
 
 
 class GradUsage(enum.IntEnum):
-    """What is known of one parameter's gradient since the user last zeroed it.
+    """Known state of the gradient of one parameter since the user last zeroed it.
 
-    This byte is what ranks agree on, the maximum over all of them. NONE -> NEW by a contribution, NEW -> SEEN when a
-    final gradient is shown, all -> NONE by zero_grad. MAYBE is this rank's ignorance; an agreement ends it.
+    The ranks agree on the maximum of this byte over all ranks. A contribution moves NONE to NEW, publication of the
+    final gradient moves NEW to SEEN, and zero_grad() moves every state to NONE. MAYBE means that this rank does not
+    know whether other ranks have contributed; the next agreement resolves it.
     """
 
-    NONE = 0  # nothing from any rank that this one knows of
-    MAYBE = 1  # nothing from here, but perhaps something from another rank of the node
-    SEEN = 2  # has been contributed to, and shown
-    NEW = 3  # has been contributed to since a final gradient was last shown
+    NONE = 0  # no contribution from any rank, as far as this rank knows
+    MAYBE = 1  # none from this rank, but perhaps from another rank of the ZeRO-3 group
+    SEEN = 2  # has contributions, all published
+    NEW = 3  # has contributions since the final gradient was last published
