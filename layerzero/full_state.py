@@ -275,7 +275,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
     a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
     Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
-    same units in the same order, also where they share memory. Training afterwards is bitwise what it would have been.
+    same units in the same order, even if they share memory. Training afterwards is bitwise the same as without it.
 
     Args:
         model: from :func:`layerzero.shard_model`.

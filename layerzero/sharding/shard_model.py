@@ -169,8 +169,8 @@ def shard_model(
         ignored_modules: modules, or names as in `units`, whose parameters are all ignored in the same way. The model
             itself, or modules that hold all of its parameters, are an error: nothing would be sharded.
         sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
-            parallelism, each part and each plain buffer comes from the first rank that has it. Parameters that are
-            copies on all ranks come from the first rank of the model.
+            parallelism, each part and each plain buffer comes from the first rank that has it. Replicated parameters
+            come from the first rank of the model.
         param_init_fn: ``fn(module)`` that initialises a module's own parameters and buffers, after a module on the
             ``meta`` device has been given memory; by default its ``reset_parameters()``. It is called for one unit
             after the other, so that at most one unit has full tensors at a time. Values that it leaves unwritten must
