@@ -1,4 +1,7 @@
-"""``python -m layerzero``, and the command ``layerzero``. Nothing else imports `layerzero.cli`, which needs typer."""
+"""Entry point of ``python -m layerzero`` and of the command ``layerzero``.
+
+No other module imports `layerzero.cli`, because it needs typer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def main() -> None:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Names and first lines of the commands, from the source of what cannot be imported."""
+    """Yield the names and first docstring lines of the commands, from the source of modules that need typer."""
     package = Path(__file__).parent
     for path in (package / "cli.py", package / "cli_planning.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

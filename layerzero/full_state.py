@@ -1,4 +1,4 @@
-"""Whole parameters in full precision: to look at, to edit, to save and to load."""
+"""Full parameters in master precision, to inspect, edit, save, load and evaluate."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show full parameters inside the context: plain ``nn.Parameter``s of the true shapes, in the masters' dtype.
+    """Show full parameters inside the context: plain ``nn.Parameter``s of the original shapes, in the masters' dtype.
 
     This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It
-    takes the memory of the parameters inside `module`; if the whole model does not fit, pass one unit at a time.
-    Parameters are gathered one by one. Those that tensor or expert parallelism has cut stay DTensors on their own mesh.
+    takes the memory of the parameters inside `module`. If the model does not fit, pass one unit at a time. Parameters
+    are gathered one by one. Those that tensor or expert parallelism shards stay DTensors on their own mesh.
 
     A forward of `module` inside the context uses these parameters without communication, so one rank alone may run it.
     It must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype, and outputs
@@ -58,7 +58,7 @@ def unsharded(
 
     Args:
         module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
-            holds units); or a module that holds sharded models. A tied parameter is full wherever it is held.
+            contains units); or a module that contains sharded models. A tied parameter is full in all of its modules.
         writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, those of
             the first rank are sent to the others.
         rank0_only: only the first rank gets full parameters; on the others they stay sharded.
@@ -68,7 +68,7 @@ def unsharded(
 
     Raises:
         TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments, or with `writeback`
-            on the changes, and then nothing is written; `rank0_only` with parameters that model parallelism has cut;
+            on the changes, and then nothing is written; `rank0_only` with parameters that model parallelism shards;
             `offload_to_cpu` with DTensors on a device mesh.
         RuntimeError: a parameter is unsharded already; or `with_grads` is set and gradients are not reduced yet.
 
@@ -114,7 +114,7 @@ def _unsharded(
             try:
                 yield
             except Exception as error:
-                if options.writeback and options.rank0_only:  # the other ranks wait for what this one sends
+                if options.writeback and options.rank0_only:  # the other ranks wait for the broadcast of this one
                     require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
                 raise
             if options.writeback:
@@ -190,7 +190,7 @@ def _final_gradients(
     runtime: LayerZeroState, subject: str, members: Sequence[ManagedParam]
 ) -> dict[ManagedParam, Tensor]:
     """Return the sharded ``.grad`` of the members that have one."""
-    runtime.gradients.apply_user_grads()  # raises where a backward has failed
+    runtime.gradients.apply_user_grads()  # raises if a backward has failed
     found = {}
     for member in members:
         gradient = member.sharded.grad
@@ -206,7 +206,7 @@ def _final_gradients(
 
 
 def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn.Parameter:
-    """Gather a parameter or its gradient: full, except for dims that model parallelism has cut."""
+    """Gather a parameter or its gradient over the data-parallel ranks. Model-parallel dims stay sharded."""
     with torch.no_grad():
         rows = member.spec.gather(rows)
         rows = rows.cpu() if options.offload_to_cpu else rows
@@ -266,7 +266,7 @@ def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | No
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Let forwards inside the context compute with parameters in the masters' precision, gathered unit by unit.
 
-    Use this to evaluate like one process in fp32, without the memory of the whole model that :func:`unsharded` takes.
+    Use this to evaluate like one process in fp32, without the memory of the full model that :func:`unsharded` takes.
     It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1 shards of all
     data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`) and freed
     after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are gathered as
@@ -275,7 +275,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
     a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
     Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
-    same units in the same order, also where they share memory. Training afterwards is bitwise what it would have been.
+    same units in the same order, even if they share memory. Training afterwards is bitwise the same as without it.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -307,7 +307,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
-    """Raise where this rank cannot enter :func:`full_precision`."""
+    """Raise if this rank cannot enter :func:`full_precision`."""
     runtime.refreshes.refuse_uses("layerzero.full_precision")
     if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
@@ -327,19 +327,20 @@ def _refuse_full_precision(runtime: LayerZeroState) -> None:
 def full_state_dict(
     model: nn.Module, *, cpu: bool = True, rank0_only: bool = True, trainable_only: bool = False
 ) -> dict[str, Tensor]:
-    """The whole model's state, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
+    """Return the full state dict, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
 
     Parameters are gathered one by one, in the masters' precision. All ranks must call this. Buffers that `buffer_dtype`
     has cast are in their original dtype, with the cast values.
 
     Args:
-        model: from :func:`layerzero.shard_model`, or a module that holds sharded models on the same ranks.
+        model: from :func:`layerzero.shard_model`, or a module that contains sharded models on the same ranks.
         cpu: put the tensors into host memory.
         rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
-        trainable_only: only parameters that require gradients: adapters without what they adapt, and no buffers.
+        trainable_only: only parameters that require gradients, such as adapters without their base model; no buffers.
 
     Raises:
-        ValueError: `trainable_only`, and ranks have frozen different parameters.
+        ValueError: `trainable_only` is set and ranks have frozen different parameters, or `model` contains sharded
+            models on different ranks.
     """
     runtimes = get_states(model)
     runtime = next(iter(runtimes.values()))
@@ -361,7 +362,7 @@ def full_state_dict(
     for name, value in held.items():
         member = by_parameter.get(id(value))
         if member is None:
-            if isinstance(value, DTensor):  # of another framework, all of whose ranks are here
+            if isinstance(value, DTensor):  # of another framework; all of its ranks call this
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
                 copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
@@ -372,36 +373,38 @@ def full_state_dict(
         if id(value) not in whole:
             gathered = _whole(member)
             whole[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
-            del gathered  # or it would be there while the next one is made
+            del gathered  # frees it before the next one is gathered
         if keeps:
             state[name] = whole[id(value)]
     return state
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a load left out; as torch's ``nn.Module.load_state_dict`` returns it."""
+    """Names that a load did not match, as torch's ``nn.Module.load_state_dict`` returns them."""
 
-    missing_keys: list[str]  # that the model has
-    unexpected_keys: list[str]  # that it has not
+    missing_keys: list[str]  # in the model, but not in the state dict
+    unexpected_keys: list[str]  # in the state dict, but not in the model
 
 
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True
 ) -> IncompatibleKeys:
-    """Load what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, returned.
+    """Load a state dict from :func:`full_state_dict`, or from the unsharded model's ``state_dict()``.
 
-    The first data-parallel rank's state is what all ranks get; the others may pass ``{}`` or None. All ranks must call
-    this. Optimizer state is left alone. Of a tied parameter, one name is enough.
+    All ranks get the state of the first data-parallel rank; the others may pass ``{}`` or None. All ranks must call
+    this. Optimizer state is not changed. For a tied parameter, one of its names is enough.
 
     Args:
-        strict: missing or unexpected names are an error; otherwise what fits is loaded.
+        model: from :func:`layerzero.shard_model`.
+        state_dict: full tensors by name.
+        strict: raise for missing or unexpected names; otherwise load the names that match.
 
     Returns:
-        The names that were missing and unexpected, the same on all ranks.
+        The missing and unexpected names, the same on all ranks.
 
     Raises:
-        ValueError: missing or unexpected names, or wrong shapes; names all of them, and changes nothing.
-            (RuntimeError with the same text on the other ranks.)
+        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all of them, and nothing is
+            changed. The other ranks raise RuntimeError with the same text.
     """
     runtime = get_state(model)
     everyone = runtime.ranks
@@ -409,7 +412,7 @@ def load_full_state_dict(
     first = everyone.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
-    names_of: dict[int | str, list[str]] = {}  # by target; several where tied
+    names_of: dict[int | str, list[str]] = {}  # by target; several for a tied one
     for name, target in targets.items():
         names_of.setdefault(id(target) if isinstance(target, Tensor) else name, []).append(name)
     missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
@@ -461,7 +464,7 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
 
 
 def _of_first_rank(left_out: IncompatibleKeys, everyone: ModelRanks) -> list[list[str]]:
-    """What only the first rank knows."""
+    """Broadcast the names of the first rank, which alone has the state dict."""
     if everyone.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
@@ -483,8 +486,8 @@ def _agreed_edits(
 ) -> dict[ManagedParam, nn.Parameter]:
     """Return the parameters that the model holds now in place of those `shown`.
 
-    Raises on all ranks where some that have the same part of a parameter have made different changes, or one has put
-    there what does not fit.
+    Raise on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has assigned
+    a tensor of another shape.
     """
     edited: dict[ManagedParam, nn.Parameter] = {}
     failure: Exception | None = None

@@ -12,11 +12,11 @@ D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (
                    ^ refresh, replica group         v hop 2, replica group
     ZeRO-1, N/D    master, fp32                     final gradient, fp32
 
-Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once: the only two
-that use the slow links between replicas.
+Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once. Only these
+two use the slow links between replicas.
 
-Only the engine has: overlap and prefetch; other accumulations than ``"sharded"``; alignment; frozen parameters; mixed
-dtypes; parameters without dims or elements; parameters that a backward does not use; weights tied across units;
+Only the engine supports: overlap and prefetch; accumulation other than ``"sharded"``; alignment; frozen parameters;
+mixed dtypes; parameters without dims or elements; parameters that a backward does not use; weights tied across units;
 activation checkpointing; failed backwards; ranks that start with different weights; writes to masters outside of
 :meth:`ReferenceModel.step`; gradient clipping; checkpoints; tensor and expert parallelism.
 """
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 __all__ = ["FlatLayout", "ReferenceModel", "Slot", "plan_layout"]
 
 
-# 1. The layout: integers only, equal on all ranks.
+# 1. Layout: integers only, equal on all ranks.
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Flat order of a unit, cut into S ZeRO-3 shards of R ZeRO-1 shards each.
+    """Flat order of a unit, split into S ZeRO-3 shards of R ZeRO-1 shards each.
 
     ZeRO-1 shard k = s*R + r of rank (r, s) lies inside ZeRO-3 shard s, so every collective stays inside one group. With
     D = 4 and S = 2::
@@ -83,9 +83,10 @@ class FlatLayout:
 
 
 def plan_layout(shapes: dict[str, tuple[int, ...]], *, replicas: int, zero3_size: int) -> FlatLayout:
-    """Lay out parameters by name so that no shard boundary falls inside a dim-0 row.
+    """Return a layout in which no shard boundary falls inside a dim-0 row.
 
-    Slots start at multiples of their rows, and shards are multiples of all rows. The engine finds less padding.
+    The offset of a slot is a multiple of its row length, and the shard length is a multiple of all row lengths. The
+    engine's layouts need less padding.
     """
     row_numel = {name: prod(shape[1:]) for name, shape in shapes.items()}
     slots: list[Slot] = []
@@ -98,7 +99,7 @@ def plan_layout(shapes: dict[str, tuple[int, ...]], *, replicas: int, zero3_size
     return FlatLayout(tuple(slots), shard_numel, replicas, zero3_size)
 
 
-# 2. The collectives: pieces are in the order of the ranks of the group.
+# 2. Collectives: pieces are in the order of the ranks of the group.
 
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -116,7 +117,7 @@ def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return piece
 
 
-# 3. The unit: parameters that are gathered and freed together.
+# 3. Unit: parameters that are gathered and freed together.
 
 
 class Unit:
@@ -138,12 +139,12 @@ class Unit:
         for name, full in self.parts_of(initial, self.layout.full_range).items():
             full.copy_(params[name].detach())
         self.master = initial[self.shard_range.start : self.shard_range.stop].clone()  # [N/D], fp32
-        # What the optimizer updates: views of the master, [rows, *rest], possibly without rows.
+        # Parameters of the optimizer: views of the master, [rows, *rest], possibly without rows.
         self.masters = {name: nn.Parameter(rows) for name, rows in self.parts_of(self.master, self.shard_range).items()}
         self.refresh()
 
         # The autograd leaves are views of the full buffer. Autograd refuses saved tensors whose version counter has
-        # changed, and the gather before backward writes to the buffer: `.data` gives the leaves a counter of their own.
+        # changed, and the gather before backward writes to the buffer. `.data` gives the leaves a separate counter.
         self.full_buffer = self.zero3_shard.new_empty(len(self.layout.full_range))  # [N], compute dtype
         leaves = self.parts_of(self.full_buffer.data, self.layout.full_range)
         self.gathered = {name: nn.Parameter(full) for name, full in leaves.items()}
@@ -194,11 +195,12 @@ class Unit:
 
 
 class ReferenceModel:
-    """Shards a module in place: a unit for each name in `units`, and one for the parameters that are left.
+    """Module that is sharded in place: one unit for each name in `units`, and one for the remaining parameters.
 
     Args:
-        module: equal on all ranks.
-        units: names of submodules. All ranks call them in the same order, else collectives of different units meet.
+        module: module with equal parameters on all ranks.
+        units: names of submodules. All ranks must call them in the same order; otherwise collectives of different units
+            would be matched.
         zero3_group: the S ranks of this replica, which share compute weights.
         replica_group: the R ranks with the same s, one of each replica.
 
@@ -229,7 +231,7 @@ class ReferenceModel:
         self.requires_gradient_sync = True
         self.units: list[Unit] = []
         leaves: dict[nn.Parameter, nn.Parameter] = {}  # by original parameter
-        for prefix in [*sorted(units, key=len, reverse=True), ""]:  # the innermost unit has a parameter
+        for prefix in [*sorted(units, key=len, reverse=True), ""]:  # the innermost unit takes a parameter
             names = [name for name in unassigned if not prefix or name.startswith(f"{prefix}.")]
             if params := {name: unassigned.pop(name) for name in names}:
                 unit = Unit(params, zero3_group, replica_group, compute_dtype)
@@ -262,18 +264,18 @@ class ReferenceModel:
                 tensor.register_hook(lambda gradient: unit.gather())  # backward reaches the output of a unit first
 
     def _post_accumulate_grad(self, unit: Unit, name: str, leaf: Tensor) -> None:
-        """Take a gradient in backward, and reduce the unit as soon as all of its gradients are known."""
+        """Take a gradient in backward, and reduce the unit once all of its gradients have arrived."""
         assert leaf.grad is not None
         unit.gradients[name], leaf.grad = leaf.grad, None
         if len(unit.gradients) == len(unit.gathered):
-            unit.reshard()  # a gradient is known only after every operation on its weight has run backward
+            unit.reshard()  # a gradient arrives only after every operation on its weight has run backward
             unit.reduce_in_zero3_group()
             if self.requires_gradient_sync:
                 unit.reduce_across_replicas()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave out hop 2 in backwards inside this context."""
+        """Skip hop 2 in backwards inside this context."""
         self.requires_gradient_sync = False
         try:
             yield
@@ -281,7 +283,7 @@ class ReferenceModel:
             self.requires_gradient_sync = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run hop 2 where `no_sync` left it out, then an element-wise optimizer on the masters, then the refresh."""
+        """Run hop 2 if `no_sync` skipped it, then an element-wise optimizer on the masters, then the refresh."""
         for unit in self.units:
             if unit.gradients:
                 raise RuntimeError("A backward did not use all parameters of a unit. Use layerzero.shard_model.")

@@ -1,7 +1,7 @@
-"""What full buffers take in a step, found out by a rehearsal on the meta device.
+"""Memory of full buffers in a step, found by a simulation on the meta device.
 
-Units are gathered and freed in the order of their registration, nested ones inside those that hold them, ahead of each
-other as `prefetch` says; the memory of their storages is lent, parked and freed by the same class as in earnest.
+Units are gathered and freed in the order of their registration, nested units inside their parents, and `prefetch` units
+ahead. Their storages are allocated, cached and freed by the same `FullBufferPool` as in training.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from layerzero.estimates.specs import UnitSpec
 
 __all__ = ["FullBufferEstimate", "simulate_full_buffers"]
 
-_STEPS = 3  # the first one knows no order yet, and the last one repeats the one before
+_STEPS = 3  # the first step knows no order, so its forward does not prefetch; the last one repeats the second
 
 
 class FullBufferEstimate(NamedTuple):
-    """Bytes."""
+    """Bytes of full buffers on the device."""
 
-    idle: int  # parked between two steps
-    peak: int  # lent and parked at once, at most
+    idle: int  # cached between two steps
+    peak: int  # maximum of allocated and cached bytes
 
 
 def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
-    """The full buffers of some steps with one forward and one backward each, of `units`, the root first."""
+    """Simulate the full buffers of `units`, the root first, in steps of one forward and one backward."""
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
         stage.prefetch = prefetch if step else 0
@@ -133,7 +133,7 @@ class _Stage:
 
 
 def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Of these units, those that may be gathered ahead when `unit` is called: over as many ranks."""
+    """Return the units that may be gathered ahead when `unit` is called: those with equal traits."""
     return [other for other in others if other.traits == unit.traits]
 
 
@@ -142,7 +142,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """The units that each one holds directly, in order."""
+    """Return the direct children of each unit, in order."""
     inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]

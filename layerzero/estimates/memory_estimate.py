@@ -1,4 +1,4 @@
-"""How much memory a model is going to take on a rank, by kind, from what is planned: formulas, and no memory."""
+"""Prediction of memory and traffic on a rank, by formula, from specs of units."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "pred
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a rank. The optimizer's state is not among them."""
+    """Bytes on a rank, without the optimizer's state."""
 
     kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
-    peak: int  # the most on the device at any time in a step
+    peak: int  # maximum on the device at any time in a step
 
 
 def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:
-    """What `units`, the root first, take on their rank, beside `scratch` bytes that reductions use."""
+    """Return the memory of `units`, the root first, on their rank.
+
+    Args:
+        scratch: bytes of the scratch buffers of reductions, which are added.
+    """
     kinds: Counter[str] = Counter()
     for unit in units:
         for handle in unit.handles:
@@ -38,15 +42,16 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
-    """What a model is going to hold on the device between two steps, scratch and its optimizer's state left out."""
+    """Return the bytes on the device between two steps, without scratch buffers and the optimizer's state."""
     of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
-    """What this rank sends in one call, by exchange, for each handle that takes part in it.
+    """Return the bytes that this rank sends in one call: by collective, for each handle that takes part in it.
 
-    Of handles whose ZeRO-1 shards are of one length: others send more or less of hop 2 and the refresh.
+    Reductions and refreshes are left out for handles whose ZeRO-1 shards differ in length, because their ranks send
+    different amounts.
     """
     found: dict[str, list[int]] = {}
     for unit in units:
@@ -104,7 +109,7 @@ def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> d
 
 
 def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
-    """Bytes on the device and in host memory."""
+    """Return the bytes of accumulators on the device and in host memory."""
     sizes = [
         [
             unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)

@@ -1,11 +1,11 @@
-"""How many buffers reductions use at once: of what is sent, received and passed on, by size.
+"""Number of scratch buffers that reductions use at once, by size.
 
 [Note: Counting buffers]
-Handles are reduced one after the other, and reduction_queue.py bounds how many are in flight: at most `IN_FLIGHT` of
-the first and of the second exchange, and one more, which is launched before the oldest is waited for. Gradients land in
-one unit after the other, and in the units around it, which are complete last. So the buffers of a size are counted from
-the layouts alone, and made all at once when the first is used: how much memory a model takes does not depend on how
-fast an exchange is. Where more are in use (units whose backwards interleave), more are made.
+Handles are reduced one after the other, and reduction_queue.py limits how many are in flight: at most `IN_FLIGHT` in
+hop 1 and in hop 2, and one more, which is launched before the host waits for the oldest. Gradients arrive in one unit
+after the other, and in the units that contain it, which complete last. So the buffers of each size are counted from the
+layouts alone, and all of them are allocated when the first is used. The memory of a model therefore does not depend on
+the speed of collectives. If more are in use at once (units whose backwards interleave), more are allocated.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from layerzero.layout.shard_grid import Extent
 
 __all__ = ["ScratchBuffers", "plan_scratch"]
 
-_UNREAD = 2  # buffers of a size that the others may still read when the next gradients land
+_UNREAD = 2  # buffers of a size that may still be read when the next gradients arrive
 
 
 class ScratchBuffers(NamedTuple):
-    """Buffers in use at once, by size."""
+    """Number of buffers in use at once, by size."""
 
     scratch: Counter[Size]
-    outgoing: Counter[Size]  # of what hop 1 sends, where the other ranks of the node read it; else empty
+    outgoing: Counter[Size]  # shared memory that hop 1 sends from; empty if memory is not shared
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
-        """With those of handles on another mesh."""
+        """Return the sum with the buffers of handles on another mesh."""
         return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing)
 
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
-    """See [Note: Counting buffers]."""
+    """Count the scratch buffers of handles on one mesh; see [Note: Counting buffers]."""
     in_node = where.in_node
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
     hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
     plan = ScratchBuffers(Counter(), Counter())
     outgoing = plan.outgoing if in_node else plan.scratch
-    # What lands, and is sent from there.
+    # Incoming gradients that are sent from the buffer in which they arrive.
     landing = [
         each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
     ]
     for size, members in _by_size(landing, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_node else min(len(members), flying)
-    # What is copied to be sent, and what is received.
+    # Accumulated gradients that are copied in order to be sent, and buffers that receive.
     for size, members in _by_size(
         [each for each in trained if each not in landing], lambda each: each.sent_numel
     ).items():
@@ -64,7 +64,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     received = [each for each in trained if not (in_node and each in hop1)]
     for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
         plan.scratch[size] += min(len(members), first)
-    # The second exchange.
+    # Hop 2.
     twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
     node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
     passing = [each for each in twice if each.reduction_spec.accumulator_extent is Extent.FULL]
@@ -83,11 +83,11 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         plan.scratch[size] += min(len(members), second)
     for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
         plan.scratch[size] += min(len(members), second)
-    if config.offload_optimizer:  # final gradients, which are summed up on their way to the host
+    if config.offload_optimizer:  # final gradients, which are summed on the device before the copy to the host
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
-            once = min(len(members), _UNREAD) if where.on_device else 1  # nobody waits there for the copy
+            once = min(len(members), _UNREAD) if where.on_device else 1  # on a device, copies are asynchronous
             plan.scratch[size] += once if members[0].reduction_spec.stages else _landing_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
         node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
@@ -98,14 +98,17 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
 
 
 def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool) -> bool:
-    """A sum that waits is sent from where it is; whoever reads it in the node's memory rounds it for himself."""
+    """Return whether hop 1 sends an accumulator in place, without a copy in the wire dtype.
+
+    In shared memory the ranks that read it cast it themselves.
+    """
     if in_node:
         return handle.keeps_sum(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 
 def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
-    """Handles of a size whose gradients come in the same time: of one unit, and of the units around it."""
+    """Return how many of the `members` get gradients at the same time: those of one unit and of the units around it."""
     names = {each.unit for each in handles}
     around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
     inner = Counter(each.unit for each in members if each.unit not in around)
@@ -117,7 +120,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _received(handle: HandleSpec, leg: int, where: RankTraits) -> Size:
-    """Of one exchange: from all on gloo, which adds here; elsewhere the sum alone."""
+    """Return the size of a stage's receive buffer: for the parts of all ranks if they are added here, else the sum."""
     numel, exchange, grid = handle.layout.numel, handle.reduction_spec.stages[leg], where.grid
     if exchange.collective is Collective.HOP1:
         return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire_dtype

@@ -1,4 +1,4 @@
-"""What is known of handles and units before they have memory: all that memory and schedules can be foreseen from."""
+"""Specs of handles and units without tensors, from which memory, traffic and schedules are predicted."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["HandleSpec", "RankTraits", "UnitSpec", "specs_of"]
 
 @dataclass(frozen=True)
 class RankTraits:
-    """A rank, and what of its surroundings decides how much memory it needs."""
+    """Position of a rank in the grid, and the properties of its backends that determine its memory."""
 
     grid: ShardGrid
-    adds_hop1: bool  # an exchange brings what each rank has, which is added up here, as on gloo; else it brings the sum
-    adds_hop2: bool
-    on_device: bool  # with streams and memory of its own
-    in_node: bool = False  # the ranks of a node share memory
-    weights_in_host: bool = False  # ZeRO-3 shards
+    adds_hop1: bool  # hop 1 receives the part of each rank, which are added here, as on gloo; else it receives the sum
+    adds_hop2: bool  # the same for hop 2
+    on_device: bool  # an accelerator with its own streams and memory
+    in_node: bool = False  # the ranks of the ZeRO-3 group share memory
+    weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
     @classmethod
     def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
@@ -44,28 +44,28 @@ class RankTraits:
 
     @property
     def gathers(self) -> bool:
-        """Whether the full buffer has memory beside the ZeRO-3 shard."""
+        """True if the full buffer has memory in addition to the ZeRO-3 shard."""
         return self.weights_in_host or not (self.in_node or self.grid.same_elements(Extent.ZERO3, Extent.FULL))
 
 
 @dataclass(frozen=True)
 class HandleSpec:
-    """A handle without memory."""
+    """Spec of a handle, without memory."""
 
-    unit: str  # its name
-    kind: str  # of its parameters, for messages
+    unit: str  # name of its unit
+    kind: str  # description of its parameters, for messages
     trainable: bool
     precision: Precision
     layout: FlatLayout
     reduction_spec: ReductionSpec
-    in_host: bool = False  # its master and its final gradient
-    strided: tuple[int, ...] = ()  # bytes of gathered parameters in strides of their own
-    coded: int = 0  # bytes of all that is received where encoded shards are gathered
+    in_host: bool = False  # its master and final gradient are in host memory
+    strided: tuple[int, ...] = ()  # bytes of each gathered parameter that is not contiguous
+    coded: int = 0  # bytes that a gather of encoded shards receives
     set_aside: bool = False  # its final gradient was kept across a backward; see device/gradient_storage.py
-    extension: GatheredBytes | None = None  # of the all-gather extension of its only parameter
+    extension: GatheredBytes | None = None  # sizes of the all-gather extension of its only parameter
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
-        """What the first exchange sends is a sum that waits on this rank, in one place for good."""
+        """Return whether hop 1 sends an accumulator that has permanent memory on this rank."""
         return (
             self.reduction_spec.incoming_extent is self.reduction_spec.accumulator_extent and not config.offload_grads
         )
@@ -76,11 +76,11 @@ class HandleSpec:
 
     @property
     def sent_numel(self) -> Size:
-        """Of what the first exchange sends."""
+        """Number of elements and dtype that the first stage sends."""
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
-        """Bytes of the full buffer, and of parameters in strides of their own; or of an all-gather extension."""
+        """Return the bytes of the full buffer and of each strided parameter, or those of an all-gather extension."""
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
         return (self.layout.numel * self.precision.compute.itemsize if where.gathers else 0, *self.strided)
@@ -88,27 +88,30 @@ class HandleSpec:
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
-    """A unit without memory."""
+    """Spec of a unit, without memory."""
 
     name: str
     handles: tuple[HandleSpec, ...]
     traits: RankTraits
     reshard_after_forward: (
         bool | int
-    )  # it is freed after its forward; an int: its backward gathers it among so many ranks
-    over: Hashable = None  # what it is sharded over
+    )  # True: it is freed after its forward; an int: its backward gathers it among that many ranks
+    over: Hashable = None  # identifies the mesh that it is sharded over
 
     @property
     def stays(self) -> bool:
-        """It is there from its forward to its backward. On a device the root is needed again at once."""
+        """True if it stays gathered between forward and backward.
+
+        On a device the root always does, because the backward needs it at once.
+        """
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def coded_of(self, handle: HandleSpec) -> int:
-        """Bytes that a handle takes while it is gathered, beside its full buffer."""
+        """Return the bytes of encoded weights that a handle needs during a gather, in addition to its full buffer."""
         return handle.coded if self.traits.gathers else 0
 
     def kept_of(self, handle: HandleSpec) -> int:
-        """Bytes of a handle that stay from a forward to its backward."""
+        """Return the bytes of a handle's post-forward shard."""
         if (
             isinstance(self.reshard_after_forward, bool)
             or self.stays
@@ -126,7 +129,7 @@ class UnitSpec:
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
-    """Units that are there, which may have been cut in another way since they were planned."""
+    """Return the specs of existing units, whose layouts may have changed since they were planned."""
     units = tuple(units)
     in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
     in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)

@@ -1,14 +1,14 @@
-"""Bits that change while nobody writes them: noticed between two steps, and located.
+"""Guard against silent data corruption: detects and locates bits that flip between two steps.
 
 [Note: At rest]
-Between two steps nobody writes masters and moments; between a backward and the step nobody but the user writes the
-final gradients. Who writes by torch changes the version of the tensor, who edits a parameter is seen by its watch. So
-where the memory, the version and the edits are the same, and the sum is not, a bit has flipped by itself.
+Between two steps, nothing writes masters and optimizer state. Between a backward and the step, only the user writes
+final gradients. A write through torch changes the version of the tensor, and the mutation tracker of a parameter counts
+writes to it. So if address, version and write count are unchanged and the sum of bits is not, a bit has flipped.
 
 [Note: A step that is repeated]
-Compute weights are made of masters, and gradients of both and the batches. While masters and state are what the step
-before has left, a step that was refused is repeated with the bits that it should have had. What is wrong again after it
-was made anew lies in memory that does not keep it.
+Compute weights are computed from masters, and gradients from compute weights and batches. If masters and optimizer
+state are unchanged since the last step, a refused step can be repeated and then has correct bits. If values are wrong
+again after they were recomputed, their memory is defective.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from layerzero.reliability.fingerprint import Corruption, compare
 __all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
 
 _LOG = logging.getLogger("layerzero")
-_MADE_ANEW = ("compute weights", "gradient")  # of masters, and of the batches of a step
+_MADE_ANEW = ("compute weights", "gradient")  # kinds that can be recomputed from masters and batches
 _REPEAT = "Masters and optimizer state are sound: call recover() of the guard, and repeat the step"
 _LOAD = "Load the last checkpoint, and look at the memory of that machine"
 _LOGGED = "The step goes on with them, as the guard only logs: load the last checkpoint"
 
 
 class SilentDataCorruption(RuntimeError):
-    """Raised on all ranks, before the next step.
+    """Error that all ranks raise before the next step, if bits have flipped.
 
     Attributes:
-        corruptions: what was found, the same on all ranks.
-        recoverable: masters and optimizer state are sound, and only the step that was refused has computed with what is
-            wrong: :meth:`CorruptionGuard.recover`, and repeat the step.
+        corruptions: corrupted elements, the same on all ranks.
+        recoverable: True if masters and optimizer state are correct, and only the refused step has used wrong values.
+            Then call :meth:`CorruptionGuard.recover`, and repeat the step.
     """
 
     def __init__(
@@ -66,17 +66,18 @@ class SilentDataCorruption(RuntimeError):
 def guard_corruption(
     model: nn.Module, *optimizers: ShardedOptimizer, every: int = 100, on_found: Literal["raise", "log"] = "raise"
 ) -> CorruptionGuard:
-    """From here on, look for flipped bits in every `every`-th step.
+    """Check for flipped bits before every `every`-th step.
 
-    Before that step updates anything, all replicas' compute weights are compared with each other and with the masters
-    (:func:`layerzero.fingerprint`), masters and optimizer state with what the step before has left, and gradients with
-    what the backward has left. All ranks must call this. Steps in between cost nothing.
+    Before that step updates anything, the compute weights of all replicas are compared with each other and with the
+    masters (:func:`layerzero.fingerprint`). Masters and optimizer state are compared with their bits after the previous
+    step, and gradients with their bits after the backward. All ranks must call this. Steps in between cost nothing.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        optimizers: all of the model's, in the order in which they step.
-        every: steps. What flips in a step that is not looked at is noticed only where it stays visible: 1 notices all.
-        on_found: "log" goes on.
+        optimizers: all optimizers of the model, in the order in which they step.
+        every: number of steps from one check to the next. A flip in an unchecked step is detected only if copies still
+            differ at the next check; 1 checks all steps.
+        on_found: "raise" raises :class:`SilentDataCorruption`; "log" logs it and continues with the step.
 
     Example::
 
@@ -102,16 +103,16 @@ def guard_corruption(
 
 
 class _Resting(NamedTuple):
-    """A tensor that nobody should write, as it was."""
+    """State of a tensor that nothing should write until the next check."""
 
     address: int
     version: int
-    edits: int
-    sum: Tensor
+    edits: int  # write count of its mutation tracker
+    sum: Tensor  # 0-dim int64
 
 
 def _graded(gradient: Tensor) -> _Resting:
-    """A final gradient, of which everybody who writes it tells its watch."""
+    """Return the state of a final gradient. Its mutation tracker counts all writes, so the version is not needed."""
     rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
     edits = rows.tracker.write_count if isinstance(rows, LocalShard) and rows.tracker is not None else 0
     tensor = plain(gradient)
@@ -119,7 +120,7 @@ def _graded(gradient: Tensor) -> _Resting:
 
 
 def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Called with each final gradient."""
+    """Register a hook that is called when the final gradient of a parameter is set; return its handle."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -128,11 +129,11 @@ def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
 
 
 class CorruptionGuard:
-    """Made by :func:`guard_corruption`.
+    """Guard against flipped bits, made by :func:`guard_corruption`.
 
     Attributes:
-        looked: how often so far.
-        found: everything that was found.
+        looked: number of checks so far.
+        found: all corruptions that were found so far.
     """
 
     def __init__(
@@ -146,33 +147,32 @@ class CorruptionGuard:
         self._raises = raises
         self._steps = 0
         self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
-        self._refused: SilentDataCorruption | None = None  # the last step, with this
-        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # for the step that is to be repeated
+        self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
+        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # recomputed for the step to be repeated
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
         self._hooks: list[Any] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
-        self._listened: set[str] = set()  # parameters
+        self._listened: set[str] = set()  # names of parameters with a gradient hook
         self._listen()
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the guard: steps are no longer checked."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def recover(self) -> None:
-        """After :class:`SilentDataCorruption`: make compute weights anew from the masters, and forget the gradients.
+        """Recompute compute weights from masters and clear gradients, after :class:`SilentDataCorruption`.
 
-        Repeat the step then, with the same batches: it has the bits that it should have had, where the loop draws no
-        random numbers and forwards change no buffers. All ranks must call this.
+        Then repeat the step with the same batches. It has the correct bits if the loop draws no random numbers and
+        forwards change no buffers. All ranks must call this.
 
         Raises:
-            SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been
-                wrong for longer than this step; or compute weights are wrong again, as memory that does not keep what
-                is written is.
-            RuntimeError: nothing was found, or the guard only logs.
+            SilentDataCorruption: masters or optimizer state are wrong; or weights that steps do not write may have been
+                wrong for more than this step; or compute weights are wrong again, which suggests defective memory.
+            RuntimeError: no step was refused, because nothing was found or the guard only logs.
         """
         refused = self._refused
         if refused is None:
@@ -193,7 +193,7 @@ class CorruptionGuard:
             _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
 
     def _listen(self) -> None:
-        """To final gradients, of whatever is trained by now: torch takes no hooks on what is frozen."""
+        """Register gradient hooks on parameters that are trainable now. torch allows none on frozen parameters."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
@@ -201,7 +201,7 @@ class CorruptionGuard:
 
     @property
     def _is_due(self) -> bool:
-        """The next step is looked at."""
+        """True if the next step is checked."""
         return (self._steps + 1) % self._every == 0
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
@@ -234,7 +234,7 @@ class CorruptionGuard:
         if not self._raises:
             return SilentDataCorruption(found, way_out=_LOGGED)
         again = any(_place(each) in self._made_anew for each in found)
-        # Steps refresh what they may update: of the rest nobody knows since when it is wrong.
+        # Steps refresh only handles that they may update. Other weights may have been wrong since before the last step.
         kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
         if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
             way_out = (
@@ -253,7 +253,7 @@ class CorruptionGuard:
                 self._resting[kind, name] = self._at_rest(tensor, name)
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Masters and optimizer state of this rank."""
+        """Yield masters and optimizer state of this rank, with kind and parameter name."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for name in optimizer.parameter_names(group):
@@ -270,7 +270,7 @@ class CorruptionGuard:
         return _Resting(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
-        """Of what nobody has written, whether it is as it was."""
+        """Return, for each recorded tensor that was not written since, whether its bits are unchanged."""
         before = self._resting
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
         for key in before:
@@ -280,14 +280,14 @@ class CorruptionGuard:
         if not same:
             return {}
         wrong = torch.stack([(before[key].sum != now[key].sum).to("cpu", non_blocking=False) for key in same]).tolist()
-        # A gradient of zeros: zero_grad(set_to_none=False).
+        # A gradient of zeros comes from zero_grad(set_to_none=False).
         return {
             key: not is_wrong or bool(key[0] == "gradient" and now[key].sum == 0)
             for key, is_wrong in zip(same, wrong, strict=True)
         }
 
     def _changed(self, same: Mapping[tuple[str, str], bool]) -> list[Corruption]:
-        """What is not as it was, though nobody has written it."""
+        """Return a corruption for each tensor whose bits have changed without a write."""
         found = []
         for (kind, name), is_same in same.items():
             if not is_same:
@@ -297,7 +297,7 @@ class CorruptionGuard:
         return found
 
     def _gradient(self, name: str) -> Tensor | None:
-        """None while it is not final: another backward has begun to add to it, inside no_sync."""
+        """Return the gradient of a parameter; None if it is not final, as after a later backward inside no_sync."""
         gradient = self._runtime.members[name].sharded.grad
         rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
         if not isinstance(rows, LocalShard) or rows.tracker is None or rows.tracker.access_error is not None:

@@ -1,13 +1,13 @@
-"""Copies that must be equal, compared: replicas of the compute weights, and masters with their cast part of them.
+"""Comparison of weights that must be bitwise equal: compute weights of all replicas, and masters cast to their dtype.
 
 [Note: What can be compared]
-After a refresh all replicas hold bitwise the same ZeRO-3 shard, and each rank's part of it is its masters, cast. So a
-flipped bit in compute weights makes one replica differ from the others, and from the masters of whoever owns the place;
-one in a master (if it shows in the compute dtype) makes all replicas agree against that one master. Where master and
-compute weight are the same memory, the majority of the replicas tells; with two of them, the owner of the place, if it
-knows that its masters are what the step before has left.
+After a refresh all replicas hold bitwise the same ZeRO-3 shard, and each rank's part of it is the cast of its masters.
+A flipped bit in compute weights therefore makes one replica differ from the others, and from the master of the element.
+A flipped bit in a master (if it is visible in the compute dtype) makes all replicas differ from that master. If master
+and compute weight are the same memory, the majority of the replicas decides. Without a majority, the rank that has the
+master decides, if it knows that its masters are unchanged since the last step.
 
-Compared are sums of 64 bits. Only where they differ is anything gathered, and looked at element by element.
+Sums of 64 bits are compared. Only shards whose sums differ are gathered, and compared element by element.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from layerzero.reliability.bits import as_integers, sum64
 
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
-_SHOWN = 8  # elements of a handle that are told
-_UNKNOWN, _CHANGED, _SOUND = range(3)  # masters since the step before
+_SHOWN = 8  # elements of a handle that are listed
+_UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step
 _KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """Bits that are not what they must be.
+    """Corrupted elements of one parameter.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient"; "masters or compute weights"
-            where a rank's own two differ, "weights" where replicas do, and which of them is wrong cannot be told.
-        ranks: global ranks that are wrong; of "weights" all that hold a copy, of which at least one is.
-        handle: whose storage it is.
-        parameter: in which it lies.
-        detail: how it is known.
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient"; or, if it is unknown which copy
+            is wrong, "masters or compute weights" (they differ on one rank) or "weights" (replicas differ).
+        ranks: global ranks with wrong bits; for "weights" all ranks with a copy, at least one of which is wrong.
+        handle: name of the handle that stores the elements.
+        parameter: name of the parameter.
+        detail: description of the elements and of the comparison that failed.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class Corruption:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Made by :func:`fingerprint`.
+    """Result of :func:`fingerprint`.
 
     Attributes:
-        sums: by handle, the sum of this rank's ZeRO-3 shard; equal on all replicas. 0 in fp32 while a change of
-            weights is on its way.
-        corruptions: what differs, the same on all ranks; empty if all is well.
+        sums: 64-bit sum of this rank's ZeRO-3 shard, by handle; equal on all replicas. 0 for fp32 weights that were
+            changed and not refreshed yet.
+        corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
     """
 
     sums: dict[str, int]
@@ -84,10 +84,12 @@ class Fingerprint:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Compare the copies of a sharded model's weights that must be bitwise equal.
 
-    All ranks must call this, between forwards. It reads the masters and the ZeRO-3 shard once; between replicas go
-    eight bytes for each handle. What differs is located: rank, handle and parameter. Weights that were changed since
-    the last forward are on their way to the other replicas with the next one; in fp32, where masters are in the same
-    memory, they are compared after it only. A loop that changes weights itself right before each look sees nothing.
+    All ranks must call this, between forwards. It reads the masters and the ZeRO-3 shard once, and sends eight bytes
+    per handle between replicas. Differences are located by rank, handle and parameter.
+
+    Weights that were changed since the last forward are refreshed by the next one. In fp32, where masters are in the
+    same memory, such weights are compared only after that. A loop that changes weights right before each call therefore
+    never has them compared.
 
     Example::
 
@@ -98,11 +100,12 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
-    """:func:`fingerprint`, with what this rank knows by itself: all ranks get everything.
+    """Run :func:`fingerprint`, and share what each rank has found by itself with all ranks.
 
     Args:
-        own: what it has found.
-        sound: by parameter, whether its masters here are what the step before has left, where that is known.
+        own: corruptions that this rank has found.
+        sound: for each parameter where this is known, True if its masters on this rank are unchanged since the last
+            step.
     """
     handles = runtime.handles
     for handle in handles:
@@ -122,7 +125,8 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             if not handle.shares_master and not _is_due(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
-        reduce_over([topology.replica_comm], flags, dist.ReduceOp.MAX)  # on a further axis others may have more handles
+        # Over replicas only: along model-parallel axes ranks may have different handles.
+        reduce_over([topology.replica_comm], flags, dist.ReduceOp.MAX)
         suspect[places] = flags.bool()
     wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
     runtime.ranks.reduce(wrong, dist.ReduceOp.MAX)
@@ -140,18 +144,18 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
 
 
 def _is_due(handle: Handle) -> bool:
-    """Masters have changed since the last refresh."""
+    """Return whether masters have changed since the last refresh."""
     return handle.refresh_due or handle.tracker.dirty
 
 
 def _sum(handle: Handle) -> Tensor:
-    """What all replicas have alike of a handle: 0-dim int64."""
+    """Return the sum of a handle's ZeRO-3 shard, 0-dim int64; 0 if the shard is the master and not refreshed yet."""
     whole = sum64(handle.read_zero3())
     return torch.zeros_like(whole) if handle.shares_master and _is_due(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:
-    """This rank's part of its ZeRO-3 shard: where its masters are carried."""
+    """Return this rank's part of its ZeRO-3 shard, to which its masters are copied."""
     return handle.read_zero3()[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
@@ -160,9 +164,9 @@ def _cast(handle: Handle) -> Tensor:
 
 
 def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
-    """What differs in one handle between the replicas of this rank; the same on all of them, which all call this."""
+    """Locate differences in one handle between replicas. All ranks of the replica group call it; results are equal."""
     zero3 = handle.read_zero3()
-    replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends know few integers
+    replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
     everyone = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
     parts = topology.grid.replica_part_sizes(handle.layout)
@@ -177,7 +181,7 @@ def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> li
         truth = as_integers(whole)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
-    told = known.expand(replicas, -1).contiguous()  # by replica and slot
+    told = known.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
         all_gather(topology.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
     knows = told.tolist()
@@ -201,19 +205,19 @@ def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> li
 
 
 def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) -> tuple[str, list[int]]:
-    """What is wrong with one element, and on which replicas.
+    """Return the kind of corruption of one element, and the replicas on which it is wrong.
 
     Args:
-        values: of the compute weight on each replica.
-        truth: the master, cast; None: the owner's compute weight is the master.
-        owner: the replica that has the master.
-        says: what that knows of it.
+        values: compute weight on each replica, as an integer.
+        truth: master in the compute dtype, as an integer; None if the owner's compute weight is the master.
+        owner: replica that has the master.
+        says: state of that master since the last step, as far as its rank knows it.
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]
         if len(wrong) < len(values) or says == _SOUND:
             return "compute weights", wrong
-        # One replica has nothing to be compared with; if there are several, they agree against the master.
+        # Several replicas agree with each other and not with the master; a single one cannot decide.
         return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
     (most, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
@@ -240,7 +244,7 @@ def _elements(at: Sequence[int]) -> str:
 
 
 class _Owners:
-    """What lies where in this rank's ZeRO-3 shard of a handle."""
+    """Map from elements of this rank's ZeRO-3 shard of a handle to replicas and parameters."""
 
     def __init__(self, handle: Handle, topology: MeshInfo) -> None:
         self._layout = handle.layout
@@ -249,12 +253,12 @@ class _Owners:
         self._replicas = topology.replicas
 
     def replica(self, place: int) -> int:
-        """That has the master of an element."""
+        """Return the replica that has the master of an element."""
         flat = self._start + place
         return next(r for r in range(self._replicas) if flat in self._layout.shard_range(self._first + r))
 
     def parameter(self, place: int) -> tuple[str, int]:
-        """The parameter that an element belongs to, and which of its elements it is."""
+        """Return the name of the parameter of an element, and the element's index in it; padding has no parameter."""
         flat = self._start + place
         slot = next((slot for slot in self._layout.slots if slot.offset <= flat < slot.end), None)
         return ("padding", flat) if slot is None else (slot.name, flat - slot.offset)

@@ -1,4 +1,4 @@
-"""Steps with gradients that are not finite: skipped, or refused, on all ranks alike."""
+"""Guard that skips or refuses steps with non-finite gradients, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NonFiniteGradients(RuntimeError):
-    """Raised on all ranks, before anything is stepped; names ranks, parameters and handles."""
+    """Error that all ranks raise before any parameter is updated; it names ranks, parameters and handles."""
 
 
 def guard_steps(
@@ -36,20 +36,20 @@ def guard_steps(
     locate: bool = True,
     extra_groups: Sequence[dist.ProcessGroup] = (),
 ) -> StepGuard:
-    """From here on, ``step()`` updates nothing where a gradient is NaN or infinite on any rank.
+    """Make ``step()`` skip the update, or raise, if a gradient is NaN or infinite on any rank.
 
-    All ranks must call this. Each step then costs one read of this rank's final gradients, one number that all ranks
-    exchange, and the host's waiting for it; each reduction one read of what is sent. A loss scaler looks first, and
-    skips for itself.
+    All ranks must call this. Each step then costs one read of this rank's final gradients, and an all-reduce of one
+    number that the host waits for. With `locate`, each reduction costs one read of the gradients that are sent. A loss
+    scaler checks before this guard, and skips by itself.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        optimizers: all of the model's, from :func:`layerzero.shard_optimizer`: where one skips, all do.
-        nonfinite: "skip" leaves parameters and state as they are, logs what was found, and raises after `skips` skips
-            in a row. "raise" raises at once.
-        skips: how many in a row are taken for an accident.
-        locate: look at each rank's own gradients, too, to say whose it was.
-        extra_groups: process groups with other parts of the model (tensor or pipeline parallel), which skip as well.
+        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all do.
+        nonfinite: "skip" leaves parameters and state unchanged, logs what was found, and raises if more than `skips`
+            steps in a row would be skipped. "raise" raises at once.
+        skips: number of steps in a row that may be skipped.
+        locate: also check each rank's own gradients, to report which ranks they came from.
+        extra_groups: process groups with other parts of the model (tensor or pipeline parallel), which also skip.
 
     Example::
 
@@ -73,12 +73,12 @@ def guard_steps(
 
 
 class StepGuard:
-    """Made by :func:`guard_steps`.
+    """Guard against non-finite gradients, made by :func:`guard_steps`.
 
     Attributes:
-        skipped: steps of the first optimizer that were left out so far.
-        in_a_row: of them, those since the last step that was made.
-        found: what was found last, as a sentence; empty: nothing yet.
+        skipped: number of skipped steps so far; optimizers that skip together count once.
+        in_a_row: number of skipped steps since the last step of the first optimizer that was not skipped.
+        found: description of the last non-finite gradients; empty if there were none.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class StepGuard:
         self.in_a_row = 0
         self.found = ""
         self._optimizers = optimizers
-        self._patience = patience  # this many in a row are an error
+        self._patience = patience  # number of skips in a row that raises
         self._everyone = runtime.ranks
-        self._asked: list[ShardedOptimizer] = []  # in this round: since a forward, each of them once
-        self._refusing = False  # in this round, one has been told to skip
+        self._asked: list[ShardedOptimizer] = []  # optimizers of this round; each steps once, after a forward
+        self._refusing = False  # one optimizer of this round has skipped
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
@@ -106,7 +106,7 @@ class StepGuard:
             optimizer.guard = self.lets_pass
 
     def close(self) -> None:
-        """Step whatever comes, as before."""
+        """Remove the guard: steps are no longer checked."""
         for optimizer in self._optimizers:
             optimizer.guard = None
         self._hook.remove()
@@ -114,7 +114,7 @@ class StepGuard:
             self._own.stop()
 
     def _begin_anew(self, *_: object) -> None:
-        """Before a forward: a step that was skipped by somebody else, such as a loss scaler, leaves no blame."""
+        """Begin a new round before a forward. Clear the record if a step was skipped elsewhere, as by a loss scaler."""
         if torch.is_grad_enabled():
             self._asked.clear()
         if self._own is not None:
@@ -125,9 +125,9 @@ class StepGuard:
 
     @torch.no_grad()
     def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
-        """The optimizer may step: all gradients are finite on all ranks. Every rank must call this.
+        """Return whether the optimizer may step: all gradients are finite on all ranks. All ranks must call this.
 
-        What one of a round was refused, the others are, too, whatever has become of its gradients since.
+        If one optimizer of a round has skipped, the others skip too, even if its gradients have changed since.
         """
         if not self._asked or any(optimizer is other for other in self._asked):
             self._asked, self._refusing = [], False
@@ -150,7 +150,7 @@ class StepGuard:
         return False
 
     def _gradients(self) -> dict[str, Tensor]:
-        """The final ones of all optimizers, this rank's rows, by name of the parameter."""
+        """Return this rank's rows of the final gradients of all optimizers, by parameter name."""
         return {
             name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
             for optimizer in self._optimizers
@@ -160,7 +160,7 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Say what was found, the same on all ranks."""
+        """Count and log a skipped step, or raise; the message is the same on all ranks."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]

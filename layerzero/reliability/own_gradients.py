@@ -1,10 +1,10 @@
-"""Whose gradient was not finite.
+"""Search for the rank whose gradient was not finite.
 
 [Note: Where a NaN is looked for]
-The norm that every step needs shows whether anything is wrong, and costs nothing more. By then the ranks' gradients
-have been summed, though, and the sum does not tell whose it was. So each rank looks at its own gradients as they are
-sent, and keeps the answer on the device: one read of what is sent, no exchange, nothing that the host waits for. It is
-read only when a norm has shown that something is wrong.
+A check of the final gradients, or of their norm, before each step shows that a gradient is not finite. By then the
+gradients of all ranks have been summed, so it does not show which rank it came from. Therefore each rank checks its own
+gradients as they are sent, and keeps the result on the device. This costs one read of the gradients; it neither
+communicates nor makes the host wait. The result is read only after a check of final gradients has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LocalGradientCheck", "whose"]
 
 
 class LocalGradientCheck:
-    """Which gradients of this rank were not finite when they were sent."""
+    """Record of the gradients of this rank that were not finite when they were sent."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -32,17 +32,21 @@ class LocalGradientCheck:
             handle.inspect = partial(_look, bad)
 
     def stop(self) -> None:
-        """Look at nothing from here on."""
+        """Stop checking gradients."""
         for handle in self._handles:
             handle.inspect = None
 
     def forget(self) -> None:
-        """The gradients so far will not be stepped."""
+        """Clear the record of the gradients so far."""
         if self._bad:
             torch._foreach_zero_(self._bad)
 
     def bad(self, among: Collection[str] | None = None) -> list[str]:
-        """Those that were not finite, of the parameters `among`, by handle. The host waits for the device."""
+        """Return the parameters whose gradients were not finite, as one text per handle. The host waits for the device.
+
+        Args:
+            among: names of the parameters to report; None: all.
+        """
         found = []
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
             bad = [handle.members[slot].name for slot, is_bad in enumerate(of_handle.tolist()) if is_bad]
@@ -52,7 +56,7 @@ class LocalGradientCheck:
 
 
 def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
-    """Note in `bad` [slots], on the device, which of some gradients, by slot, are not finite."""
+    """Set the elements of `bad` [slots] whose gradients, given with their slots, are not finite; all on the device."""
     sent = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
     if not sent:
         return
@@ -69,11 +73,11 @@ def _spell(handle: Handle, names: list[str]) -> str:
 
 
 def whose(own: Sequence[str], final: Iterable[str]) -> str:
-    """What to say of gradients that are not finite.
+    """Return the message about gradients that are not finite.
 
     Args:
-        own: of all ranks: whose own gradients were not, a sentence each.
-        final: names of the parameters whose final gradients are not.
+        own: texts of all ranks about their own gradients that were not finite.
+        final: names of the parameters whose final gradients are not finite.
     """
     if own:
         return "; ".join(own)

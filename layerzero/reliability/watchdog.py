@@ -1,4 +1,4 @@
-"""Public function that watches the collectives of a model: :func:`watchdog`."""
+"""Watchdog for late collectives of a model: :func:`watchdog`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ __all__ = ["watchdog"]
 
 
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
-    """Report a collective that is not done after `limit` seconds in the log of every rank.
+    """Log on every rank if a collective has not completed after `limit` seconds.
 
-    The line names the collective, its unit, the step, and the ranks that have not come, with what each of them did
-    last. It comes within 5 s, or a tenth of `limit` if that is more. Nothing is ended: that is for the timeout of the
-    process group. All ranks must call this. It costs two threads, and a request to the store every 1 to 10 s.
+    The line names the collective, its unit, the step, and the missing ranks with the last collective of each. It is
+    logged within 5 s after the limit, or a tenth of `limit` if that is more. The watchdog ends nothing; the timeout of
+    the process group does that. All ranks must call this. It costs two threads, and a request to the store every 1 to
+    10 s.
 
-    On a device :func:`layerzero.shard_model` has started a watchdog with half the timeout of the process group, at most
+    On a device :func:`layerzero.shard_model` starts a watchdog with half the timeout of the process group, at most
     5 minutes. This one replaces it. ``layerzero.watchdog(model).close()`` leaves the model without one.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        limit: seconds from the launch of a collective; longer than a step and a checkpoint take.
+        limit: seconds from the launch of a collective. Choose more than a step or a checkpoint takes.
 
     Raises:
-        RuntimeError: an earlier call of this function watches the model.
+        ValueError: `limit` is not positive.
+        RuntimeError: a watchdog from an earlier call of this function is active.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What a sharded model holds and sends: :func:`memory` and :func:`traffic`."""
+"""Reports of the memory and traffic of a sharded model: :func:`memory` and :func:`traffic`."""
 
 from __future__ import annotations
 
@@ -22,29 +22,37 @@ __all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
 class MemoryReport:
     """Bytes on this rank, by kind.
 
-    Kinds: ``zero1_shard`` (masters; 0 where they lie inside the ZeRO-3 shard), ``zero3_shard`` (compute weights),
-    ``full_buffer`` (gathered units, and what `reshard_after_forward` keeps of them), ``idle_buffer`` (memory that these
-    take turns in, while none is there; at most the root's, one unit's, those of the units gathered ahead of it, and
-    those that stay), ``accumulator``, ``host_accumulator`` (of `offload_grads`, in host memory), ``gradient_shard`` (0
-    if it is inside the accumulator, until a backward that begins without zero_grad copies it),
-    ``reduce_buffer`` (scratch that is reused: what lands, is sent and is received), ``optimizer`` (measured only). With
-    `offload_optimizer` there are ``host_zero1_shard``, ``host_gradient_shard`` and ``host_optimizer`` in host memory,
-    with `offload_params` ``host_zero3_shard``, and 0 of these on the device.
+    Kinds on the device:
 
-    Where the ranks of a node share memory, each counts its own part of it: its ZeRO-3 shard, and the gradients that
-    others read, in ``reduce_buffer`` and, where ``"full"`` accumulates, ``accumulator``.
+    - ``zero1_shard``: masters; 0 if they are inside the ZeRO-3 shard
+    - ``zero3_shard``: compute weights
+    - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`
+    - ``idle_buffer``: cached memory of full buffers that are freed; at most that of the root, one unit, the units
+      gathered ahead of it, and the units that stay gathered
+    - ``accumulator``: accumulated gradients
+    - ``gradient_shard``: final gradients; 0 if they are inside the accumulator, until a backward that begins without
+      zero_grad copies them
+    - ``reduce_buffer``: reused scratch buffers of gradients that arrive, are sent and are received
+    - ``optimizer``: optimizer state, measured only
+
+    Kinds in host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The kinds on the device
+    that these replace are then 0.
+
+    If the ranks of a ZeRO-3 group share memory, each rank counts its own part: its ZeRO-3 shard, and the gradients that
+    other ranks read. These are in ``reduce_buffer``, and with ``accumulation="full"`` in ``accumulator``.
 
     Attributes:
-        predicted: by formula, from the layouts and settings, for a model between two steps, the second one or a later
-            one, whose units are called one after the other in the order of their registration. Measured may be more,
-            in ``reduce_buffer``, where units are not (their gradients land at the same time), or where parameters were
-            unfrozen; less before the first backward that reduces, as ``reduce_buffer`` is allocated when it is used.
-        measured: of the storages that exist now.
-        predicted_peak: the most bytes on the device at any time in a step, with the optimizer's as they are measured.
-        measured_peak: the most so far, as the model's own pools count them. Activations, and what an optimizer or
-            torch allocates for a moment, are not in it.
-        node: bytes that the ranks of the node share, all their parts and some pages for signals, as the system counts
-            them: one number for the node, which each of its ranks reports. 0 where they exchange.
+        predicted: by formula, from layouts and settings. It holds between two steps, from the second step on, if units
+            are called one after the other in the order of their registration. Measured ``reduce_buffer`` may be larger
+            if calls of units interleave (their gradients arrive at the same time) or parameters were unfrozen. It is
+            smaller before the first backward that reduces, because it is allocated on first use.
+        measured: bytes of the storages that exist now.
+        predicted_peak: most bytes on the device at any time in a step, with the measured bytes of the optimizer.
+        measured_peak: most bytes so far, as counted by the model's own pools. Activations and temporary allocations of
+            torch or the optimizer are not included.
+        node: bytes of the shared memory of the ZeRO-3 group, as counted by the system: the parts of all ranks and some
+            pages of counters. Each rank reports the same number; 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
@@ -74,20 +82,21 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """What this rank has sent since the last reset.
+    """Collectives and bytes that this rank has sent since the last reset.
 
     Attributes:
-        calls: by exchange: ``gather``, ``regather`` (for a backward, among as many ranks as `reshard_after_forward`
-            says), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte a parameter), ``order``
-            (16 bytes whenever units are called in another order than before), ``norm``, ``unshard``, ``broadcast``,
-            ``collect`` and ``hand_back`` (whole parameters, to their owners and back, inside the node).
-            Where the ranks of a node share memory, ``node_sum`` takes the place of ``hop1``, and there are no gathers;
+        calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks that
+            `reshard_after_forward` gives), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte per parameter),
+            ``order`` (16 bytes whenever units are called in a new order), ``norm``, ``unshard``, ``broadcast``,
+            ``collect`` and ``hand_back`` (full parameters, to their owners and back, inside the ZeRO-3 group).
+            If the ranks of a ZeRO-3 group share memory, ``node_sum`` replaces ``hop1``, there are no gathers, and
             ``hand_over`` counts the refreshes.
-        bytes: by exchange; of ``node_sum``, those that this rank has read in the memory of others.
-        bytes_by_axis: by axis: ``zero3`` (inside a node), ``replica`` (between nodes), ``control`` (the few bytes of
-            ``agree`` and ``order``, on the CPU), ``across`` (of further axes, such as tensor parallel ones).
-        predicted: by exchange, of gathers, reductions and refreshes: by formula, for as many calls, where each of the
-            handles has been called as often as the others.
+        bytes: bytes sent, by collective; for ``node_sum``, bytes that this rank has read from other ranks' memory.
+        bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
+            ``control`` (the few bytes of ``agree`` and ``order``, on the CPU), ``across`` (model-parallel axes, such as
+            those of tensor parallelism).
+        predicted: bytes by collective, for gathers, reductions and refreshes: by formula, for the same number of calls,
+            if all handles have been called equally often.
     """
 
     calls: dict[str, int]
@@ -106,9 +115,9 @@ class TrafficReport:
 
 
 def memory(model: nn.Module) -> MemoryReport:
-    """Predicted and measured bytes of a sharded model on this rank, by kind.
+    """Return the predicted and measured bytes of a sharded model on this rank, by kind.
 
-    For a module that holds sharded models, returns sums. The sum of their peaks is at least the peak of all.
+    For a module that contains sharded models, returns sums. The sum of their peaks is an upper bound of the peak.
 
     Example::
 
@@ -155,10 +164,10 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
-    """Calls and bytes that this rank has sent, by exchange and axis; `reset` starts the next count at zero.
+    """Return the calls and bytes that this rank has sent, by collective and axis; `reset` sets the counters to zero.
 
-    A ring or a direct exchange sends, on an axis of n ranks: gather and refresh n-1 times this rank's shard, hop 1 and
-    hop 2 (n-1)/n of the buffer. For a module that holds sharded models, returns sums.
+    On an axis of n ranks, a ring or direct algorithm sends n-1 times this rank's shard for a gather or refresh, and
+    (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, returns sums.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
     if len(reports) == 1:
@@ -188,7 +197,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of as many calls, if all handles have been called as often."""
+    """Return the predicted bytes of `calls`, for collectives whose number of calls is a multiple of their handles."""
     found: dict[str, int] = {}
     for exchange, places in predicted_traffic(specs_of(runtime.units)).items():
         rounds, rest = divmod(calls.get(exchange, 0), len(places))
@@ -227,7 +236,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
-    """Each once: scratch, and what hop 1 sends."""
+    """Return the pool of scratch buffers, and that of the buffers that hop 1 sends if it is a different one."""
     buffers = runtime.buffers
     return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
 

@@ -1,4 +1,4 @@
-"""What a sharded model holds, sends and waits for, as flat numbers for a logger: :func:`metrics`."""
+"""Memory, traffic and waiting times of a sharded model as flat numbers for a logger: :func:`metrics`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from layerzero.utils.text_tables import seconds, size, table
 
 __all__ = ["metrics"]
 
-_SHOWN = 3  # ranks that were waited for most
-_ALONG = {  # exchanges by the axis that carries them
+_SHOWN = 3  # number of stragglers that are reported
+_ALONG = {  # collectives by the axis that runs them
     "zero3": (*GATHERS, Collective.HOP1, Collective.NODE_SUM, Collective.HAND_OVER),
     "replica": (Collective.HOP2, Collective.REFRESH),
 }
 
 
 class Metrics(dict[str, float]):
-    """Numbers by flat names; printed, a table with units."""
+    """Numbers by flat names; ``str()`` formats them as a table with units."""
 
     def __str__(self) -> str:
         rows = []
@@ -38,30 +38,32 @@ class Metrics(dict[str, float]):
 
 
 def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> Metrics:
-    """This rank's numbers since the last call, with flat names, for TensorBoard, W&B or a log.
+    """Return this rank's numbers since the last call, with flat names, for TensorBoard, W&B or a log.
 
-    Nothing is exchanged, unless ranks are to be compared.
+    Without `compare`, this does not communicate.
 
-    - ``layerzero/memory/KIND``: bytes that are held now; the kinds of :class:`layerzero.MemoryReport`
-    - ``layerzero/bytes/AXIS``: sent to ``zero3`` (the node), ``replica`` (other nodes), ``control``; ``across``: along
-      axes of tensor parallelism
-    - ``layerzero/wait_seconds/EXCHANGE``: that the program has waited for ``gather``, ``regather``, ``hop1``, ``hop2``,
-      ``refresh``, ...; next to nothing on devices, whose streams wait. In shared memory ``hand_over`` takes the place
-      of ``gather`` and ``refresh``: for the others to have read the old weights, and written the new ones
-    - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: of the model's optimizers; a step is skipped where
-      gradients are forgotten that nobody has stepped, as a ``GradScaler`` lets them be
+    - ``layerzero/memory/KIND``: bytes held now, by the kinds of :class:`layerzero.MemoryReport`
+    - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
+      ``control``, and ``across`` (model-parallel axes)
+    - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
+      ``hop2``, ``refresh``, ...; close to zero on devices, where streams wait instead. With shared memory,
+      ``hand_over`` replaces ``gather`` and ``refresh``: the wait until the other ranks have read the old weights and
+      written the new ones
+    - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
+      if gradients are discarded without a step, for example after a ``GradScaler`` has left it out
 
-    And with `compare`, the same on all ranks, where the host waits for exchanges:
+    With `compare`, also these numbers, which are equal on all ranks. They need collectives that the host waits for:
 
-    - ``layerzero/waited_for/rank_N``: seconds that the other ranks have waited longer than rank N, as their median; of
-      the three ranks with the most. Who comes late again and again waits least, as all others wait for it
-    - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: of the group on each axis that is slowest, what even the rank
-      that came last has waited: what the link takes, whoever is late
+    - ``layerzero/waited_for/rank_N``: median waiting time of the other ranks minus that of rank N, in seconds, for the
+      three ranks with the largest values. A rank that is regularly late waits least, because all others wait for it
+    - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: shortest waiting time of any rank in a group, in seconds, for
+      the slowest group of each axis. It is the time of the transfer, because the rank that arrives last waits only for
+      the link
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        reset: begin the next count at zero, that of :func:`layerzero.traffic` as well.
-        compare: look for stragglers and slow links. All ranks must call this then.
+        reset: set the counters to zero, also those of :func:`layerzero.traffic`.
+        compare: look for stragglers and slow links. All ranks must then call this.
 
     Example::
 
@@ -104,7 +106,11 @@ def _compared(runtime: LayerZeroState, ledger: TrafficCounters) -> dict[str, flo
 
 
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
-    """The ranks that others wait for, by what each has waited itself."""
+    """Return the excess of the other ranks' median waiting time, by rank, for the ranks with the largest excess.
+
+    Args:
+        waited: seconds that each rank has waited.
+    """
     late: dict[int, float] = {}
     for rank, own in waited.items():
         others = [waits for other, waits in waited.items() if other != rank]

@@ -1,4 +1,4 @@
-"""What a model did, and when: :func:`trace`."""
+"""Timeline of a sharded model as a Chrome trace: :func:`trace`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 _COMPUTE_ROW = "units"
 _SUMS_ROW = "sums, {} axis"
 _FORMAT = 1  # of the file's "layerzero" part
-_PATIENCE = 5.0  # seconds for exchanges in flight when a process ends whose trace ended with an exception
+_PATIENCE = 5.0  # seconds to wait for collectives in flight at process exit, if the traced code raised
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One thing that this rank's host did, by its start. Times are microseconds since the trace began.
+    """One event on this rank's host. Times are microseconds since the trace began.
 
     Attributes:
-        kind: ``"begin"`` and ``"end"`` of a span, ``"launch"`` of an exchange, ``"wait"`` for one, ``"add"`` of what
-            one has brought.
-        name: the unit, ``"optimizer"``, or ``""`` where an exchange serves no unit.
-        start, end: of what the host did; of a span's begin and end they are equal.
-        phase: of a span: ``"forward"``, ``"backward"`` or ``"update"``.
-        number: of an exchange, in the order of launches: its launch, its wait and its add have the same one.
-        exchange, axis: as in :func:`layerzero.traffic`.
-        lane: the communicator; exchanges of a lane are issued in the same order on all of its ranks.
-        ranks: on the lane.
-        bytes: that this rank sends, as in :func:`layerzero.traffic`.
-        completed: of a launch: when the exchange was done; None if it was not when the body of the trace raised.
-        beside: done by a thread of layerzero's, while the program went on.
+        kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for one, or ``"add"``: the
+            addition of received gradients.
+        name: the unit, ``"optimizer"``, or ``""`` if a collective belongs to no unit.
+        start, end: start and end of the event on the host; equal for the begin or end of a span.
+        phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
+        number: number of a collective in launch order, shared by its launch, wait and add.
+        exchange, axis: collective and axis, as in :func:`layerzero.traffic`.
+        lane: name of the communicator; its collectives are launched in the same order on all of its ranks.
+        ranks: number of ranks of the communicator.
+        bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
+        completed: for a launch, time at which the collective completed; None if the traced code raised before that.
+        beside: True if a background thread did it while the program continued.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class TraceEvent:
 
 
 class Trace:
-    """What :func:`trace` yields.
+    """Result of :func:`trace`.
 
     Attributes:
-        path: of this rank's file.
-        events: in the order in which they began, which is that of the program, but for what was done beside it; empty
-            until the context is left.
+        path: path of this rank's file.
+        events: events by start time, which is program order except for background threads; empty until the context
+            is left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,29 +77,29 @@ class Trace:
 
 @contextmanager
 def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.json") -> Iterator[Trace]:
-    """Record what a sharded model does inside the context, and write it as a Chrome trace when the context is left.
+    """Record the timeline of a sharded model inside the context, and write a Chrome trace when the context is left.
 
-    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process; its rows are the forwards and
-    backwards of units, nested as they call each other, the optimizer's update, one row for each communicator, and on
-    gloo one for what is added up on each axis. Exchanges are named for what they do and for whom: ``gather blocks.0``.
-    Times are absolute, so that the ``traceEvents`` of several ranks' files may be joined into one list.
+    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process. Its rows are: forwards and backwards
+    of units, nested by calls, with the optimizer's update; one row for each communicator; and on gloo one row for the
+    additions on each axis. Collectives are named by kind and unit, such as ``gather blocks.0``. Times are absolute, so
+    you can join the ``traceEvents`` of several ranks' files into one list.
 
-    On the CPU a bar of an exchange ends when its data have arrived, and begins when it was launched or the one before
-    it on its row has ended. On an accelerator all times are those at which the stream that computes gets there: an
-    exchange ends where that stream no longer waits for it. When the context is left, exchanges that were launched
-    inside are waited for. Recording costs some tens of microseconds and a few hundred bytes an event: trace a few
-    steps, not a run.
+    On the CPU the bar of a collective ends when its data have arrived. It begins when the collective was launched, or
+    when the previous one on its row has ended, whichever is later. On an accelerator all times are those of the compute
+    stream: a collective ends when that stream no longer waits for it. Leaving the context waits for collectives that
+    were launched inside. Recording costs some tens of microseconds and a few hundred bytes per event, so trace a few
+    steps, not a full run.
 
-    The same file holds the schedule, under the key ``"layerzero"``: every event by its start, for
-    ``layerzero simulate`` or a script of yours.
+    The file also holds the schedule, under the key ``"layerzero"``: every event by start time, for
+    ``layerzero simulate`` or your own script.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        path: where to write; ``{rank}`` in it stands for the global rank. Ranks need not all trace, but those that do
-            need a file each.
+        path: path of the file; ``{rank}`` in it is replaced by the global rank. Not all ranks need to trace, but each
+            rank that does needs its own file.
 
     Yields:
-        A :class:`Trace`, whose `events` are there when the context is left.
+        A :class:`Trace`, whose `events` are set when the context is left.
 
     Raises:
         FileNotFoundError: the folder of `path` does not exist.
@@ -119,7 +119,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     observer = runtime.observer
     if observer.recorder is not None:
         raise RuntimeError("layerzero.trace is already active for this model")
-    observer.end_all()  # ranges of torch's profiler that this recorder has not seen begin
+    observer.end_all()  # end profiler ranges that began before this recorder
     recorder = observer.recorder = TraceRecorder(Clock.of(runtime.mesh_info.device))
     completed = False
     try:
@@ -130,7 +130,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
         observer.recorder = None
         if completed:
             recorder.drain()
-        else:  # other ranks may never come
+        else:  # other ranks may never arrive
             atexit.register(recorder.drain, _PATIENCE)
         result.events = _events(recorder)
         _write(result, runtime.mesh_info, rank, recorder.clock.epoch)
@@ -139,7 +139,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     time = recorder.clock.microseconds
     marks = recorder.marks
-    if recorder.clock.sees_other_threads:  # each thread's marks are in its order
+    if recorder.clock.sees_other_threads:  # marks are in order only within each thread
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
     number = {flight: place for place, flight in enumerate(launched)}
@@ -189,13 +189,13 @@ def _write(result: Trace, topology: MeshInfo, rank: int, epoch: float) -> None:
             "schedule": [_sparse(event) for event in result.events],
         },
     }
-    whole = result.path.with_name(f"{result.path.name}.{os.getpid()}.part")  # nobody reads half a file
+    whole = result.path.with_name(f"{result.path.name}.{os.getpid()}.part")  # so that readers never see a partial file
     whole.write_text(json.dumps(content))
     whole.replace(result.path)
 
 
 def _sparse(event: TraceEvent) -> dict[str, Any]:
-    """Without what has its default value."""
+    """Return the fields of an event that differ from their defaults."""
     told = ((field, getattr(event, field.name)) for field in fields(event))
     return {field.name: value for field, value in told if value != field.default}
 
@@ -234,10 +234,10 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
 
 
 def _exchange_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
-    """Bars that do not overlap on a row, which viewers would take for nested ones."""
+    """Yield bars that do not overlap on a row, because viewers would show overlapping bars as nested."""
     trace_end = max((max(event.end, event.completed or 0.0) for event in events), default=0.0)
     launches = [event for event in events if event.kind == "launch"]
-    free: dict[str, float] = {}  # by lane: when the bar before ends
+    free: dict[str, float] = {}  # by communicator: end of its previous bar
     for event in sorted(launches, key=lambda event: trace_end if event.completed is None else event.completed):
         end = trace_end if event.completed is None else event.completed
         start = min(end, max(event.start, free.get(event.lane, 0.0)))

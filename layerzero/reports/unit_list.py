@@ -22,7 +22,7 @@ class UnitParameter:
         name: the first of its names in the model.
         shape: full shape of the parameter.
         dtype: dtype of the master.
-        requires_grad: whether it is trained.
+        requires_grad: True if the parameter is trained.
         rows: range of dim 0 whose masters are on this rank; a 0-dim parameter has one row.
         local_numel: number of elements in these rows.
     """

@@ -1,1 +1,1 @@
-"""Everything that `shard_model` does: settings, units, meshes, initial values, module methods."""
+"""Implementation of `shard_model`: settings, units, meshes, initial values, module methods."""

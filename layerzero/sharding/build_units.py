@@ -1,4 +1,4 @@
-"""Turns the plan of a unit into the unit: memory, initial values, handles."""
+"""Construction of units from their definitions: checks, memory, initial values, handles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ InitFn = Callable[[nn.Module], None]
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
-    """Everything about a model and its settings that must be equal on all ranks of it."""
+    """Return the properties of a model and its settings that must be equal on all of its ranks, by name."""
     fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -76,7 +76,10 @@ def settings_to_compare(
 
 
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
-    """Which parts of the parameters on axes beside the root's mesh this rank has: equal on the ranks of that mesh."""
+    """Return this rank's model-parallel coordinates for the DTensors of units on the root's mesh, by name.
+
+    They must be equal on the ranks of that mesh.
+    """
     return {
         f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
         for plan in plans
@@ -86,7 +89,7 @@ def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
 
 
 def check_buffers(plans: Sequence[UnitDefinition]) -> None:
-    """Every buffer can be sent to the other ranks."""
+    """Raise if a buffer cannot be broadcast from rank 0."""
     for plan in plans:
         for module, module_name in plan.modules.items():
             for name, buffer in module._buffers.items():
@@ -109,7 +112,7 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """There is something to encode."""
+    """Raise if `gather_codec` is set, but no parameter computes in a dtype that it encodes."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans
@@ -125,7 +128,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
 def agree_on_codec(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise on every rank of a mesh where codecs of one class would send unequal numbers of bytes."""
+    """Raise on all ranks of a mesh if their codecs would send different numbers of bytes."""
     if config.gather_codec is None:
         return
     size = site.mesh_info.zero3_size
@@ -173,11 +176,15 @@ def plan_handles(
     averaged: int,
     has_face: Callable[[nn.Parameter], bool],
 ) -> list[HandleSpec]:
-    """The handles of a unit: one or several for each kind of parameters. Nothing is allocated.
+    """Return the specs of a unit's handles, without allocating memory.
+
+    A kind of parameters is a dtype, trainable or frozen, with or without a model-parallel spec. Each kind has one or
+    more handles. Each parameter with an all-gather extension has its own handle.
 
     Args:
-        averaged: ranks over whose batches the loss is a mean: those of the root, whatever the unit is sharded over.
-        has_face: a parameter is on axes beside the data-parallel ones.
+        averaged: number of data-parallel ranks of the root, over which gradients are averaged, whatever mesh the unit
+            is sharded over.
+        has_face: returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
@@ -203,7 +210,7 @@ def plan_handles(
         layouts = plan_layouts(
             [
                 (found.name, tuple(local_part(found.parameter).shape) or (1,)) for found in members
-            ],  # a 0-dim one is a row
+            ],  # a 0-dim parameter is one row
             num_shards=where.grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
@@ -259,9 +266,9 @@ def build_unit(
     node: Node | None,
     param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[UninitializedTensor]]:
-    """The unit of a plan, its parameters replaced in the model, and what its initialisation has left unwritten.
+    """Build a unit, replace its parameters in the model, and return it with the tensors that are still unwritten.
 
-    No more than this unit is ever whole.
+    Units are built one after the other, so that only one of them has full tensors at a time.
     """
     topology = site.mesh_info
     policy = config.policy_of(plan.name, plan.called[0])
@@ -275,7 +282,7 @@ def build_unit(
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
     root_stays = not plan.name and device_module(topology.device) is not None
-    # Also where this node shares memory: another one may not, and all ranks make the same groups.
+    # Also created with shared memory: other ZeRO-3 groups may not have it, and all ranks must create the same groups.
     keeping = None if root_stays or isinstance(reshards, bool) else topology.subgroup_comm(reshards)
     gathers = RankTraits.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
     travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
@@ -298,7 +305,7 @@ def build_unit(
         for each in planned
     ]
     for found in plan.parameters:
-        # Whoever still holds the old parameter holds no memory with it.
+        # User code may keep a reference to the old parameter; it must not keep its memory.
         nothing = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
         if isinstance(found.parameter, DTensor):
             found.parameter._local_tensor = nothing
@@ -328,7 +335,7 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
 def _original(
     found: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
-    """What a handle is made of: the part of a parameter that this rank holds, its owners, and its face."""
+    """Return this rank's local part of a parameter, its owners, and its model-parallel spec, as `Handle` takes them."""
     whole, part = found.parameter, found.parameter
     if isinstance(whole, DTensor):
         part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
@@ -364,7 +371,7 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
 
 
 def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialise on every rank of the model, or raise on every one."""
+    """Materialise the unit, or raise on all ranks of the model if one of them fails."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
         _materialise(plan, device, param_init_fn)
@@ -378,7 +385,7 @@ def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: I
 
 
 def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
-    """Give meta parameters and buffers memory and values; move buffers to the device."""
+    """Allocate and initialise parameters and buffers that are on meta; move other buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
     for index, found in enumerate(plan.parameters):
         if found.parameter.is_meta:
@@ -404,7 +411,7 @@ def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: Init
 
 
 def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Replace floating-point buffers by cast ones; return those that had another dtype."""
+    """Cast floating-point buffers to `dtype`; return those that had another dtype."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

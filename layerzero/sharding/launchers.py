@@ -9,11 +9,11 @@ __all__ = ["connections_warning", "restart_warning"]
 
 
 def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why torchrun's restarts of this run will fail; None if they will not, or there will be none.
+    """Return a warning if torchrun's restarts of this run will fail, else None.
 
-    From torch 2.13 on, the store in which the ranks meet is the launcher's, and outlives them: at a restart the process
-    groups, gloo's at least, find the addresses of dead processes in it. It is torch's `init_process_group` that fails
-    then, which nothing here comes before.
+    From torch 2.13 on, the rendezvous store belongs to the launcher and outlives the ranks. After a restart, process
+    groups (at least those of gloo) find the addresses of dead processes in it. torch's `init_process_group` then fails,
+    before any code of this package runs.
     """
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdigit() or int(restarts) == 0 or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,10 +1,11 @@
-"""Memory that nothing has written: of a model built on meta, and of no initialisation, load or assignment.
+"""Detection of uninitialised tensors in a model that was built on the meta device.
 
 [Note: Marked memory]
-Fresh memory may look like weights, and a model would train on it without a word. So what was on meta gets memory full
-of a mark that no computation leaves behind. What still bears it was written by nobody, however writing is done (in
-place, ``.data``, a kernel). One look after the initialisation, once rank 0's values are everywhere, tells what is left.
-A load, or the user, may still write it until the first forward, which looks again.
+Uninitialised memory may look like weights, and a model would train on it without an error. So tensors that were on meta
+get memory that is filled with a sentinel which no computation produces. A tensor that still has the sentinel was never
+written, by whatever means (in place, ``.data``, a kernel). The first check runs after initialisation, once rank 0's
+values have been broadcast. A load, or the user, may still write the tensors it finds until the first forward, which
+checks them again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SHOWN = 8  # names in an error
 
 @dataclass(frozen=True, eq=False)
 class UninitializedTensor:
-    """A parameter, or a buffer of a module, that was left as it was when a model on meta had been initialised."""
+    """A parameter or buffer that was on meta and that initialisation may leave unwritten."""
 
     name: str  # fully qualified
     owner: nn.Module
@@ -35,21 +36,21 @@ class UninitializedTensor:
 
     @property
     def is_in_states(self) -> bool:
-        """Loading a state writes it."""
+        """True if loading a state dict writes the tensor."""
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
     def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
-        """Nothing has written it since, as far as this rank holds it."""
+        """Return whether this rank's part of the tensor is still unwritten."""
         held = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
         if held is None:
             return False
-        # A cast may have made another NaN of the mark.
+        # A cast may have turned the sentinel into a different NaN.
         return bool(held.isnan().any()) if _is_inexact(held) else has_sentinel(held)
 
 
 @torch.no_grad()
 def fill_sentinel(fresh: Tensor) -> None:
-    """Fill a tensor of any dtype with the mark: a NaN, or an unlikely integer."""
+    """Fill a tensor of any dtype with the sentinel: a NaN, or an unlikely integer."""
     if _takes_mark(fresh):
         bits = _bits(fresh)
         bits.fill_(_mark_of(fresh, bits))
@@ -57,7 +58,7 @@ def fill_sentinel(fresh: Tensor) -> None:
 
 @torch.no_grad()
 def has_sentinel(tensor: Tensor) -> bool:
-    """It has elements that nothing has written; all of them, where an element has too few bits for a mark."""
+    """Return whether the tensor has unwritten elements; for integers and 1-byte dtypes, whether all are unwritten."""
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
@@ -68,7 +69,7 @@ def has_sentinel(tensor: Tensor) -> bool:
 def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
-    """What the first forward calls, on all ranks: raises while something is still unwritten."""
+    """Return a check for the first forward: all ranks call it, and all raise if a tensor is still unwritten."""
 
     def refuse() -> None:
         left = [each for each in unwritten if each.is_left(members)]

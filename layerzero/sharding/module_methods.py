@@ -1,4 +1,4 @@
-"""What a sharded model can be told through methods of its own, as models under torch's wrappers can."""
+"""Functions for training loops that are also methods of a sharded model and its units, as in FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Only accumulate: backwards inside exchange nothing between nodes, and leave ``.grad`` unfinished.
+    """Accumulate gradients inside the context without reducing them across replicas; ``.grad`` is not final.
 
-    What counts is where ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces all that has
-    been accumulated. With ``accumulation="sharded"`` gradients are still reduced inside the node.
+    The context must be active while ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces
+    the accumulated gradients. With ``accumulation="sharded"`` gradients are still reduced inside the ZeRO-3 group.
 
     Example::
 
@@ -51,7 +51,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
                 (model(batch) / len(batches)).backward()
 
-    A sharded model has it as a method, too, as under DDP: ``with model.no_sync():``. For a module that holds sharded
+    A sharded model also has it as a method, like DDP: ``with model.no_sync():``. For a module that contains sharded
     models, it applies to all of them.
     """
     before = [(runtime, runtime.scheduler.requires_gradient_sync) for runtime in get_states(model).values()]
@@ -111,9 +111,9 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Whether the backwards from here on reduce; False is as :func:`no_sync`, until it is set again.
+    """Set whether later backwards reduce gradients, until the next call; False works like :func:`no_sync`.
 
-    Bound to a sharded model, ``model.set_requires_gradient_sync(is_last)``, for loops that are written for FSDP2.
+    A sharded model also has it as a method, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -275,18 +275,19 @@ def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a sharded model or unit compute with its parameters, as ``forward`` does.
 
-    While it runs, the parameters of that unit are gathered; those of others are where their own forwards run. Inputs
-    and outputs are cast as `mp_policy` says, gradients flow through what it returns, and hooks on forwards are not run.
-    All ranks must call it as they call forwards: those of a node call the same units in the same order, so that
-    generation must be as long on all of them (``synced_gpus=True`` in transformers) unless they share memory.
+    While it runs, the parameters of that unit are gathered. Parameters of other units are gathered during their own
+    forwards. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return value, and forward
+    hooks are not run. Like a forward, it is a collective: the ranks of a ZeRO-3 group must call the same units in the
+    same order. Unless they share memory, generation must therefore have the same length on all of them
+    (``synced_gpus=True`` in transformers).
 
     Args:
         module: from :func:`layerzero.shard_model`, or one of its units.
-        method_name: of a method, such as ``"generate"`` or ``"encode"``. Registering it again changes nothing.
+        method_name: name of the method, such as ``"generate"`` or ``"encode"``. Registering it again has no effect.
 
     Raises:
-        AttributeError, TypeError: there is no such method, or it returns before it computes: a generator, a coroutine.
-        ValueError: `module` is no sharded model and no unit of one.
+        AttributeError, TypeError: there is no such method, or it returns before it computes (a generator or coroutine).
+        ValueError: `module` is not a sharded model or a unit of one.
 
     Example::
 
@@ -359,7 +360,7 @@ _OF_UNITS = (
 
 
 def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """As a bound method, which would keep the model for as long as the garbage collector does not run."""
+    """Bind a function to a model by a weak reference: a bound method would be a cycle that keeps the model alive."""
     weak = weakref.ref(model)
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Refuses optimizers that would train nothing."""
+"""Check that refuses optimizers which step sharded parameters without `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook 
 
 
 def guard_optimizers(runtime: LayerZeroState) -> None:
-    """Make every optimizer that steps this model's parameters go through `shard_optimizer`.
+    """Make an optimizer raise if it steps parameters of this model without `shard_optimizer`.
 
-    Sharded parameters stepped on their own would miss the reduction of accumulated gradients and the refresh;
-    parameters from before sharding are no longer the model's.
+    Without it, a step would miss the reduction of accumulated gradients and the refresh of compute weights. An
+    optimizer over the parameters from before sharding would update tensors that the model no longer uses.
     """
     _RUNTIMES.add(runtime)
     _guard_process()
@@ -37,7 +37,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if runtime.closed or optimizer in runtime.optimizers:
             continue
         if any(optimizer.param_groups is sharded.param_groups for sharded in runtime.optimizers):
-            continue  # an optimizer around a sharded one, which it steps; what else it does is seen by the parameters
+            continue  # it wraps a sharded optimizer; other writes of it are detected by the parameters
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 member = runtime.parameters.managed_param(parameter)

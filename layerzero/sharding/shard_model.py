@@ -1,4 +1,4 @@
-"""Shards a model: :func:`shard_model`."""
+"""Sharding of a model in place: :func:`shard_model`."""
 
 from __future__ import annotations
 
@@ -96,50 +96,51 @@ def shard_model(
     """Shard a model in place, and return the same object.
 
     fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020), compute weights over
-    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the true
-    shapes whose local tensors are this rank's rows of the masters; ``.grad`` is their gradient, averaged over all
+    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the original
+    shapes, whose local tensors are this rank's rows of the masters. ``.grad`` is their gradient, averaged over all
     ranks. All ranks must call this with the same model and settings.
 
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
-        mesh: instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or torch's own, of
-            data-parallel ranks: with one axis all of them share the weights, of two the first one is of replicas. Or
-            ``callable(name, module) -> DeviceMesh``, called for each unit, ``""`` being the root: experts are
-            data-parallel over fewer ranks. Parameters may be DTensors on axes beside their mesh (tensor and expert
-            parallel). See ``docs/meshes.md``.
-        zero3_size: S, ranks that share the compute weights; must divide the world. None, without a mesh: the ranks of
-            a node, as torchrun says.
-        units: what is gathered and freed together: module classes (``{Block}``), names of modules or of their
-            classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names, each of which is
-            one unit that is gathered when any of them is called: ``[Block, [model.norm, model.head]]``. A list takes
-            precedence over classes and names. Or ``callable(name, module) -> bool``; where that returns a str, all
-            modules with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or that
+        mesh: data-parallel ranks, instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or a
+            DeviceMesh of torch. On a mesh with one axis, all ranks share the weights. On a mesh with two axes, the
+            first is the axis of replicas. Or ``callable(name, module) -> DeviceMesh``, called for each unit (``""`` is
+            the root), for example for experts that are data-parallel over fewer ranks. Parameters may be DTensors on
+            model-parallel axes (tensor and expert parallel). See ``docs/meshes.md``.
+        zero3_size: S, number of ranks that share the compute weights. It must divide the world size. None, without a
+            mesh: the number of ranks on a node, as torchrun sets it.
+        units: modules that are gathered and freed together: module classes (``{Block}``), names of modules or of their
+            classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names. Each list is one
+            unit that is gathered when any of its modules is called: ``[Block, [model.norm, model.head]]``. A list takes
+            precedence over classes and names. Or ``callable(name, module) -> bool``; if it returns a str, all modules
+            with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or those that
             transformers checkpoints. Or a policy of ``torch.distributed.fsdp.wrap``: a ``ModuleWrapPolicy``, or a
             function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial`` included, such as
             ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None: root only.
-            :func:`layerzero.units` lists what was chosen, and ``print(model)`` marks it.
-        mp_policy: torch's own policy. `param_dtype` (None: as the model is): weights and compute. `reduce_dtype`
-            (None: `param_dtype`): gradients inside the node. `output_dtype`, `cast_forward_inputs`: as in FSDP2,
-            for every unit. Or ``callable(name, module)`` that chooses a policy for each unit; ``""`` is the root, and
-            units of several modules come with their key and the first module. A norm in fp32 between blocks in bf16 is
-            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
-        replica_reduce_dtype: gradients between replicas; None: `reduce_dtype`.
-        buffer_dtype: floating-point buffers are cast to it, once; None: they stay as they are, as integer ones always
-            do. ``state_dict()`` and checkpoints hold them in their original dtype, with the cast values.
-        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None: D, which gives their mean.
-            With 1.0 they are summed: for a loss that is already divided by the tokens of all ranks.
-        accumulation: gradients between micro-batches: ``"sharded"`` keeps N/S fp32 elements and reduces inside the
-            node in each backward; ``"full"`` keeps N fp32 elements and sends nothing until the reducing backward. Or
-            ``callable(name, module)`` that chooses for each unit.
-        offload_grads: between the backwards of a step, accumulators stay in pinned host memory; on the device they
-            take no more than the largest unit's, twice. Copies run beside the backward of the neighbouring unit. With
-            one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay. On
-            the CPU the setting warns, and changes nothing else.
-        offload_optimizer: masters, final gradients and the optimizer's state live in host memory, and the optimizer
-            runs on the CPU: sharded parameters and their ``.grad`` are tensors there. Gradients come down as they are
-            summed up, fresh weights go up as they are refreshed, beside other work. On the device remain compute
-            weights, accumulators and scratch. For element-wise optimizers. On the CPU the setting warns, and changes
-            nothing else.
+            :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
+        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype` (None: dtype of the model): weights and compute.
+            `reduce_dtype` (None: `param_dtype`): gradients inside the ZeRO-3 group. `output_dtype`,
+            `cast_forward_inputs`: as in FSDP2, for every unit. Or ``callable(name, module)`` that returns a policy for
+            each unit; ``""`` is the root, and a unit of several modules is passed as its key and its first module. A
+            norm in fp32 between blocks in bf16 is a unit with
+            ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
+        replica_reduce_dtype: dtype of gradient reduction across replicas; None: `reduce_dtype`.
+        buffer_dtype: dtype that floating-point buffers are cast to, once; None: no cast. Integer buffers are never
+            cast. ``state_dict()`` and checkpoints hold buffers in their original dtype, with the cast values.
+        gradient_divide_factor: divisor of the sum of all ranks' gradients; None: D, which gives their mean. Use 1.0 to
+            sum them, if the loss is already divided by the number of tokens on all ranks.
+        accumulation: gradients between micro-batches. ``"sharded"`` keeps N/S fp32 elements and reduces inside the
+            ZeRO-3 group in each backward. ``"full"`` keeps N fp32 elements and sends nothing until the backward that
+            reduces. Or ``callable(name, module)`` that chooses for each unit.
+        offload_grads: keep accumulators in pinned host memory between the backwards of a step. On the device they take
+            at most twice the size of the largest unit's. Copies overlap with the backward of the neighbouring unit.
+            With one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay on
+            the device. On the CPU the setting warns, and changes nothing else.
+        offload_optimizer: keep masters, final gradients and the optimizer's state in host memory, and run the optimizer
+            on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to the host
+            as they are reduced, and weights to the device as they are refreshed; both overlap with other work. Compute
+            weights, accumulators and scratch buffers remain on the device. For element-wise optimizers. On the CPU the
+            setting warns, and changes nothing else.
         offload_params: keep compute weights in host memory, for models that do not fit otherwise. Each gather first
             copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, the
             device holds gathered units, gradients in flight, and scratch. On the CPU the setting warns, and changes no
@@ -148,34 +149,36 @@ def shard_model(
             machine limits pinned memory; copies are then slower, and the host waits for them. On the CPU nothing is
             pinned.
         reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
-            ``callable(name, module) -> bool | int``: False for the last unit spares the gather that nothing hides. An
-            int, as in FSDP2: until its backward a unit stays sharded over so many neighbouring ranks, a divisor of
-            `zero3_size`, and is gathered among these alone. `zero3_size` itself means True, 1 False.
-        prefetch: units gathered ahead of the one that computes.
-        gather_codec: what travels in gathers instead of weights in bf16 or fp16: :class:`Float8Rows`, half the bytes,
-            or an object of your own with the methods of :class:`GatherCodec`. Forwards and backwards compute with what
-            is decoded; masters stay exact. None: the weights as they are. Where nothing is gathered (one rank, shared
-            memory) it has no effect.
-        shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: ranks of a ZeRO-3 group that are processes of one machine
-            and compute on its CPU share memory instead of sending weights and gradients to each other; the log says
-            if they cannot. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
-        ignored_params: left as they are: whole on every rank, gradients not averaged. ``"unsupported"``: those that are
-            frozen and cannot be sharded: quantised bases under adapters, in integers, 8 bits or tensors of classes of
-            their own. All ranks must have loaded the same. A class with FSDP2's all-gather extension (torchao's float8
-            training) is sharded by the rows of its one inner tensor.
-        ignored_modules: the same for all parameters of these modules: modules, or names as in `units`. Not the model
-            itself, and not all of its parameters: nothing would be sharded.
+            ``callable(name, module) -> bool | int``: False for the last unit avoids a gather that no computation
+            hides. An int, as in FSDP2: between forward and backward a unit stays sharded over that many neighbouring
+            ranks, a divisor of `zero3_size`, and its backward gathers it among these ranks only. `zero3_size` itself
+            means True, 1 means False.
+        prefetch: number of units gathered ahead of the one that computes.
+        gather_codec: encoding of bf16 or fp16 weights in gathers: :class:`Float8Rows`, which halves the bytes, or your
+            own object with the methods of :class:`GatherCodec`. Forwards and backwards compute with the decoded
+            weights; masters stay exact. None: no encoding. If nothing is gathered (one rank, shared memory), it has no
+            effect.
+        shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: if the ranks of a ZeRO-3 group are processes of one machine
+            and compute on its CPU, they share memory instead of sending weights and gradients to each other. The log
+            says if they cannot. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
+        ignored_params: parameters that are not sharded: they stay full on every rank, and their gradients are not
+            averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantised bases under
+            adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same values. A class
+            with FSDP2's all-gather extension (torchao's float8 training) is sharded by the rows of its one inner
+            tensor.
+        ignored_modules: modules, or names as in `units`, whose parameters are all ignored in the same way. The model
+            itself, or modules that hold all of its parameters, are an error: nothing would be sharded.
         sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
-            parallelism: each part, and each plain buffer, from the first rank that has it; copies of parameters from
-            the first of all.
-        param_init_fn: ``fn(module)`` that initialises the own parameters and buffers of a module that was built on
-            the ``meta`` device and has just been given memory; by default its ``reset_parameters()``. Called for
-            one unit after the other, so that no more than one is ever whole. What it leaves unwritten must be loaded or
-            assigned before the first forward, which raises otherwise.
+            parallelism, each part and each plain buffer comes from the first rank that has it. Replicated parameters
+            come from the first rank of the model.
+        param_init_fn: ``fn(module)`` that initialises a module's own parameters and buffers, after a module on the
+            ``meta`` device has been given memory; by default its ``reset_parameters()``. It is called for one unit
+            after the other, so that at most one unit has full tensors at a time. Values that it leaves unwritten must
+            be loaded or assigned before the first forward, which raises otherwise.
 
     Raises:
         TypeError, ValueError: a bad setting, an unsupported parameter, a model that is sharded already, or ranks
-            that disagree; checked before the first collective, and never a hang.
+            that disagree. All of this is checked before the first collective, so ranks raise and do not hang.
         RuntimeError: torch.distributed is not initialised, or another rank failed here.
 
     Example::
@@ -254,7 +257,7 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the runtime, units and handles of the plans. All ranks of the model must call this, with equal plans."""
+    """Build the state, units and handles of the plans. All ranks of the model must call this, with equal plans."""
     everyone, sites = meshes_of_units(further, groups)
     topology = everyone.mesh_info
     if not topology.zero3_reduce_comm.held_group.is_local:
@@ -288,7 +291,7 @@ def _build(
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     runtime = LayerZeroState(model, units_built, config, everyone, buffers, ignored)
     runtime.parameters.remember_origins(origins)
-    # Each rank's own initialisation may have left something else: then all of them look.
+    # Without sync_module_states, ranks may have left different tensors unwritten, so all of them must check.
     if unwritten or (was_on_meta and not config.sync_module_states):
         runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, everyone.ranks))
     return runtime
@@ -306,7 +309,7 @@ def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size:
 
 
 def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
-    """To its users, and not to other wrappers and optimizers."""
+    """Register the hooks, guards and methods of a sharded model, log its size, and start its watchdog."""
     register_hooks(runtime)
     guard_optimizers(runtime)
     guard_wrappers()

@@ -1,4 +1,4 @@
-"""What a model has in the memory of its node."""
+"""Shared memory of a model: the ranks of a ZeRO-3 group on one machine map one segment."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ from layerzero.estimates.specs import HandleSpec, RankTraits
 
 __all__ = ["Node", "share_node"]
 
-_MORE = 5  # buffers of each handle that there is an address for, beside what is foreseen
+_MORE = 5  # address space reserved for each handle beyond the predicted buffers, in full gradients
 
 
 @dataclass(frozen=True)
 class Node:
-    """The memory of a node, as a model uses it."""
+    """Shared segment of a ZeRO-3 group, and the parts of it that a model uses for weights and gradients."""
 
     memory: SharedSegment
     weights: WriteBarrier
     outgoing: SharedBufferPool
 
     def keep(self, numel: int, dtype: torch.dtype) -> NodePlace:
-        """A place for a sum that hop 1 sends."""
+        """Return gradient storage [numel] in shared memory, from which hop 1 sends."""
         return NodePlace(numel, dtype, self.outgoing)
 
 
 def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
-    """The node's memory for these handles; None on all of its ranks where they exchange. All of them must call this."""
+    """Map shared memory for these handles, or return None on all ranks of the ZeRO-3 group if they do not share memory.
+
+    All ranks of the group must call this.
+    """
     lane = topology.zero3_reduce_comm
     if config.shared_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
         return None

@@ -1,4 +1,4 @@
-"""What a training loop says about its passes."""
+"""Functions that a training loop calls around its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["gathered", "no_sync", "refresh", "register_forward_method", "set_req
 
 
 def refresh(model: nn.Module) -> None:
-    """Carry the masters to the compute weights of all replicas. All ranks must call this.
+    """Refresh the compute weights of all replicas from the masters. All ranks must call this.
 
-    Edits through a sharded parameter are noticed and carried at the next forward; this is for changes that nothing
-    can notice, such as a write through a raw pointer.
+    Writes through a sharded parameter are detected, and the next forward refreshes them. Call this after writes that
+    cannot be detected, such as a write through a raw pointer.
     """
     get_state(model).refreshes.launch()

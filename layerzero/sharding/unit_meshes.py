@@ -1,4 +1,4 @@
-"""Which mesh a model, and each of its units, is sharded over; and what lies beside it."""
+"""Meshes that a model and each of its units are sharded over, and their model-parallel axes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ MeshOf = Callable[[str, nn.Module], DeviceMesh]
 
 
 def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """What the model is sharded over, but for units that are told otherwise.
+    """Return the mesh of the root, which units without their own mesh also use.
+
+    Without `mesh`, it covers all ranks. If parameters are DTensors on a submesh, it covers the ranks that have this
+    rank's coordinates on that submesh.
 
     Raises:
-        TypeError, ValueError: what was given cannot be that.
+        TypeError, ValueError: `mesh` or `zero3_size` is invalid, both are given, or parameters are DTensors on a
+            submesh and neither is given.
     """
     if mesh is not None and zero3_size is not None:
         raise ValueError("give either mesh or zero3_size")
@@ -56,7 +60,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
-    """What each unit is sharded over: the mesh that `mesh` returns for it, or the root's."""
+    """Return a function that maps a unit to its mesh: the one that the callable `mesh` returns, or the root's."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
 
@@ -76,14 +80,14 @@ def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceM
 
 
 def _first_beside(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
-    """Of the first parameter that is a DTensor, but not on several of `ranks`."""
+    """Return the mesh of the first DTensor parameter whose mesh has at most one of `ranks`, or None."""
     parameters: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else []
     found = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
     return next((p.device_mesh for p in found if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
 
 
 def _around(beside: DeviceMesh) -> list[int]:
-    """The ranks at this one's place of `beside`, a part of a larger mesh."""
+    """Return the ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks; sorted."""
     whole = beside._get_root_mesh()
     if whole.size() != dist.get_world_size():
         raise ValueError(
@@ -92,7 +96,7 @@ def _around(beside: DeviceMesh) -> list[int]:
         )
     table, mine = whole.mesh, whole.get_coordinate()
     assert mine is not None
-    names = whole.mesh_dim_names or ()  # a part of a mesh has been taken out by name
+    names = whole.mesh_dim_names or ()  # a mesh with submeshes has named axes
     for axis in reversed(range(whole.ndim)):
         if names[axis] in (beside.mesh_dim_names or ()):
             table = table.select(axis, mine[axis])
@@ -103,12 +107,13 @@ Further = dict[DeviceMesh, DeviceMesh | None]
 
 
 def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
-    """By the mesh of units: the axes beside it on which their parameters are DTensors. The root's first.
+    """Return, by the mesh of units, the model-parallel mesh of their DTensor parameters or None. The root's is first.
 
     Raises:
-        ValueError: some are on other axes than others, or on none where those of their unit are.
+        ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
+            root's mesh has both DTensors and trainable plain parameters.
     """
-    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # and the name of the first such parameter
+    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # with the name of the first DTensor parameter
     for plan in plans:
         for each in plan.parameters:
             plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
@@ -136,7 +141,7 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
 def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare what must be equal with the ranks beside the root's; what is wrong, on any of them, is returned."""
+    """Compare `fields` over the model-parallel axes of the root; return the failure of any of their ranks, or None."""
     axes = _first_beside(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
@@ -149,24 +154,24 @@ def agree_model_parallel(
 
 @dataclass(frozen=True, eq=False)
 class UnitMesh:
-    """Where some units are sharded."""
+    """Mesh that some units are sharded over, with the model-parallel axes of their parameters."""
 
     ranks: ModelRanks
     mesh_info: MeshInfo
-    model_parallel: ModelParallelAxes | None  # the axes on which their parameters are DTensors, if there are any
-    holds_copies: bool  # plain parameters are copies on each of those axes; else they may differ there
+    model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
+    holds_copies: bool  # plain parameters are equal along the model-parallel axes; otherwise they may differ
 
     def has_face(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
     def face_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
-        """See [Note: Faces]."""
+        """Return the model-parallel spec of a parameter, or None; see [Note: Faces]."""
         if self.model_parallel is None or not self.has_face(parameter):
             return None
         return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
-        """Give the values that the first of all ranks with the same part has to all of these."""
+        """Broadcast this rank's part of a parameter from the first of all ranks that hold the same part."""
         face = self.face_of(parameter)
         copied = (
             ()
@@ -177,7 +182,7 @@ class UnitMesh:
         self.send(local_part(parameter).detach(), across)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
-        """Give a tensor of the first rank to all data-parallel ones, and to those `across`."""
+        """Broadcast a tensor in place from the first rank to all data-parallel ranks, and over `across`."""
         lanes = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
         if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
             return
@@ -189,7 +194,10 @@ class UnitMesh:
 
 
 def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
-    """Where the units of a model are sharded, by mesh; the root's first. All ranks of the model must call this."""
+    """Return the ranks of a model, and the `UnitMesh` of each mesh, the root's first.
+
+    All ranks of the model must call this.
+    """
     root, *_ = further
     topology = MeshInfo.from_mesh(root, groups=groups)
     everyone = ModelRanks.around(topology, further[root])
@@ -209,7 +217,7 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
 
 
 def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
-    """Raise on all ranks unless their meshes of some units fit together, and with the axes `further`."""
+    """Raise on all ranks unless their meshes for some units are consistent, also with the model-parallel `further`."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}

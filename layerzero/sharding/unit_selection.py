@@ -1,4 +1,4 @@
-"""Which module is a unit, and which unit owns which parameter. Reads the model, changes nothing."""
+"""Assignment of modules and parameters to units. It reads the model and does not change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ParamInfo", "UnitDefinition", "block_classes", "is_plain_storage", "
 
 @dataclass(frozen=True, eq=False)
 class ParamInfo:
-    """One parameter of the model, under its first name."""
+    """A parameter of the model, with its first name and the (module, attribute) pairs that hold it."""
 
     name: str
     parameter: nn.Parameter
@@ -37,10 +37,10 @@ class UnitDefinition:
     """A unit, and the parameters that are gathered with it."""
 
     name: str  # "" for the root
-    mesh: DeviceMesh  # that it is sharded over
-    called: list[nn.Module]  # any of which, when called, calls the unit
+    mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
+    called: list[nn.Module]  # a call of any of these is a call of the unit
     parameters: list[ParamInfo] = field(default_factory=list)
-    modules: dict[nn.Module, str] = field(default_factory=dict)  # of which this is the innermost unit, and their names
+    modules: dict[nn.Module, str] = field(default_factory=dict)  # modules whose innermost unit this is: their names
 
 
 def ranks_in(mesh: DeviceMesh) -> list[int]:
@@ -56,16 +56,16 @@ def partition(
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
 ) -> list[UnitDefinition]:
-    """The units of a model in module order, the root first.
+    """Return the units of a model in module order, the root first.
 
-    A parameter belongs to the innermost unit around all of its owners: a weight tied across two units belongs to
-    their common ancestor.
+    A parameter belongs to the innermost unit that contains all of its owners: a weight tied across two units belongs
+    to their common ancestor.
 
     Args:
-        mesh_of: over which a unit is sharded.
+        mesh_of: returns the mesh that a unit is sharded over, from its name and first module.
 
     Raises:
-        TypeError, ValueError: for units, ignored parameters or parameters that cannot be handled.
+        TypeError, ValueError: units, ignored parameters or parameters that are not supported.
     """
     _refuse_sharded_twice(model)
     plans = {"": UnitDefinition("", mesh_of("", model), [model])}
@@ -82,7 +82,7 @@ def partition(
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
 
     def plans_around(name: str) -> list[UnitDefinition]:
-        """Of the module of that name, innermost first."""
+        """Return the units around the module of that name, innermost first."""
         return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
 
     for name, module in model.named_modules():
@@ -102,7 +102,7 @@ def _ignored(
     ignored_params: Iterable[nn.Parameter] | str,
     ignored_modules: Iterable[nn.Module | str],
 ) -> set[int]:
-    """Return the ids of all parameters that stay whole."""
+    """Return the ids of all parameters that stay full."""
     owned = {id(parameter) for parameter in model.parameters()}
     by_kind = isinstance(ignored_params, str)  # "unsupported" may apply to all parameters of a model
     ignored = set()
@@ -145,7 +145,7 @@ def _ignored(
 
 
 def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
-    """Every parameter once, with the names of all modules that hold it."""
+    """Return every parameter once, with the names of all modules that hold it."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -164,7 +164,7 @@ def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ..
 
 
 def _ancestors(name: str) -> list[str]:
-    """The module's own name and those of all modules around it, "" last."""
+    """Return the module's own name and the names of all modules around it, "" last."""
     parts = name.split(".") if name else []
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
@@ -177,7 +177,7 @@ _Chosen = list[tuple[str, nn.Module]]  # unit names, and modules whose forward g
 
 
 def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
-    """Return the modules whose forward gathers a unit, with the unit's name: their own, or one that several share."""
+    """Return the modules whose forward gathers a unit, with the unit's name, which several modules may share."""
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
@@ -258,7 +258,7 @@ def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chos
 
 
 def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
-    """Add the modules that a policy wraps to `wrapped`, children first; return the elements in units so far."""
+    """Add the modules that a policy wraps to `wrapped`, children first; return their number of elements."""
     numel, inside = _numel(module, ignored), 0
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -282,7 +282,7 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type)) and not _is_one_module(units):
         wanted = list(cast("Iterable[Any]", units))
     names = {module: name for name, module in model.named_modules()}
-    unit_of: dict[nn.Module, str] = {}  # of modules and lists, which take precedence over names and classes
+    unit_of: dict[nn.Module, str] = {}  # from modules and lists, which take precedence over names and classes
     for entry in wanted:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
@@ -346,10 +346,10 @@ def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str])
 
 
 def block_classes(model: nn.Module) -> set[str]:
-    """The names of the classes of a model's blocks.
+    """Return the names of the classes of a model's blocks.
 
-    Those that it, or a part of it, says must stay in one piece; in parts that say nothing, those that transformers
-    checkpoints one by one.
+    These are the classes that the ``_no_split_modules`` of the model and of its parts name. In parts without such
+    blocks, they are the classes that transformers checkpoints one by one (``GradientCheckpointingLayer``).
     """
     said, children = _not_to_be_split(model), list(model.named_modules())[1:]
     blocks = [f"{name}." for name, module in children if type(module).__name__ in said]
@@ -383,7 +383,7 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
 
 
 def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
-    """The modules that `names` name, by their own names or by those of their classes, with or without a path."""
+    """Return the modules that `names` selects by module name or by class name, with or without the class's path."""
     missing, chosen = set(names), []
     for name, module in model.named_modules():
         paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
@@ -451,7 +451,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
-    """Why a parameter cannot be sharded over `ranks`; None if it can."""
+    """Return why a parameter cannot be sharded over `ranks`, or None if it can."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
         held = parameter._local_tensor
@@ -481,7 +481,7 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Its data are all there is to it; a class may have attributes, but nothing that torch would ask."""
+    """Return whether a parameter's data define it completely: its class overrides neither functions nor dispatch."""
     kind = type(parameter)
     asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
     return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
@@ -492,14 +492,14 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_storage(tensor: torch.Tensor) -> bool:
-    """Its bytes lie in memory in the usual way, and collectives can send them."""
+    """Return whether collectives can send the tensor: it is strided, not quantised, and has its own memory."""
     if is_lazy(tensor):
         return False
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def storage_kind(tensor: torch.Tensor) -> str:
-    """For messages about a tensor that is not plain."""
+    """Return a description for messages about a tensor that is not :func:`is_plain_storage`."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return f"{'quantised' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

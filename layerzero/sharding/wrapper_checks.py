@@ -1,4 +1,4 @@
-"""Other wrappers that shard or average: refused around a sharded model, and inside one that is to be sharded."""
+"""Checks that refuse other data-parallel wrappers, both around a sharded model and inside a model to be sharded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
     """Raise if another wrapper manages parameters that are to be sharded.
 
     Args:
-        ignored: ids of parameters that are to be left alone.
+        ignored: ids of parameters that are not sharded.
     """
     for name, module in model.named_modules():
         if all(id(parameter) in ignored for parameter in module.parameters()):
             continue
         where = f"module {name!r}" if name else "the model"
-        if isinstance(module, FSDPModule):  # which it is beside its own class
+        if isinstance(module, FSDPModule):  # fully_shard adds it to the module's own class
             kind, way_out = "sharded by torch's fully_shard (FSDP2)", "leave out fully_shard"
         elif isinstance(module, _WRAPPERS):
             kind, way_out = f"wrapped in {type(module).__name__}", "shard the plain module inside it (its .module)"
@@ -43,9 +43,9 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
 
 @functools.cache
 def guard_wrappers() -> None:
-    """Refuse DistributedDataParallel, DataParallel and FSDP1 around a sharded model, from now on in this process.
+    """Make DistributedDataParallel, DataParallel and FSDP1 raise around a sharded model, from now on in this process.
 
-    They would send rows as if they were whole parameters, of other sizes on each rank: gloo waits for ever.
+    They would send row shards as if they were full parameters. Their sizes differ between ranks, so gloo would hang.
     """
     register_module_module_registration_hook(_refuse_wrapper)
 
@@ -58,13 +58,13 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Make torch's fully_shard refuse these modules, where it asks whether it has been here before."""
+    """Make torch's fully_shard raise for these modules, when it looks up whether it was already applied to them."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 class _Registry(dict[str, Any]):
-    """Of what torch's composable functions were applied to a module."""
+    """Registry of torch's composable functions on one module, which raises for ``fully_shard``."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
