@@ -27,7 +27,7 @@ from torch.testing._internal.distributed import fake_pg
 import layerzero
 
 _PACKAGE = str(Path(layerzero.__file__).parent)
-_HOOK = "_gradient_hook"  # the function that makes the hooks of parameters
+_HOOK = "_gradient_hook"  # name of the function that makes the hooks of parameters
 _COLLECTIVES = {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"}
 
 

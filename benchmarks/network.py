@@ -63,7 +63,7 @@ def carried(interface: str) -> Carried:
 def why_unavailable() -> str | None:
     """Return the reason why :func:`two_nodes` cannot work here, or None.
 
-    It tries to make a namespace, because root in a container may lack the rights.
+    It makes two emulated nodes as a test, because root in a container may lack the rights.
     """
     if not sys.platform.startswith("linux"):
         return f"two emulated nodes need Linux, not {sys.platform}"

@@ -105,19 +105,19 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     # Steps run through the module's forward, whose hooks gather parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``training_step`` like the DDP strategy."""
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``validation_step`` like the DDP strategy."""
         return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``test_step`` like the DDP strategy."""
         return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``predict_step`` like the DDP strategy."""
         return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A sharded model chunk with the interface of Megatron's data-parallel wrapper."""
+"""Sharded model chunk with the interface of Megatron's data-parallel wrapper."""
 
 from __future__ import annotations
 
