@@ -1,11 +1,11 @@
-"""Save and load of a model with AdamW state, beside torch.distributed.checkpoint of FSDP2, on the same ranks and disk.
+"""Compare saves and loads of layerzero with those of FSDP2 and torch.distributed.checkpoint, on the same disk.
 
     python -m benchmarks.checkpoint                    # 300 M parameters, 4 ranks: 3.6 GB a checkpoint
     python -m benchmarks.checkpoint --width 512        # a small one, to see it work
 
-Each contestant runs in fresh processes; rounds alternate between them. A save is timed until the bytes are on the
-disk (both flush their files), a stall until save_async returns, a load, from the page cache, until the optimizer has
-its state.
+The model has AdamW state. Each contestant runs in new processes, and rounds alternate between them. The time of a save
+ends when the bytes are on the disk (both flush their files). A stall ends when save_async returns. A load reads from
+the page cache and ends when the optimizer has its state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """As it is in docs/checkpoints.md: medians in seconds, with the fastest and the slowest."""
+    """Return the table of docs/checkpoints.md: medians in seconds, with minimum and maximum."""
     lines = ["| | layerzero | FSDP2, torch.distributed.checkpoint | ratio |", "| --- | --- | --- | --- |"]
     ours, theirs = (results["seconds"][name] for name in CONTESTANTS)
     for what in ours:
@@ -99,7 +99,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Non
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from when all ranks begin to when the last one has ended."""
+    """Return the seconds from the common start of all ranks until the last one has finished, and the result."""
     dist.barrier()
     began = time.perf_counter()
     result = work()
@@ -108,7 +108,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _stall(launch: Callable[[], Any], finish: Callable[[Any], Any]) -> tuple[float, float]:
-    """Seconds that a training loop would be held up, and until the checkpoint is there."""
+    """Return the seconds that a training loop is blocked, and the seconds until the checkpoint is complete."""
     dist.barrier()
     began = time.perf_counter()
     pending = launch()
@@ -170,7 +170,7 @@ def _fsdp2(width: int, folder: str) -> dict[str, float]:
 
 
 def _both_stalls(folder: str, launch: Callable[[str], Any], finish: Callable[[Any], Any]) -> dict[str, float]:
-    """Of a first asynchronous save, and of one that finds its host memory there."""
+    """Return the stalls of a first asynchronous save, and of a second one, which reuses its host memory."""
     found = {}
     for number, which in enumerate(("first", "next")):
         path = f"{folder}/async-{number}"

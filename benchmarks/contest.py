@@ -1,12 +1,12 @@
-"""Run contestants against each other, and keep what was measured.
+"""Run contestants against each other and store the measurements.
 
     python -m benchmarks.contest --where two-nodes                  # everything; needs root
     python -m benchmarks.contest --where one-machine --micro-batches 4 --only layerzero fsdp2-hsdp
 
-Every contestant runs in fresh processes. The contest goes around in rounds, each with a part of the steps and the
-second one backwards, so that a drift of the machine meets all contestants alike. Results are kept after every run in
-benchmarks/results/; a contest that was interrupted goes on where it stopped, and `--again` forgets the chosen records
-first.
+Every contestant runs in new processes. Each round runs a part of the steps of all contestants; the second round has the
+reverse order, so that a drift of the machine affects all contestants equally. Results are written to
+benchmarks/results/ after every run. An interrupted contest resumes where it stopped; `--again` first deletes the
+selected records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.worker import Job
 __all__ = ["main"]
 
 _DEFAULTS = Task(micro_batches=1, reduce="fp32")
-_START_SECONDS = 180  # for imports, building and the warm-up, beside the time limit of the steps
+_START_SECONDS = 180  # for imports, building and warm-up, in addition to the time limit of the steps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.commands.append(shlex.join(["python", "-m", "benchmarks.contest", *(arguments or sys.argv[1:])]))
 
     jobs = [(name, a, reduce) for a in args.micro_batches for reduce in args.reduce for name in args.only]
-    jobs = list({Results.key(*job): job for job in jobs}.values())  # what never reduces runs once for all dtypes
+    jobs = list({Results.key(*job): job for job in jobs}.values())  # contestants without reductions run once
     if args.again:
         for job in jobs:
             results.records.pop(Results.key(*job), None)

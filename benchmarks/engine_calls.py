@@ -1,13 +1,13 @@
-"""How far it is through the engine's code: calls, frames and changes of file in one backward. Nothing is timed.
+"""Count Python calls, stack depth and changes of file in the engine during one backward. Nothing is timed.
 
     python -m benchmarks.engine_calls
 
-One process plays rank 0 of 4 on torch's fake process group and watches the interpreter (``sys.setprofile``) in a
-backward that reduces, of a model of a few units in a state that repeats itself:
+One process is rank 0 of 4 on torch's fake process group. It profiles the interpreter (``sys.setprofile``) in a backward
+with reductions, for a model of a few units in steady state:
 
-- the depth from a parameter's hook to the function of torch.distributed that sends its unit's gradients: frames of
-  layerzero's on the stack, the hook's included;
-- frames of layerzero's, and changes from one file of its to another, by unit.
+- the depth from a parameter's hook to the function of torch.distributed that sends its unit's gradients, counted in
+  frames of layerzero on the stack, including the hook;
+- frames of layerzero, and changes between its files, per unit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.testing._internal.distributed import fake_pg
 import layerzero
 
 _PACKAGE = str(Path(layerzero.__file__).parent)
-_HOOK = "_gradient_hook"  # the function that makes the hooks of parameters
+_HOOK = "_gradient_hook"  # name of the function that makes the hooks of parameters
 _COLLECTIVES = {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"}
 
 
 class Block(nn.Module):
-    """Two layers."""
+    """Two linear layers with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Block(nn.Module):
 
 
 class Watcher:
-    """A profile function that counts what happens inside layerzero."""
+    """Profile function that counts frames, file changes and depths inside layerzero."""
 
     def __init__(self) -> None:
         self.frames = 0
         self.changes = 0
-        self.depths: Counter[int] = Counter()  # of hop 1, from the hook of a parameter
+        self.depths: Counter[int] = Counter()  # depths of hop 1 below the hook of a parameter
         self._last = ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
         for step in range(4):
             loss = model(torch.ones(2, 16)).sum()
             if step == 3:
-                # Autograd runs hooks in this thread, where the model is on the CPU.
+                # For a model on the CPU, autograd runs hooks in this thread.
                 sys.setprofile(watcher)
             loss.backward()
             sys.setprofile(None)

@@ -1,4 +1,4 @@
-"""What the plots show, before anybody draws it: bars, their spread, and lines to hold them against."""
+"""Data of the plots, independent of the plotting library: bars, their ranges, and reference lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Bar", "Figure", "Line", "Panel", "figures_of"]
 
 @dataclass(frozen=True)
 class Bar:
-    """One contestant.
+    """Bar of one contestant.
 
     Attributes:
-        family: of the contestant; it chooses the colour.
-        value: the length, and the whisker's ends.
-        apart: of the length, what is stacked on top of the rest in a lighter tone.
+        family: family of the contestant; determines the colour.
+        value: length of the bar, and ends of the whisker.
+        apart: part of the length that is drawn in a lighter tone at the end of the bar.
     """
 
     label: str
@@ -41,15 +41,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels side by side, in rows. All of them have bars."""
+    """Panels in rows. Every panel has bars."""
 
-    name: str  # of its file
+    name: str  # file name without suffix
     title: str
     rows: tuple[tuple[Panel, ...], ...]
 
 
 def figures_of(results: Results) -> list[Figure]:
-    """Step time, bytes on the wire and memory of one file of results."""
+    """Return the figures of one results file: step time, bytes sent, and memory."""
     place = results.where.replace("-", " ")
     wire = "slow link" if results.link_bytes_per_second else "loopback"
     return [
@@ -60,7 +60,7 @@ def figures_of(results: Results) -> list[Figure]:
 
 
 def _grid(results: Results, panels: Callable[[Results, int, str], tuple[Panel, ...]]) -> tuple[tuple[Panel, ...], ...]:
-    """A row for each reduce dtype; what has not been measured has no panel, and no row."""
+    """Return a row of panels for each reduce dtype, without panels and rows that have no measurements."""
     by_reduce: dict[str, tuple[Panel, ...]] = {}
     for a, reduce in results.cells():
         if _measured(results, a, reduce):
@@ -92,7 +92,7 @@ def _bytes(results: Results, a: int, reduce: str) -> tuple[Panel, ...]:
 
 
 def _memory(results: Results, a: int, reduce: str) -> tuple[Panel, ...]:
-    """Model state and peak, at the largest A of a reduce dtype that has results."""
+    """Return panels of model state and peak memory, for the largest A with results of a reduce dtype."""
     if a != max(other for other, dtype in results.cells() if dtype == reduce and _measured(results, other, dtype)):
         return ()
     rows = _measured(results, a, reduce)

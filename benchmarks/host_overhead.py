@@ -1,13 +1,13 @@
-"""What sharding costs the host: microseconds per unit and pass, beside FSDP2, without any communication.
+"""Measure the host overhead of sharding: microseconds per unit and pass, compared with FSDP2, without communication.
 
     python benchmarks/host_overhead.py
 
-One process plays rank 0 of 64 on torch's fake process group, whose collectives return at once and move nothing. The
-model is 32 small units, so that what is left of a pass, beyond the plain model's time, is the cost of hooks, views,
-buffer handling and launches. On a GPU this is the time that the host needs to run ahead of the device.
+One process is rank 0 of 64 on torch's fake process group, whose collectives return at once and move no data. The model
+has 32 small units, so that the time of a pass beyond that of the plain model is the cost of hooks, views, buffer
+handling and launches. On a GPU, the host needs this time to run ahead of the device.
 
-The plain model and the contestants take turns; printed is this thread's CPU time: the median, and the quartiles that it
-lies between. Nothing is exchanged, so the numbers in the tensors mean nothing.
+The plain model and the contestants take turns. The output is the CPU time of this thread: median and quartiles. There
+is no communication, so the values of the tensors have no meaning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import layerzero
 
 
 class Block(nn.Module):
-    """Small, but with as many parameters as a transformer layer has."""
+    """Small block with the same number of parameter tensors as a transformer layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 @dataclass
 class Contestant:
-    """A model, what makes its backward one that only accumulates, and its times in seconds by pass."""
+    """Model, function that switches gradient reduction on or off, and times in seconds by pass."""
 
     name: str
     model: nn.Module

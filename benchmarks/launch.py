@@ -1,4 +1,4 @@
-"""Starts the ranks of one contestant as fresh processes, inside the namespaces of their nodes, and collects results."""
+"""Start of the ranks of one contestant as new processes in the namespaces of their nodes, and collection of results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from benchmarks.worker import Job
 __all__ = ["RanksFailed", "meeting", "run_job"]
 
 _ROOT = Path(__file__).resolve().parents[1]
-_TAIL = 1500  # characters of a failed rank's output that are worth keeping
-_PORT = 29500  # where no other process is
+_TAIL = 1500  # characters to keep of a failed rank's output
+_PORT = 29500  # for emulated nodes, whose namespaces have no other processes
 
 
 class RanksFailed(RuntimeError):
@@ -33,13 +33,13 @@ class RanksFailed(RuntimeError):
 
 
 def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str, Any]]:
-    """What each rank wrote, by rank.
+    """Run the ranks and return their results, by rank.
 
     Args:
         timeout: seconds from the start of the processes until they are killed.
 
     Raises:
-        RanksFailed: see there.
+        RanksFailed: a rank failed or did not finish in time.
     """
     with tempfile.TemporaryDirectory() as folder, meeting(nodes) as store:
         processes = [
@@ -59,11 +59,11 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
 
 @contextmanager
 def meeting(nodes: Sequence[Node]) -> Iterator[dict[str, str]]:
-    """The variables by which ranks find the store that they meet in.
+    """Yield the environment variables with the address of the ranks' store.
 
-    A port that is looked up and let go, for a rank to listen on some seconds later, may be somebody else's by then:
-    each process group listens on one of its own. So the store of one machine is served from here, as torchrun's agent
-    serves it. In the namespace of an emulated node is nobody else, and nobody is given a port below the ephemeral ones.
+    If a port were chosen here for a rank to listen on later, another process could take it meanwhile. Therefore this
+    process serves the store of one machine, like torchrun's agent. The namespace of an emulated node has no other
+    processes, and the fixed port is below the ephemeral ones.
     """
     address = nodes[0].address
     if nodes[0].prefix:
@@ -76,7 +76,7 @@ def meeting(nodes: Sequence[Node]) -> Iterator[dict[str, str]]:
         )
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     yield {"MASTER_ADDR": address, "MASTER_PORT": str(port), **agents}
-    del store  # served until then
+    del store  # the store is served until here
 
 
 def _start(

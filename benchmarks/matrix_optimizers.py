@@ -1,10 +1,10 @@
-"""A step with Muon beside one with AdamW, on two emulated nodes (needs root) or one machine.
+"""Compare a step with Muon and a step with AdamW, on two emulated nodes (needs root) or one machine.
 
     python -m benchmarks.matrix_optimizers --where two-nodes
 
-Both train the model of the contest on the same batches, a step each in turn. Printed are the medians of a step, of what
-Muon's own arithmetic takes of it (the slowest rank's, in the step that it belongs to), and the bytes that a rank sends
-between nodes.
+Both train the model of the contest on the same batches, with alternating steps. The output has the median time of a
+step, the median time of Muon's own computation in it (on the slowest rank), and the bytes that a rank sends between
+nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WARM_UP = 3
 
 
 class _Muon(torch.optim.Muon):
-    """Counts the seconds of its own steps."""
+    """Muon that measures the seconds of its steps."""
 
     seconds = 0.0
 

@@ -1,17 +1,17 @@
-"""Bytes that a process holds, counted the same way for every contestant.
+"""Measurement of the memory of a process, in the same way for every contestant.
 
 [Note: What model state is]
-All storages of CPU tensors that Python can reach, each once, wherever they hang: parameters, masters, gradients,
-accumulators, optimizer state, a framework's flat buffers and reused scratch, and storages that no tensor has at the
-moment. The walk asks Python's garbage collector, so no framework has to be believed and none is favoured. It looks at
-three moments of a step, and the largest sum counts: after a micro-batch that does not end the step, after the last
-backward, and after the update. Activations are gone at each of them; token batches are left out by the caller.
-Buffers that only C++ holds are not seen; the peak of the process's memory, measured beside it, has them.
+Model state is the sum of all storages of CPU tensors that Python can reach, each counted once: parameters, masters,
+gradients, accumulators, optimizer state, flat buffers and scratch of a framework, and storages without a tensor.
+Python's garbage collector lists them, so the numbers do not depend on reports of the frameworks. They are measured at
+three times in a step: after a micro-batch that is not the last, after the last backward, and after the update. The
+largest sum counts. Activations have been freed at these times; the caller excludes token batches. Buffers that only C++
+holds are not included; the peak memory of the process, which is measured as well, includes them.
 
 [Note: Memory that ranks share]
-A mapping that several ranks share is memory once, however many of them have it, and every tensor in it is a view. So
-tensors in shared mappings are not counted; each rank counts its share of all pages that the file behind the mapping
-has, touched or not. The kernel counts touched pages as resident in each process: that is put right in the peak.
+A mapping that several ranks share uses memory only once, and every tensor in it is a view. Therefore tensors in shared
+mappings are not counted. Instead each rank counts its share of all pages of the file behind the mapping, touched or
+not. The kernel counts touched pages as resident in each process; the peak is corrected for that.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = [
     "shared_memory",
 ]
 
-_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+_M_MMAP_THRESHOLD = -3  # parameter of glibc's mallopt
 
 
 class Shared(NamedTuple):
-    """What this process shares with others; see [Note: Memory that ranks share]."""
+    """Shared mappings of this process; see [Note: Memory that ranks share]."""
 
     addresses: tuple[range, ...]
-    held: int  # bytes of pages that exist, for all who share them together
-    resident: int  # bytes of them that this process has touched
+    held: int  # bytes of existing pages, counted once for all processes
+    resident: int  # bytes of pages that this process has touched
 
 
 def shared_memory() -> Shared:
-    """All shared mappings of files without a name (Linux)."""
+    """Return all shared mappings of memfd files (Linux)."""
     addresses, files, resident, inside = [], set(), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()
-        if not fields[0].endswith(":"):  # the head of a mapping: addresses, permissions, offset, device, inode, path
+        if not fields[0].endswith(":"):  # header of a mapping: addresses, permissions, offset, device, inode, path
             inside = fields[1].endswith("s") and len(fields) > 5 and fields[5].startswith("/memfd:")
             if inside:
                 begin, end = (int(each, 16) for each in fields[0].split("-"))
@@ -64,7 +64,7 @@ def shared_memory() -> Shared:
             resident += int(fields[1]) * 1024
     blocks = {}
     for file in os.listdir("/proc/self/fd") if files else ():
-        with suppress(OSError):  # the one that lists them
+        with suppress(OSError):  # the descriptor of listdir itself is closed by now
             found = os.stat(f"/proc/self/fd/{file}")
             if found.st_ino in files:
                 blocks[found.st_dev, found.st_ino] = found.st_blocks
@@ -72,10 +72,11 @@ def shared_memory() -> Shared:
 
 
 def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) -> int:
-    """Bytes of all live storages on the CPU. See [Note: What model state is].
+    """Return the bytes of all live storages on the CPU. See [Note: What model state is].
 
     Args:
-        sharers: ranks among which this one's shared memory is divided.
+        apart_from: tensors that are not counted.
+        sharers: number of ranks that share this rank's shared memory.
     """
     gc.collect()
     shared = shared_memory()
@@ -88,15 +89,15 @@ def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) ->
             storages[address] = storage.nbytes()
 
     for found in gc.get_objects():
-        # type() and not isinstance(): the latter asks lazy proxies for their class, and wakes them
+        # Use type(): isinstance() reads the class of lazy proxies and initializes them.
         if type(found) is UntypedStorage and found.device.type == "cpu":
             note(found)
         if not issubclass(type(found), Tensor):
             continue
-        # a gradient that no Python code has looked at has no Python object of its own
+        # A gradient that no Python code has accessed has no Python object.
         for tensor in (found, found.grad if found.is_leaf else None):
             if tensor is None or isinstance(tensor, DTensor) or tensor.device.type != "cpu":
-                continue  # a DTensor owns nothing; its local tensor is found by itself
+                continue  # a DTensor owns no storage; its local tensor is found separately
             if tensor.layout != torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
                 continue
             note(tensor.untyped_storage())
@@ -104,15 +105,16 @@ def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) ->
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now (Linux)."""
+    """Return the resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:
-    """From here on, freed blocks go back to the system at once (glibc).
+    """Make glibc return freed blocks to the system at once from here on.
 
-    Its heap keeps freed blocks, and lets holes between them grow for many steps, by several times what is in use. That
-    says more of the heap than of a framework, so peaks are measured without, and steps are timed with it.
+    By default its heap keeps freed blocks and fragments for many steps, to several times the memory in use. This
+    depends more on the heap than on the framework. So peaks are measured with this setting, and steps are timed without
+    it.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
@@ -120,12 +122,12 @@ def return_freed_memory() -> None:
 
 
 def reset_peak() -> None:
-    """Start the kernel's record of the highest resident memory anew."""
+    """Reset the kernel's record of peak resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes(*, sharers: int = 1) -> int:
-    """The highest resident memory since :func:`reset_peak`, with this rank's share of what it shares."""
+    """Return the peak resident memory since :func:`reset_peak`, with this rank's share of shared mappings."""
     shared = shared_memory()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -1,7 +1,7 @@
-"""The parameters of well-known models, by sharding unit: facts to plan layouts with, no weights and no torch.
+"""Parameter names and shapes of well-known models by sharding unit, to test layouts without weights and torch.
 
-Names and shapes are those of the usual implementation (transformers for language and speech, torchvision for
-ResNet, timm for ViT), written out from the numbers of each model's configuration.
+Names and shapes are those of common implementations (transformers for language and speech, torchvision for
+ResNet, timm for ViT), derived from the configuration of each model.
 
     >>> gpt2("GPT-2 small", layers=12, dim=768)[0].params[2]
     ('attn.c_attn.weight', (768, 2304))
@@ -16,7 +16,7 @@ Param = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """One kind of unit in a model: `copies` units with these parameters."""
+    """Kind of unit in a model: `copies` units with these parameters."""
 
     model: str
     unit: str
@@ -25,7 +25,7 @@ class UnitShapes:
 
     @property
     def numel(self) -> int:
-        """Elements of one copy."""
+        """Number of elements of one copy."""
         return sum(prod(shape) for _, shape in self.params)
 
 
@@ -41,7 +41,7 @@ def _norm(name: str, dim: int) -> Iterator[Param]:
 
 
 def gpt2(model: str, *, layers: int, dim: int) -> list[UnitShapes]:
-    """GPT-2 keeps linear weights as (inputs, outputs), so their rows are as long as the layer is wide."""
+    """Return the units of GPT-2. Its linear weights are [inputs, outputs], so a row has the layer's output width."""
     block = [
         *_norm("ln_1", dim),
         ("attn.c_attn.weight", (dim, 3 * dim)),
@@ -91,7 +91,7 @@ def llama(model: str, *, layers: int, dim: int, kv_dim: int, hidden: int) -> lis
 
 
 def mixtral(model: str, *, layers: int, dim: int, kv_dim: int, hidden: int, experts: int) -> list[UnitShapes]:
-    """Each expert's weights are parameters of their own (implementations that stack them have 3 dims)."""
+    """Return the units of Mixtral, with separate parameters for each expert, not stacked into 3-D ones."""
     block = [*_llama_attention(dim, kv_dim), *_linear("block_sparse_moe.gate", experts, dim, bias=False)]
     for e in range(experts):
         expert = f"block_sparse_moe.experts.{e}"
@@ -102,7 +102,7 @@ def mixtral(model: str, *, layers: int, dim: int, kv_dim: int, hidden: int, expe
 
 
 def vit(model: str, *, layers: int, dim: int) -> list[UnitShapes]:
-    """Patches of 16 in pictures of 224: 196 places and the class token."""
+    """Return the units of a ViT for 224 x 224 images with 16 x 16 patches: 196 positions and the class token."""
     block = [
         *_norm("norm1", dim),
         *_linear("attn.qkv", 3 * dim, dim, bias=True),
@@ -138,7 +138,7 @@ def _bottleneck(inputs: int, width: int, *, downsample: bool) -> list[Param]:
 
 
 def resnet(model: str, *, blocks: tuple[int, ...]) -> list[UnitShapes]:
-    """Stages as units, and the bottlenecks inside them as units: two ways to shard the same model."""
+    """Return the units of a ResNet in two ways: one unit per stage, and one unit per bottleneck."""
     stages: list[UnitShapes] = []
     bottlenecks: list[UnitShapes] = []
     inputs = 64
@@ -161,7 +161,7 @@ def resnet(model: str, *, blocks: tuple[int, ...]) -> list[UnitShapes]:
 
 
 def t5(model: str, *, layers: int, dim: int, hidden: int, heads: int) -> list[UnitShapes]:
-    """The first block of each half also owns the relative position bias of all of them."""
+    """Return the units of T5. The first block of encoder and decoder owns the relative position bias of all blocks."""
 
     def attention(name: str, *, position_bias: bool) -> Iterator[Param]:
         for part in ("q", "k", "v", "o"):
@@ -198,7 +198,7 @@ def t5(model: str, *, layers: int, dim: int, hidden: int, heads: int) -> list[Un
 
 
 def whisper(model: str, *, layers: int, dim: int, mels: int, vocabulary: int) -> list[UnitShapes]:
-    """The encoder's positions are fixed sinusoids and never trained, so they are left out."""
+    """Return the units of Whisper, without the encoder's positions, which are fixed sinusoids and not trained."""
 
     def attention(name: str) -> Iterator[Param]:
         yield from _linear(f"{name}.k_proj", dim, dim, bias=False)

@@ -1,9 +1,9 @@
-"""What is left of models that one process shards in turn: threads, descriptors, groups, hooks, and seconds per model.
+"""Measure leaks when one process shards many models in turn: threads, descriptors, groups, hooks, seconds per model.
 
     python benchmarks/models_in_turn.py --models 300 --ranks 4
 
-Each model makes one step and is dropped. Printed is what rank 0 has after every tenth part of them, and the median time
-of a model in that part: building, a step, and the release of the one before.
+Each model takes one step and is dropped. After every tenth of the models, the output has the resources of rank 0 and
+the median time of a model: building it, one step, and the release of the previous model.
 """
 
 from __future__ import annotations

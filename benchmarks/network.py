@@ -1,8 +1,8 @@
-"""Nodes emulated on one machine: network namespaces joined by a cable of limited speed, or more than two by a switch.
+"""Emulation of nodes on one machine: two network namespaces with a rate-limited link, or several with a switch.
 
-Each end of a virtual Ethernet pair lies in a namespace of its own, and a token bucket filter limits what it sends.
-Processes in one namespace reach each other at memory speed through its loopback; whatever goes to the other namespace
-passes the cable, whose interface counts it. This needs Linux, root, and the commands ``ip`` and ``tc`` (iproute2).
+Each end of a virtual Ethernet pair is in its own namespace, and a token bucket filter limits its send rate. Processes
+in one namespace communicate at memory speed over its loopback. Traffic to another namespace passes the link, whose
+interface counts it. This needs Linux, root, and the commands ``ip`` and ``tc`` (iproute2).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = [
     "why_unavailable",
 ]
 
-# The process id in the name tells a namespace in use from one that a killed run has left behind.
+# The process id in the name distinguishes a namespace in use from one that a killed run has left.
 _NAME = re.compile(r"^layerzero-(\d+)-(n\d+|switch)\b")
 
 
 @dataclass(frozen=True)
 class Node:
-    """Where some of the ranks run."""
+    """Emulated node, or this machine."""
 
-    prefix: tuple[str, ...]  # put before a command to run it here
-    interface: str  # what leads to the other node, or the loopback
+    prefix: tuple[str, ...]  # command prefix that runs a command on this node
+    interface: str  # interface to the other nodes, or the loopback
     address: str
 
 
 class Carried(NamedTuple):
-    """Bytes that an interface has carried since it exists, Ethernet headers included."""
+    """Bytes that an interface has sent and received since its creation, including Ethernet headers."""
 
     sent: int
     received: int
 
 
 def carried(interface: str) -> Carried:
-    """Counters of an interface of the namespace in which this process runs."""
+    """Return the counters of an interface in this process's namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, colon, numbers = line.partition(":")
         if colon and name.strip() == interface:
@@ -61,7 +61,10 @@ def carried(interface: str) -> Carried:
 
 
 def why_unavailable() -> str | None:
-    """The reason why :func:`two_nodes` cannot work here, or None. It tries: a container's root may lack the rights."""
+    """Return the reason why :func:`two_nodes` cannot work here, or None.
+
+    It makes two emulated nodes as a test, because root in a container may lack the rights.
+    """
     if not sys.platform.startswith("linux"):
         return f"two emulated nodes need Linux, not {sys.platform}"
     if os.geteuid() != 0:
@@ -77,16 +80,16 @@ def why_unavailable() -> str | None:
 
 @contextmanager
 def one_machine() -> Iterator[tuple[Node, ...]]:
-    """No emulation: all ranks on the loopback of this machine."""
+    """Yield one node for all ranks, on the loopback of this machine, without emulation."""
     yield (Node(prefix=(), interface="lo", address="127.0.0.1"),)
 
 
 @contextmanager
 def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, ...]]:
-    """Two namespaces and a cable; gone again afterwards, whatever happens inside.
+    """Make two namespaces and a link; remove them at the end, also after an error.
 
     Args:
-        rate: of the cable in each direction, as ``tc`` writes it.
+        rate: rate of the link in each direction, in the syntax of ``tc``.
     """
     with _namespaces("n0", "n1") as names:
         _run(*f"ip link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}".split())
@@ -97,35 +100,35 @@ def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, ...]]:
 
 
 class Switch:
-    """What joins the nodes of :func:`switched`; their cables can be cut and slowed down while something runs."""
+    """Switch between the nodes of :func:`switched`. It can cut and slow down their links during a run."""
 
     def __init__(self, nodes: tuple[Node, ...], prefix: tuple[str, ...], rate: str) -> None:
         self.nodes = nodes
-        self.prefix = prefix  # put before a command to run it at the switch, which has an address, too
+        self.prefix = prefix  # command prefix that runs a command in the namespace of the switch
         self.address = "10.77.0.254"
         self._rate = rate
 
     def cut(self, node: int) -> None:
-        """Pull the cable of a node: it has no carrier, and nobody is told."""
+        """Cut the link of a node: it loses its carrier, and other nodes get no notification."""
         _run(*self.prefix, "ip", "link", "set", f"p{node}", "down")
 
     def mend(self, node: int) -> None:
-        """As it was at first."""
+        """Restore the link of a node with its initial rate."""
         _run(*self.prefix, "ip", "link", "set", f"p{node}", "up")
         self.limit(node, self._rate)
 
     def limit(self, node: int, rate: str) -> None:
-        """Both directions of a node's cable."""
+        """Limit the rate of a node's link in both directions."""
         _limit(self.nodes[node].prefix, self.nodes[node].interface, rate)
         _limit(self.prefix, f"p{node}", rate)
 
 
 @contextmanager
 def switched(count: int, rate: str = "1gbit") -> Iterator[Switch]:
-    """So many namespaces, each with a cable to a switch; gone again afterwards.
+    """Make `count` namespaces, each with a link to a switch; remove them at the end.
 
     Args:
-        rate: of each cable in each direction, as ``tc`` writes it.
+        rate: rate of each link in each direction, in the syntax of ``tc``.
     """
     with _namespaces("switch", *(f"n{index}" for index in range(count))) as (hub, *names):
         at = _inside(hub)
@@ -153,7 +156,7 @@ def _namespaces(*kinds: str) -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
-            with suppress(RuntimeError):  # it was never made
+            with suppress(RuntimeError):  # it does not exist
                 _run("ip", "netns", "delete", name)
 
 
@@ -162,7 +165,7 @@ def _inside(name: str) -> tuple[str, ...]:
 
 
 def _node(name: str, index: int) -> Node:
-    """A namespace with one end of a cable in it, which gets an address and is switched on."""
+    """Return the node of a namespace, after setting up the end of the link in it: address and link state."""
     node = Node(prefix=_inside(name), interface=f"v{index}", address=f"10.77.0.{index + 1}")
     for command in (
         f"ip addr add {node.address}/24 dev {node.interface}",
@@ -179,7 +182,7 @@ def _limit(prefix: tuple[str, ...], interface: str, rate: str) -> None:
 
 
 def bits_per_second(rate: str) -> float:
-    """``"1gbit"`` as a number."""
+    """Return a rate such as ``"1gbit"`` as a number."""
     match = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate)
     if match is None:
         raise ValueError(f"rate {rate!r} is not like 1gbit or 100mbit")

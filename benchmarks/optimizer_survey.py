@@ -1,14 +1,14 @@
-"""Which optimizers of other packages work under layerzero: found out by long runs, and compared with what we say.
+"""Determine by long runs which optimizers of other packages work with layerzero, and compare that with its checks.
 
     PYTHONPATH=DIR python -m benchmarks.optimizer_survey [--write docs/optimizers.md] [--only NAME ...]
 
-DIR holds those of pytorch_optimizer, lion-pytorch, schedulefree, bitsandbytes and torchao that are to be judged;
-install them there with ``--no-deps --target DIR``, so that torch stays as it is.
+DIR contains the packages to test, out of pytorch_optimizer, lion-pytorch, schedulefree, bitsandbytes and torchao.
+Install them with ``--no-deps --target DIR``, so that torch is not replaced.
 
-The truth is decided without the trial of `layerzero.optimizers`: each optimizer is built anew for whole parameters, for
-the rows of three ranks (some of them none), and for each parameter alone. It takes 60 steps on larger tensors, from two
-seeds, on a quadratic loss with noise, and the parameters are compared. Nothing of this is needed to use or to test
-layerzero.
+The result does not use the compatibility trial of `layerzero.optimizers`. Each optimizer is built for full parameters,
+for the rows of three ranks (some ranks have none), and for each parameter separately. It takes 60 steps on larger
+tensors, with two seeds, on a quadratic loss with noise. Then the parameters are compared. Neither use nor tests of
+layerzero need this script.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ PACKAGES = {
     "bitsandbytes.optim": "bitsandbytes",
     "torchao.optim": "torchao",
 }
-# Shapes, and where three ranks cut them. The first is past 4096 elements, from where 8-bit optimizers quantise; so are
-# the rows of the second rank, and their blocks of 128 or 256 elements begin where none of the whole matrix does.
+# Shapes, and the row bounds of three ranks. The first shape has more than 4096 elements, from where 8-bit optimizers
+# quantise. The rows of the second rank do as well, and their blocks of 128 or 256 elements start at other elements than
+# those of the full matrix.
 CUTS = {
     (128, 96): (0, 61, 125, 128),
     (40, 33): (0, 1, 1, 40),
@@ -52,7 +53,7 @@ CUTS = {
 }
 STEPS, SEEDS, SECONDS = 60, (0, 1), 150
 SETTINGS: dict[str, dict[str, Any]] = {"lr": {"lr": 1e-3}, "num_iterations": {"num_iterations": 100}}
-# What 60 steps with defaults do not show, by the definition of the optimizer.
+# Dependencies on other parameters that 60 steps with defaults do not show, from the definition of the optimizer.
 BY_DEFINITION = {
     "AdamS": "scales its weight decay by a mean over all parameters",
     "DAdaptAdaGrad": "estimates a distance from all parameters",
@@ -69,16 +70,16 @@ Build = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Truth(NamedTuple):
-    works: bool | None  # on rows; None: not known
+    works: bool | None  # on rows; None: unknown
     why: str
-    alone: bool = False  # it steps each parameter by itself as it steps all together
+    alone: bool = False  # stepping each parameter separately gives the same result as stepping all together
 
 
 class Row(NamedTuple):
     package: str
     name: str
     truth: Truth
-    accepted: str  # "on rows", "whole", or nothing
+    accepted: str  # "on rows", "whole", or empty
     said: str
 
     @property
@@ -106,14 +107,14 @@ def classes() -> Iterator[tuple[str, str, type[Optimizer]]]:
 
 
 def builder(kind: type[Optimizer]) -> Build:
-    """With defaults, but for what has none."""
+    """Return a function that builds the optimizer with its defaults; settings without a default get a value."""
     arguments = inspect.signature(kind.__init__).parameters
     given: dict[str, Any] = {}
     for name, value in SETTINGS.items():
         if name in arguments and arguments[name].default is inspect.Parameter.empty:
             given |= value
     if "momentum" in arguments and kind.__module__.startswith("bitsandbytes"):
-        given["momentum"] = 0.9  # without it, those that have one refuse to be built or to step
+        given["momentum"] = 0.9  # without momentum, these optimizers raise when they are built or stepped
     if "params" not in arguments and "optimizer" in arguments:
         return lambda parameters: kind(torch.optim.SGD(parameters, lr=1e-2), **given)
     if "base_optimizer" in arguments:
@@ -186,7 +187,7 @@ def truth_of(build: Build) -> Truth:
 
 
 def _apart(whole: list[Tensor], others: list[Tensor], start: list[Tensor]) -> float:
-    """The largest share of a parameter's way by which the others are off, beyond rounding."""
+    """Return the largest difference of a parameter beyond rounding, relative to its change since `start`."""
     worst = 0.0
     for first, ours, theirs in zip(start, whole, others, strict=True):
         moved = (ours - first).double().norm().item()
@@ -220,7 +221,7 @@ def _train(
 
 
 def _is_quantised(optimizer: Optimizer) -> bool:
-    """Its state is in integers, or in tensors of a class that packs them, beside which scales of blocks are kept."""
+    """Return whether the optimizer has quantized state: uint8 tensors, or tensor subclasses."""
     for values in getattr(optimizer, "state", {}).values():
         for value in values.values() if isinstance(values, dict) else ():
             if isinstance(value, Tensor) and value.ndim and (value.dtype is torch.uint8 or type(value) is not Tensor):

@@ -1,10 +1,10 @@
-"""Print how much of the flat storage of well-known models is padding, by unit and number of ranks.
+"""Print the share of padding in the flat storage of well-known models, by unit and number of ranks.
 
     python benchmarks/padding.py [--align 8] [--ranks 8 64 1024]
 
-Each cell is padding in percent of a unit's flat storage. `+` after it: the unit needs a second handle,
-because no shard length serves all of its rows. `.` after it: a shard holds fewer than 100 of its longest
-rows, where padding is bounded by one row a rank and not by 1 %.
+Each cell is padding in percent of a unit's flat storage. A `+` means that the unit needs a second handle,
+because no shard length fits all of its rows. A `.` means that a shard holds fewer than 100 of its longest
+rows; then padding is bounded by one row per rank, not by 1 %.
 """
 
 import argparse
@@ -21,7 +21,7 @@ RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def cell(layouts: tuple[FlatLayout, ...]) -> str:
-    """For example `0.27+ `: 0.27 % padding, two handles, at least 100 rows a shard in both."""
+    """Return the text of a cell; `0.27+`: 0.27 % padding, two handles, at least 100 rows per shard in both."""
     padding = sum(layout.padding for layout in layouts) / sum(layout.numel for layout in layouts)
     rows = min(layout.shard_numel / max(slot.row_numel for slot in layout.slots) for layout in layouts)
     return f"{100 * padding:.2f}{'+' * (len(layouts) - 1)}{'.' if rows < 100 else ''}"

@@ -30,7 +30,7 @@ _LINES = ("#222222", "#c02050")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """The figures of one file of results; returns the paths written."""
+    """Draw the figures of one results file; return the paths of the images."""
     return [_draw(figure, folder / f"{figure.name}.png") for figure in figures_of(results)]
 
 

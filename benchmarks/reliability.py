@@ -1,11 +1,11 @@
-"""What looking for trouble costs, beside a step: guard_steps, guard_corruption, the watchdog; and snapshots in memory.
+"""Measure the costs of guard_steps, guard_corruption, the watchdog and in-memory snapshots per step.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.reliability
 
-A transformer of 12.6 M parameters, bf16, four micro-batches of four sequences of 64 tokens a step, S = 2; steps with
-each of the guards take turns with steps without. Printed are the fastest and the median step in seconds, and what the
-guard adds to the fastest one. guard_corruption looks in every step here; at every hundredth it adds a hundredth of
-that. Snapshots are taken every fourth step, with every two ranks as a node.
+The model is a transformer of 12.6 M parameters in bf16, with four micro-batches of four sequences of 64 tokens per step
+and S = 2. Steps with each guard alternate with steps without guards. The output has the fastest and the median step in
+seconds, and the time that the guard adds to the fastest step. guard_corruption checks every step here; with a check at
+every hundredth step it costs a hundredth of that. Snapshots are taken every fourth step, with two ranks per node.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     for turn in range(args.rounds + 1):
         for name, guard in guards.items():
             with guard():
-                step()  # after which all that it compares with is there
+                step()  # warm-up, after which the guard has its reference values
                 taken = [step(), step()]
             seconds[name] += taken if turn else []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"node{dist.get_rank() // 2}-") as own:

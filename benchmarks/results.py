@@ -1,20 +1,21 @@
-"""Measured runs on disk, and the rows that tables and plots read from them.
+"""Measured runs on disk, and the rows of tables and plots.
 
-A file holds one place (one machine, or two emulated nodes), one model and one machine. Its records are keyed by
-contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some of the contestants. Numbers of
-two machines never share a table.
+A file has the results of one setup (one machine, or two emulated nodes), one model and one machine. Its records are
+keyed by contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some contestants. A table
+never mixes numbers of two machines.
 
 [Note: The bound of a synchronous step]
-What crosses the link once a step can hide behind the computation that surrounds it, and behind nothing else. Hop 2
-sends gradients that exist from the last micro-batch's backward on; the refresh sends weights that the next step's
-first forward uses. A step is synchronous if these weights come from these gradients, and if no weight is updated before
-all gradients are known, as clipping by their norm demands. So it takes at least
+Communication between nodes, once per step, can overlap only with the computation next to it. Hop 2 sends gradients,
+which exist from the backward of the last micro-batch on. The refresh sends weights, which the first forward of the next
+step uses. A step is synchronous if these weights result from these gradients, and if no weight is updated before all
+gradients are known, as gradient clipping requires. Such a step takes at least
 
     compute + max(0, hop 2 - last backward) + max(0, refresh - first forward)
 
-with compute as measured for "compute alone", hop 2 and refresh as bytes over the link's speed, and for a micro-batch of
-A a forward of compute / 3A and a backward of twice that: the matrix products of a backward are twice those of its
-forward. Left out is whatever else costs time: the optimizer, exchanges inside the node, adding up gradients, headers.
+Here compute is the measured time of "compute alone", and hop 2 and refresh are bytes over the speed of the link. Each
+of the A micro-batches has a forward of compute / 3A and a backward of twice that, because a backward has twice the
+matrix products of its forward. The bound ignores the optimizer, collectives inside the node, additions of gradients and
+packet headers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 class Range(NamedTuple):
-    """A middle, and what it lies between."""
+    """Middle value with lower and upper bound."""
 
     middle: float
     low: float
@@ -50,18 +51,18 @@ def ratio_of(above: Range, below: Range) -> Range:
 
 
 def published() -> list[Results]:
-    """All that the pages show."""
+    """Return all results that the docs show."""
     return [Results.load(path) for path in sorted(FOLDER.glob("*.json"))]
 
 
 def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
-    """One run, from what its ranks wrote. See [Note: How a step is timed] in worker.py."""
+    """Combine the results of all ranks into one run. See [Note: How a step is timed] in worker.py."""
     finished = [max(marks) for marks in zip(*(rank["marks"] for rank in ranks), strict=True)]
     node_size = len(ranks) // nodes
     return {
         "seconds": [after - before for before, after in itertools.pairwise(finished)],
         "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
-        "wire_bytes": [ranks[node * node_size]["sent_bytes"] for node in range(nodes)],  # sent by each node
+        "wire_bytes": [ranks[node * node_size]["sent_bytes"] for node in range(nodes)],  # bytes sent by each node
         "ledger": {axis: sum(rank["ledger"][axis] for rank in ranks[:node_size]) for axis in ranks[0]["ledger"]},
         "peak_bytes": [rank["peak_bytes"] for rank in ranks],
         "state_bytes": {moment: [rank["state_bytes"][moment] for rank in ranks] for moment in ranks[0]["state_bytes"]},
@@ -71,10 +72,10 @@ def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """The contents of one file."""
+    """Contents of one results file."""
 
     where: str  # "one-machine" or "two-nodes"
-    settings: dict[str, Any]  # of the task and the network: the same for all records
+    settings: dict[str, Any]  # settings of task and network, the same for all records
     machine: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -87,36 +88,39 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".partial")
         whole.write_text(json.dumps(self.__dict__, indent=1) + "\n")
-        os.replace(whole, path)  # an interrupted contest loses nothing
+        os.replace(whole, path)  # atomic, so that an interrupted contest loses nothing
 
     @staticmethod
     def key(name: str, micro_batches: int, reduce: str) -> str:
         return f"{name}/A{micro_batches}/{reduce if ENTRIES[name].reduces else 'none'}"
 
     def record(self, name: str, micro_batches: int, reduce: str) -> dict[str, Any]:
-        """The record of one key, made where there is none yet."""
+        """Return the record of one key; make it if it does not exist."""
         return self.records.setdefault(self.key(name, micro_batches, reduce), {"runs": [], "problem": None})
 
     def row(self, name: str, micro_batches: int, reduce: str) -> Row | None:
-        """What the tables say about one key; None if it has not been tried."""
+        """Return the row of one key; None if there is no run and no failure."""
         record = self.records.get(self.key(name, micro_batches, reduce))
         if record is None or not (record["runs"] or record["problem"]):
             return None
         return Row(name, ENTRIES[name], record["runs"], record["problem"])
 
     def rows(self, micro_batches: int, reduce: str) -> list[Row]:
-        """All rows of one table, in the order of ENTRIES."""
+        """Return all rows of one table, in the order of ENTRIES."""
         found = (self.row(name, micro_batches, reduce) for name in ENTRIES)
         return [row for row in found if row is not None]
 
     def cells(self) -> list[tuple[int, str]]:
-        """The (A, reduce dtype) of all tables."""
+        """Return the (A, reduce dtype) of all tables."""
         pairs = {(int(key.split("/")[1][1:]), key.split("/")[2]) for key in self.records}
         order = list(REDUCE_DTYPES)
         return sorted((pair for pair in pairs if pair[1] in order), key=lambda pair: (order.index(pair[1]), pair[0]))
 
     def formula_bytes(self, reduce: str) -> float:
-        """What one node of the hybrid must send per step: S ranks, (1 - 1/R) N/S elements each, there and back."""
+        """Return the bytes that one node of the hybrid must send per step.
+
+        Each of its S ranks sends (1 - 1/R) N/S elements of gradients, and as many of weights.
+        """
         return self._crossing_bytes(REDUCE_DTYPES[reduce].itemsize) + self._crossing_bytes(COMPUTE_DTYPE.itemsize)
 
     def _crossing_bytes(self, width: int) -> float:
@@ -124,7 +128,10 @@ class Results:
         return (1 - 1 / replicas) * float(self.settings["parameters"]) * width
 
     def bound(self, micro_batches: int, reduce: str) -> Range | None:
-        """Seconds of a step. See [Note: The bound of a synchronous step]; without a slow link it is compute alone."""
+        """Return the minimum seconds of a step; see [Note: The bound of a synchronous step].
+
+        Without a slow link this is the time of "compute alone".
+        """
         compute = self.row("compute", micro_batches, reduce)
         if compute is None or not compute.runs:
             return None
@@ -147,7 +154,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one A and reduce dtype."""
+    """Runs of one contestant with one A and reduce dtype."""
 
     name: str
     entry: Entry
@@ -164,13 +171,13 @@ class Row:
 
     @property
     def seconds_range(self) -> Range:
-        """Median of all steps, between the medians of runs; of one run, between its fastest and its slowest step."""
+        """Median of all steps, with the range of the medians of runs; with one run, the range of its steps."""
         each = [statistics.median(run["seconds"]) for run in self.runs] if len(self.runs) > 1 else self.seconds
         return Range(self.median, min(each), max(each))
 
     @property
     def wire_bytes(self) -> float:
-        """Sent per step by the node that sends more."""
+        """Bytes per step of the node that sends more."""
         return self.wire_range.middle
 
     @property
@@ -179,18 +186,18 @@ class Row:
 
     @property
     def state_bytes(self) -> int:
-        """Of the rank and the moment that hold most."""
+        """Largest bytes of model state over ranks and times in a step."""
         return max(held for run in self.runs for ranks in run["state_bytes"].values() for held in ranks)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of them, what layerzero keeps for the next exchange or gather, and whose contents nobody needs; peers: 0."""
+        """Bytes of model state in layerzero's cached and reduction buffers, with unused contents; 0 for peers."""
         kinds = self.runs[0]["kinds"] or {}
         return int(kinds.get("reduce_buffer", 0) + kinds.get("idle_buffer", 0))
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that needs most, above what its imports need."""
+        """Peak memory in bytes of the rank that needs most, above its memory after imports."""
         return self.peak_range.middle
 
     @property
@@ -199,12 +206,12 @@ class Row:
 
     @property
     def losses(self) -> list[float]:
-        """By step, of the run with most steps; runs repeat the same steps."""
+        """Losses by step, of the run with most steps; all runs repeat the same steps."""
         return max((run["losses"] for run in self.runs), key=len)
 
     @property
     def ledger_bytes(self) -> float | None:
-        """Counted by layerzero for one node's ranks, on the axis between replicas."""
+        """Bytes that layerzero has counted on the replica axis for the ranks of one node; None for peers."""
         ledger = self.runs[0]["ledger"]
         return float(ledger["replica"]) if "replica" in ledger else None
 

@@ -1,4 +1,4 @@
-"""Steps of layerzero on machines that one does not have; docs/simulation.md says how, and what to believe.
+"""Simulate steps of layerzero on other machines; docs/simulation.md describes the method and its accuracy.
 
 python -m benchmarks.simulate calibrate --where one-machine      # predicted beside measured, 4 gloo ranks
 python -m benchmarks.simulate calibrate --where two-nodes        # two emulated nodes, 1 Gbit/s; needs root
@@ -22,7 +22,7 @@ from benchmarks.simulation.measure import Case, Plan, measure
 from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Row, project
 
 _CASES = (
-    Case(4),  # the one that is fitted
+    Case(4),  # the fitted case
     *(Case(count) for count in (1, 2, 8)),
     *(Case(count, "full") for count in (1, 4, 8)),
     *(Case(4, mode, reduce="bfloat16") for mode in ("sharded", "full")),

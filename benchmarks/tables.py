@@ -1,6 +1,6 @@
 """Write the measured tables into docs/benchmarks.md and README.md: ``python -m benchmarks.tables``.
 
-The text between two markers belongs to this script, so that no page can drift from benchmarks/results/.
+This script generates the text between two markers, so that the pages always agree with benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["LOSS_TOLERANCE", "PAGE", "README", "losses_agree", "page_with", "rea
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 README = PAGE.parents[1] / "README.md"
-_IN_SHORT = "two-nodes"  # what the README shows
-LOSS_TOLERANCE = 0.005  # relative: bf16 keeps 8 bits, and contestants round at different places
-_REFERENCE = "layerzero"  # whose step time is 1
-_COMPARED = 4  # the A of the comparison
+_IN_SHORT = "two-nodes"  # results that the README shows
+LOSS_TOLERANCE = 0.005  # relative: bf16 has 8 bits, and contestants round at different places
+_REFERENCE = "layerzero"  # its step time is the unit of the comparison
+_COMPARED = 4  # A of the comparison
 _OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges")
-# A peer's variants count as one: it is compared with the fastest of them.
+# The variants of a peer count as one peer, represented by the fastest variant.
 _PEERS = {
     "FSDP2 HSDP at its fastest": ("fsdp2-hsdp", "fsdp2-hsdp-keep", "fsdp2-hsdp-no-sync"),
     "FSDP1 hybrid at its fastest": ("fsdp1-hybrid", "fsdp1-hybrid-zero2"),
@@ -34,14 +34,14 @@ _PEERS = {
 
 
 def page_with(page: str, results: Sequence[Results]) -> str:
-    """The page with the generated parts written anew."""
+    """Return the page with its generated parts replaced."""
     for each in results:
         page = _replaced(page, each.where, render(each))
     return page
 
 
 def readme_with(page: str, results: Sequence[Results]) -> str:
-    """README.md with its short table written anew."""
+    """Return README.md with its short table replaced."""
     for each in results:
         if each.where == _IN_SHORT:
             page = _replaced(page, f"{each.where}, in short", summary(each))
@@ -57,7 +57,7 @@ def _replaced(page: str, name: str, text: str) -> str:
 
 
 def render(results: Results) -> str:
-    """Everything the page says about one file of results."""
+    """Return the generated text for one results file."""
     parts = [_header(results)]
     parts += [_comparison(results, a, reduce) for a, reduce in results.cells() if a == _COMPARED]
     parts += [_table(results, a, reduce) for a, reduce in results.cells()]
@@ -80,7 +80,7 @@ def _header(results: Results) -> str:
 
 
 def _comparison(results: Results, micro_batches: int, reduce: str) -> str:
-    """Step times of others over ours."""
+    """Return the table of the step times of other schemes, divided by those of layerzero."""
     rows = {row.name: row for row in results.rows(micro_batches, reduce) if row.runs}
     ours = [rows[name] for name in _OURS if name in rows]
     others: dict[str, Range] = {}
@@ -137,7 +137,7 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
 
 
 def summary(results: Results) -> str:
-    """The few lines of README.md: each scheme at its fastest."""
+    """Return the short table of README.md, with the fastest variant of each scheme."""
     cells = [cell for cell in results.cells() if cell[0] == _COMPARED]
     tables = {reduce: {row.name: row for row in results.rows(a, reduce) if row.runs} for a, reduce in cells}
     schemes = {ENTRIES[name].label: (name,) for name in _OURS} | _PEERS
@@ -161,7 +161,7 @@ def _fastest(rows: dict[str, Row], names: Sequence[str]) -> Row | None:
 
 
 def losses_agree(rows: Sequence[Row]) -> tuple[int, float]:
-    """The last step that all contestants of a table took, and how far their losses after it lie apart, relative."""
+    """Return the number of steps that all contestants took, and the relative spread of their losses after them."""
     trained = [row.losses for row in rows if row.runs and row.entry.family != "compute"]
     if not trained:
         return 0, 0.0
@@ -181,7 +181,7 @@ def _ratio(above: Range, below: Range | None) -> str:
 
 
 def _ranged(value: Range, digits: int, unit: float = 1.0) -> str:
-    """The middle, and in parentheses what it lies between where the digits show it."""
+    """Return the middle value as text, with the range in parentheses if the rounded values differ."""
     middle, low, high = (f"{each / unit:.{digits}f}" for each in value)
     return middle if low == high else f"{middle} ({low} - {high})"
 

@@ -1,4 +1,4 @@
-"""What every contestant is given: the same model, weights, batches and optimizer settings."""
+"""Task of all contestants: the same model, weights, batches and optimizer settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COMPUTE_DTYPE", "OPTIMIZER", "REDUCE_DTYPES", "Block", "Task", "loss
 COMPUTE_DTYPE = torch.bfloat16
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# torch's fastest AdamW on a CPU; all contestants step with it, on whatever tensors they keep.
+# The fastest AdamW of torch on a CPU. All contestants use it, on the tensors that they keep.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
 _VOCABULARY = 256
@@ -26,16 +26,16 @@ _VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One optimizer step's work. The defaults are the model of the published tables: 25.3 M parameters."""
+    """Work of one optimizer step. The defaults are the model of the published tables: 25.3 M parameters."""
 
     micro_batches: int  # A, on each rank
-    reduce: str  # dtype of gradients on the wire, a key of REDUCE_DTYPES
+    reduce: str  # dtype of reduced gradients, a key of REDUCE_DTYPES
     ranks: int = 4
-    node_size: int = 2  # ranks of a node: S of the hybrids
+    node_size: int = 2  # ranks of a node; S of the hybrids
     layers: int = 8
     width: int = 512
     seq_len: int = 64
-    batch_size: int = 1  # sequences of a micro-batch
+    batch_size: int = 1  # sequences per micro-batch
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -47,22 +47,22 @@ class Task:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Everything except what the tables vary: A and the reduce dtype."""
+        """Settings without A and the reduce dtype, which the tables vary."""
         return {key: value for key, value in asdict(self).items() if key not in ("micro_batches", "reduce")}
 
 
 def make_model(task: Task) -> nn.Module:
-    """The model in fp32, with the same weights on every rank and for every contestant."""
+    """Return the model in fp32, with the same weights on every rank and for every contestant."""
     torch.manual_seed(0)
     heads = max(1, task.width // 64)
     return GPT(GPTConfig(layers=task.layers, width=task.width, heads=heads, context=task.seq_len))
 
 
 def make_batches(task: Task, *, rank: int, step: int) -> list[Tensor]:
-    """A micro-batches of token ids [batch, length] for one rank and step, the same for every contestant.
+    """Return A micro-batches of token ids [batch, length] for one rank and step, the same for every contestant.
 
-    Sequences count upwards with a stride of their own. That is learnable: the loss falls from the first steps on, so
-    a contestant that trains wrongly shows it, which random tokens would hide.
+    Each sequence counts up with its own stride. The model can learn this, so the loss falls from the first steps on. A
+    contestant that trains wrongly then has another loss, which random tokens would not show.
     """
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     shape = (task.micro_batches, task.batch_size, 1)
@@ -72,5 +72,5 @@ def make_batches(task: Task, *, rank: int, step: int) -> list[Tensor]:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean next-token loss of a micro-batch; the last position has no next token."""
+    """Return the mean next-token loss of a micro-batch; the last position has no next token."""
     return next_token_loss(model(batch)[:, :-1], batch[:, 1:])

@@ -1,6 +1,6 @@
-"""The bars that layerzero has set itself, for those who work on it: ``python -m benchmarks.verdicts``.
+"""Performance targets for the developers of layerzero: ``python -m benchmarks.verdicts``.
 
-They are printed and appear on no page: who reads those wants a comparison.
+They are only printed. The docs show comparisons instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["HYBRIDS", "Verdict", "main", "verdicts"]
 HYBRIDS = ("layerzero", "layerzero-full")
 _HSDP = ("fsdp2-hsdp", "fsdp2-hsdp-keep", "fsdp2-hsdp-no-sync")
 
-# Where, peers, how many times faster than the fastest of them we must be.
+# Setup, label and names of the peers, required speed relative to the fastest of them.
 _TIMES_FASTER = (
     ("one-machine", "FSDP2 HSDP", _HSDP, 3.5),
     ("one-machine", "FSDP2 full sharding", ("fsdp2-full",), 4.5),
@@ -26,20 +26,20 @@ _TIMES_FASTER = (
     ("two-nodes", "FSDP1 _HYBRID_SHARD_ZERO2", ("fsdp1-hybrid-zero2",), 1.3),
     ("two-nodes", "FSDP2 full sharding", ("fsdp2-full",), 5.5),
 )
-_JUDGED = 4  # the A of the bars
+_JUDGED = 4  # A of the targets
 _OVER_BOUND = {"one-machine": 1.3, "two-nodes": 1.25}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One bar for one of our configurations.
+    """Result of one target for one configuration of layerzero.
 
     Attributes:
-        bar: what is asked, in words.
-        ours: the name of our configuration.
-        measured, needed: the same quantity.
-        at_least: whether `measured` must reach `needed`, or must not exceed it.
-        peer: what it was held against.
+        bar: description of the target.
+        ours: name of the configuration.
+        measured, needed: measured and required value of the same quantity.
+        at_least: True: `needed` is a minimum; False: it is a maximum.
+        peer: reference of the comparison.
     """
 
     bar: str
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdicts(results: Results, micro_batches: int, reduce: str) -> list[Verdict]:
-    """All bars whose contestants have results at this A and reduce dtype."""
+    """Return all targets whose contestants have results for this A and reduce dtype."""
     rows = {row.name: row for row in results.rows(micro_batches, reduce) if row.runs}
     found = []
     for name in HYBRIDS:

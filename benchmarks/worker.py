@@ -1,10 +1,10 @@
-"""One rank of one contestant: ``python -m benchmarks.worker JOB``, started by :mod:`benchmarks.launch`.
+"""Program of one rank of one contestant: ``python -m benchmarks.worker JOB``, started by :mod:`benchmarks.launch`.
 
 [Note: How a step is timed]
-Steps follow each other without a barrier between them, and each rank notes the clock when its `update` returns; the
-clock is the machine's and the same for all ranks. A step lasts from the moment when the last rank had finished the
-one before until the last rank has finished it. So work that a framework leaves in flight behind its optimizer's step
-(a gather of new weights, for instance) is paid by the next step, and never falls into a pause that nobody times.
+Steps run without barriers between them. Each rank records the time when its `update` returns; all ranks use the same
+clock, that of the machine. A step starts when the last rank has finished the previous step, and ends when the last rank
+has finished this one. So work that a framework leaves in flight after its optimizer's step, such as a gather of new
+weights, counts for the next step. There is no pause between steps that is not timed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from benchmarks.task import Task, make_batches
 __all__ = ["WARM_UP", "Job", "main"]
 
 WARM_UP = 2  # steps before the measured ones
-PEAK_STEPS = 2  # after them, for the peak of memory
+PEAK_STEPS = 2  # steps after the measured ones, for the peak memory
 FEWEST = 3  # measured steps, however slow they are
-SILENCE = 20_000  # bytes: less than any tensor of the model, more than a barrier
+SILENCE = 20_000  # bytes; less than any tensor of the model, more than a barrier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one run of a contestant is to do."""
+    """Settings of one run of a contestant."""
 
     contestant: str  # a key of ENTRIES
     task: Task
-    steps: int  # measured, at most
-    limit: float  # seconds for the measured steps; fewer steps where they would take longer
-    interface: str = ""  # whose counters are read; filled by the launcher
-    folder: str = ""  # where results go; filled by the launcher
+    steps: int  # maximum number of measured steps
+    limit: float  # seconds for the measured steps; slow contestants take fewer steps
+    interface: str = ""  # network interface with the byte counters; set by the launcher
+    folder: str = ""  # folder for results; set by the launcher
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -62,7 +62,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the peers': about CPUs and deprecations
+    warnings.simplefilter("ignore")  # peers warn about CPUs and deprecations
     build = ENTRIES[job.contestant].load()
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     try:
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 def _die_with_launcher() -> None:
-    """A contest that is killed leaves no ranks behind: its end of our standard input closes."""
+    """Exit when the launcher dies, which closes the other end of our standard input."""
     os.read(0, 1)  # not through sys.stdin, whose lock would be held when the interpreter ends
     os._exit(1)
 
 
 def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
-    """Warm up, measure, and say in plain numbers what was seen on this rank."""
+    """Warm up, measure, and return the measurements of this rank as plain numbers."""
     losses: list[float] = []
     state_bytes: dict[str, int] = {}
     for step in range(WARM_UP):
@@ -94,7 +94,7 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
     contestant.ledger()
     wire = _settled(job)
     marks = []
-    for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first one starts settled, so only its bytes count
+    for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first one starts with nothing in flight: not timed
         losses.append(take_step(contestant, make_batches(job.task, rank=rank, step=step)))
         marks.append(time.monotonic())
     wire_after = _settled(job)
@@ -117,23 +117,23 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
 
 
 def _settled(job: Job) -> Carried:
-    """The interface's counters once nothing is in flight any more on any rank."""
+    """Wait until no rank has data in flight, and return the interface's counters."""
     while True:
         dist.barrier()
         before = carried(job.interface)
         time.sleep(0.3)
         now = carried(job.interface)
         moved = torch.tensor(now.sent - before.sent + now.received - before.received)
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX)  # all ranks leave together
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)  # all ranks leave the loop together
         if moved <= SILENCE:
             return now
 
 
 def take_step(contestant: Contestant, batches: list[Tensor], state_bytes: dict[str, int] | None = None) -> float:
-    """One optimizer step; returns its mean loss on this rank.
+    """Take one optimizer step; return its mean loss on this rank.
 
     Args:
-        state_bytes: filled with the bytes of model state by moment. See [Note: What model state is].
+        state_bytes: filled with the bytes of model state by time in the step. See [Note: What model state is].
     """
     losses = []
     for index, batch in enumerate(batches):
@@ -150,7 +150,7 @@ def take_step(contestant: Contestant, batches: list[Tensor], state_bytes: dict[s
 
 
 def _steps_within(job: Job, seconds: float) -> int:
-    """How many steps of `seconds` fit the limit; the same on every rank."""
+    """Return the number of steps of `seconds` that fit the limit; the same on every rank."""
     slowest = torch.tensor(seconds)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return max(min(FEWEST, job.steps), min(job.steps, int(job.limit / float(slowest))))

@@ -1,8 +1,8 @@
 """A small decoder-only GPT over bytes.
 
-The vocabulary is the 256 byte values, so there is no tokenizer to ship. `Block` is the unit: its
-parameters are gathered, used and freed together. What is left (the embeddings, the last norm and the head)
-belongs to the root. Nothing in this file knows about sharding.
+The vocabulary is the 256 byte values, so no tokenizer is needed. `Block` is the unit: its parameters are
+gathered, used and freed together. The other parameters (embeddings, last norm and head) belong to the root.
+This file does not depend on sharding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, normalised before each half (pre-norm)."""
+    """Transformer layer with pre-norm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
-        # Learned positions rather than rotary ones: a table of angles passed into each block would be rounded
-        # to the compute dtype together with the block's other inputs.
+        # Learned positions instead of rotary ones: a table of angles as input of each block would be cast to
+        # the compute dtype together with the block's other inputs.
         self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = nn.LayerNorm(config.width)
@@ -99,8 +99,8 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        # Two branches a layer add to the residual stream. Scaled so, its variance at the top does not grow
-        # with depth, and the first loss is close to ln(256), that of a uniform guess.
+        # Two branches per layer add to the residual stream. With this scale its variance at the top does not
+        # grow with depth, and the first loss is close to ln(256), the loss of a uniform guess.
         std = 0.02 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if name.endswith("out.weight"):  # a branch ends in Attention.out or MLP.out
@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats, with the softmax in fp32. Targets of -100 do not count."""
+    """Return the cross-entropy in nats, with the softmax in fp32. Targets of -100 are ignored."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
@@ -123,11 +123,11 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,  # on the CPU
 ) -> Tensor:  # int64 [batch, length + new_tokens]
-    """Append `new_tokens` sampled tokens to the prompt; `temperature=0` takes the likeliest each time.
+    """Append `new_tokens` sampled tokens to the prompt; `temperature=0` always takes the likeliest token.
 
-    Only `model(ids)` is called, so this works for a sharded model as long as every rank calls it with the
-    same arguments. The number of forwards depends on `new_tokens` alone, never on what was sampled: a rank
-    that stopped early would leave the others waiting in a gather.
+    This only calls `model(ids)`, so it works for a sharded model if all ranks call it with the same arguments.
+    The number of forwards depends only on `new_tokens`, never on the sampled tokens: if a rank stopped early,
+    the other ranks would wait forever in a gather.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0")

@@ -1,10 +1,9 @@
-"""Pretrain a GPT in Megatron-LM's own loop with layerzero, and not a line of Megatron-LM changed.
+"""Pretrain a GPT with layerzero in Megatron-LM's own loop, without changes to Megatron-LM.
 
     PYTHONPATH=Megatron-LM torchrun --nproc-per-node 8 examples/pretrain_megatron.py \\
         --layerzero-config layerzero.yaml ...
 
-where Megatron-LM is a checkout at core_v0.19.0 or core_v0.16.1, and the dots are the flags that its pretrain_gpt.py
-takes.
+Here Megatron-LM is a checkout at core_v0.19.0 or core_v0.16.1, and the dots stand for flags of its pretrain_gpt.py.
 """
 
 from functools import partial
@@ -28,7 +27,7 @@ def main() -> None:
 
 
 def train_configured() -> None:
-    """Train as pretrain_gpt.py of core_v0.19.0 does."""
+    """Train like pretrain_gpt.py of core_v0.19.0."""
     arguments = pretrain_gpt.parse_and_validate_args(
         extra_args_provider=layerzero.megatron.add_arguments, args_defaults=DEFAULTS
     )
@@ -43,7 +42,7 @@ def train_configured() -> None:
 
 
 def train_provided() -> None:
-    """Train as pretrain_gpt.py of core_v0.16.1 does."""
+    """Train like pretrain_gpt.py of core_v0.16.1."""
     megatron.training.pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder),

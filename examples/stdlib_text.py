@@ -1,8 +1,8 @@
-"""Real text that every machine has: the source files of Python's own standard library, as bytes.
+"""Text that every machine has: the source files of Python's standard library, as bytes.
 
-Everything here is a function of its arguments: which files are read, which of them are held out for
-validation, and which bytes a rank sees in a step. So a run can be repeated, and two runs that split the same
-ranks differently (another `zero3_size`) train on the same batches.
+All results depend only on the arguments: the files to read, the validation files, and the bytes of each rank
+and step. So runs are reproducible, and two runs with the same ranks but another `zero3_size` train on the same
+batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Third-party packages, tests, and tables that no person wrote.
+# Third-party packages, tests, and generated tables.
 SKIPPED_PARTS = {
     "site-packages",
     "dist-packages",
@@ -33,30 +33,30 @@ SKIPPED_PARTS = {
     "ensurepip",
     "__pycache__",
 }
-VALIDATION_ONE_IN = 10  # files
-IGNORED = -100  # target that cross-entropy leaves out
+VALIDATION_ONE_IN = 10  # one in this many files is a validation file
+IGNORED = -100  # target that cross-entropy ignores
 
 
 @dataclass(frozen=True)
 class Corpus:
     train: Tensor  # uint8 [bytes]
-    validation: Tensor  # uint8 [bytes], from files of which no byte is in `train`
+    validation: Tensor  # uint8 [bytes], from other files than `train`
     train_files: tuple[str, ...]
     validation_files: tuple[str, ...]
 
 
 class Batch(NamedTuple):
     inputs: Tensor  # int64 [batch, length]
-    targets: Tensor  # int64 [batch, length], the inputs moved on by one byte
+    targets: Tensor  # int64 [batch, length], the inputs shifted by one byte
 
 
 def load_corpus(*, max_bytes: int = 8_000_000, root: str | Path | None = None) -> Corpus:
-    """Read at most `max_bytes` of whole files from `root` (default: this Python's standard library)."""
+    """Read complete files of at most `max_bytes` in total from `root` (default: this Python's standard library)."""
     root = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
     train: list[tuple[str, bytes]] = []
     validation: list[tuple[str, bytes]] = []
     left = max_bytes
-    # By hash, not by name: the cap then takes a fair sample of the files and not those from a to m.
+    # Sort by hash, not by name, so that `max_bytes` selects a fair sample of the files.
     for name in sorted(source_files(root), key=_name_hash):
         text = (root / name).read_bytes()
         if len(text) > left:
@@ -74,35 +74,34 @@ def load_corpus(*, max_bytes: int = 8_000_000, root: str | Path | None = None) -
 
 
 def source_files(root: Path) -> list[str]:
-    """Names of the .py files worth reading, relative to `root`, with forward slashes on every system."""
+    """Return the names of the .py files to read, relative to `root`, with forward slashes on every system."""
     found: list[str] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED_PARTS]  # which may hold more than all others
+        inner[:] = [name for name in inner if name not in SKIPPED_PARTS]  # do not walk these, they may be large
         paths = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
         found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return found
 
 
 def is_held_out(name: str) -> bool:
-    # A digit of the hash that the order does not depend on, or the first files would all be held out.
+    # Use digits of the hash that do not affect the order; otherwise the first files would all be held out.
     return int(_name_hash(name)[-8:], 16) % VALIDATION_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class WindowSampler:
-    """Gives each (step, micro-batch, rank) windows of its own.
+    """Sampler with different windows for each (step, micro-batch, rank).
 
-    The windows of an epoch tile the text without overlap and are visited in a shuffled order; within an epoch
-    no window is drawn twice, by any rank. They are handed out by one global counter. So the windows of a step
-    depend only on how many the step has, ranks x micro_batches x batch_size, and a run on one process can see
-    the union of what four ranks saw.
+    The windows of an epoch tile the text without overlap, in shuffled order; no window is drawn twice in an
+    epoch by any rank. One global counter assigns them. So the windows of a step depend only on their number,
+    ranks x micro_batches x batch_size, and one process can train on the union of the windows of four ranks.
     """
 
     text: Tensor  # uint8 [bytes]
     seq_len: int
-    batch_size: int  # windows a rank and micro-batch
+    batch_size: int  # windows per rank and micro-batch
     micro_batches: int
-    ranks: int  # data-parallel ranks, however they are split
+    ranks: int  # data-parallel ranks, for any zero3_size
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -118,7 +117,7 @@ class WindowSampler:
 
     @property
     def windows_per_epoch(self) -> int:
-        # A window also needs the byte after it; one more window is given up to the epoch's offset.
+        # A window also needs the byte after it. The offset of the epoch costs one more window.
         return (len(self.text) - 1) // self.seq_len - 1
 
     def batch(self, *, step: int, micro_batch: int, rank: int) -> Batch:
@@ -133,11 +132,11 @@ class WindowSampler:
 
 
 class EpochOrder(NamedTuple):
-    windows: Tensor  # int64 [windows an epoch], a permutation
-    offset: int  # of the first window; another each epoch, so that the text is cut elsewhere
+    windows: Tensor  # int64 [windows per epoch], a permutation
+    offset: int  # offset of the first window; differs between epochs, so that windows start at other bytes
 
 
-@functools.lru_cache(maxsize=2)  # a batch may reach over the end of an epoch
+@functools.lru_cache(maxsize=2)  # a batch may contain windows of two epochs
 def _epoch_order(windows: int, seq_len: int, seed: int) -> EpochOrder:
     generator = torch.Generator().manual_seed(seed)
     offset = int(torch.randint(seq_len, (1,), generator=generator))
@@ -146,17 +145,16 @@ def _epoch_order(windows: int, seq_len: int, seed: int) -> EpochOrder:
 
 def cut_windows(text: Tensor, starts: list[int], seq_len: int) -> Batch:
     rows = torch.stack([text[start : start + seq_len + 1] for start in starts]).long()
-    return Batch(rows[:, :-1].clone(), rows[:, 1:].clone())  # no memory shared: targets may be masked
+    return Batch(rows[:, :-1].clone(), rows[:, 1:].clone())  # separate memory, because targets may be masked
 
 
 def validation_share(
     text: Tensor, *, windows: int, seq_len: int, batch_size: int, rank: int, ranks: int
 ) -> list[Batch]:
-    """This rank's share of `windows` windows, spread evenly over the text.
+    """Return this rank's batches of `windows` validation windows, spread evenly over the text.
 
-    Every rank gets the same number of batches of the same shape, since every forward gathers weights from all
-    ranks. Where the share does not fill them, targets are `IGNORED`. So the mean over ranks is over the same
-    windows whatever the number of ranks.
+    All ranks get the same number of batches of the same shape, because every forward gathers weights from all
+    ranks. Surplus targets are `IGNORED`. So the mean over ranks is over the same windows for any number of ranks.
     """
     room = len(text) - seq_len - 1
     if room < 0:

@@ -1,4 +1,4 @@
-"""A training loop of Hugging Face Accelerate on a sharded GPT: what differs from plain Accelerate has a comment.
+"""Train a sharded GPT with Hugging Face Accelerate; comments mark the differences from plain Accelerate.
 
 torchrun --nproc-per-node 4 examples/train_accelerate.py
 """
@@ -13,7 +13,7 @@ from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlu
 
 
 def main(steps: int = 20, folder: str | None = None) -> list[float]:
-    plugin = LayerZeroPlugin(zero3_size=2, units="Block")  # or the variable ACCELERATE_LAYERZERO_CONFIG and no plugin
+    plugin = LayerZeroPlugin(zero3_size=2, units="Block")  # or set ACCELERATE_LAYERZERO_CONFIG and pass no plugin
     accelerator = LayerZeroAccelerator(layerzero_plugin=plugin, cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=64, heads=2, context=32))

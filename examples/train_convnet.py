@@ -1,4 +1,4 @@
-"""A small residual network with batch norm on made-up pictures, sharded with layerzero.
+"""Train a small residual network with batch norm on synthetic images, sharded with layerzero.
 
 torchrun --standalone --nproc-per-node 4 examples/train_convnet.py
 """
@@ -16,7 +16,7 @@ CLASSES, SIZE = 4, 16
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def build() -> nn.Module:
 
 
 def pictures(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Stripes of one of four directions, under noise."""
+    """Return images of stripes in one of four directions with noise, and their labels."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (number,), generator=random)
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
@@ -47,7 +47,7 @@ def pictures(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def average_statistics(model: nn.Module) -> None:
-    """Each rank has running statistics of its own batches. Before an evaluation or a save they become one."""
+    """Average the running statistics over ranks before an evaluation or a save; each rank has those of its batches."""
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             dist.all_reduce(buffer)
@@ -66,8 +66,8 @@ def accuracy(model: nn.Module) -> float:
 def main(steps: int = 40) -> tuple[list[float], float]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    # Masters, gradients and moments over all ranks; weights over two. With weights in bf16, batch norm would need its
-    # buffers in bf16, too: buffer_dtype, or mp_policy=callable with fp32 for the units that have norms.
+    # Masters, gradients and moments are sharded over all ranks, weights over two. With weights in bf16, batch norm
+    # would need buffers in bf16, too: use buffer_dtype, or mp_policy=callable with fp32 for units that have norms.
     model = layerzero.shard_model(build(), zero3_size=2, units={Block})
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
     losses = []

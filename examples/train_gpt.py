@@ -4,11 +4,11 @@
 
 runs four ranks on this machine and treats them as two nodes of two ranks (`--zero3-size 2`). Without a GPU
 it uses gloo on the CPU and takes one to two minutes on two cores. It prints the validation loss before and
-after, what the run held in memory and sent, what other ways of sharding would need for the same model (the
-formulas are in scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` it may be stopped
-and started again, also with another number of ranks.
+after, memory and traffic of the run, the costs of other sharding schemes for the same model (the formulas are
+in scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` it may be stopped and started
+again, also with another number of ranks.
 
-To make it your own, look at `build`: a call each shards a model and its optimizers, which know nothing of it.
+To adapt it, look at `build`: one call shards the model, and one call shards each optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import layerzero
 from layerzero import checkpoint
 
 SIZES = {
-    "tiny": {"layers": 2, "width": 64, "heads": 1},  # 0.1 million parameters, for a quick look
+    "tiny": {"layers": 2, "width": 64, "heads": 1},  # 0.1 million parameters, for a quick test
     "small": {"layers": 4, "width": 128, "heads": 2},  # 0.8 million
     "medium": {"layers": 12, "width": 768, "heads": 12},  # 85 million, for a GPU
 }
@@ -91,7 +91,7 @@ class Trainer(NamedTuple):
     model: nn.Module
     optimizers: list[layerzero.ShardedOptimizer]
     schedulers: list[LambdaLR]
-    numel: int  # parameters of the whole model
+    numel: int  # number of parameters of the full model
 
 
 class Result(NamedTuple):
@@ -102,7 +102,7 @@ class Result(NamedTuple):
 def main(argv: list[str] | None = None) -> Result:
     args = parse_args(argv)
     if args.logdir:
-        summary_writer()  # says now if it is missing
+        summary_writer()  # fail early if TensorBoard is missing
     started_here = not dist.is_initialized()
     ranks = start_ranks(args.device)
     try:
@@ -133,9 +133,9 @@ def run(args: argparse.Namespace, ranks: Ranks) -> Result:
     trainer = build(args, ranks)
 
     first_loss = validate(trainer.model, held_out, ranks)
-    layerzero.traffic(trainer.model, reset=True)  # count training alone
+    layerzero.traffic(trainer.model, reset=True)  # count only the training
     steps = train(args, trainer, sampler, ranks)
-    costs = costs_table(args, trainer, ranks, steps)  # on every rank, should a report ever need the others
+    costs = costs_table(args, trainer, ranks, steps)  # on all ranks, in case a report needs collectives
     last_loss = validate(trainer.model, held_out, ranks)
     if ranks.is_first:
         print(costs)
@@ -172,13 +172,13 @@ def build(args: argparse.Namespace, ranks: Ranks) -> Trainer:
 
 
 def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.optim.Optimizer]:
-    # Sharded parameters keep their true shape, so the usual split by dims needs no change.
+    # Sharded parameters keep their global shape, so the usual split by ndim needs no change.
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizers: list[torch.optim.Optimizer] = []
     if args.optimizer == "muon":
         in_blocks = [p for m in model.modules() if isinstance(m, Block) for p in m.parameters() if p.ndim == 2]
-        # The size of AdamW's updates, so that one rate serves both.
+        # Updates are scaled to the size of AdamW's, so that both optimizers can use the same learning rate.
         how = {"lr": args.lr, "weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizers.append(torch.optim.Muon(in_blocks, **how))
         matrices = [p for p in matrices if all(p is not other for other in in_blocks)]
@@ -190,7 +190,7 @@ def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.op
 
 
 def resume(args: argparse.Namespace, trainer: Trainer) -> int:
-    """The step to go on with. Ranks, and how they share the weights, need not be those that saved."""
+    """Load the latest checkpoint and return the next step; the number of ranks and `zero3_size` may have changed."""
     first, *others = trainer.optimizers
     found = checkpoint.load_latest(args.checkpoints, trainer.model, first) if args.checkpoints else None
     if found is None:
@@ -221,11 +221,11 @@ def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.Pe
 
 
 def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> int:
-    """Returns the number of steps that were left to do."""
+    """Train; return the number of steps that were left to do."""
     trainer.model.train()
     first = resume(args, trainer)
-    pending = None  # a checkpoint that is being written
-    tokens = sampler.windows_per_step * args.seq_len  # of all ranks, a step
+    pending = None  # asynchronous save in flight
+    tokens = sampler.windows_per_step * args.seq_len  # tokens per step, over all ranks
     writer = summary_writer()(args.logdir) if args.logdir and ranks.is_first else None
     with tqdm(total=args.steps, initial=first, unit="step", disable=not ranks.is_first) as bar:
         start = time.perf_counter()
@@ -255,16 +255,16 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
 def train_step(
     args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks, step: int
 ) -> tuple[float, float]:
-    """One optimizer step; returns the mean training loss over ranks and the gradient's norm."""
+    """Take one optimizer step; return the mean training loss over ranks and the gradient norm."""
     model, optimizers, schedulers, _ = trainer
     total = torch.zeros((), device=ranks.device)
     for micro_batch in range(args.micro_batches):
         batch = sampler.batch(step=step, micro_batch=micro_batch, rank=ranks.rank)
         inputs, targets = batch.inputs.to(ranks.device), batch.targets.to(ranks.device)
         last = micro_batch == args.micro_batches - 1
-        # Gradients add up on the rank until the last micro-batch: one exchange a step between nodes.
+        # Accumulate gradients until the last micro-batch, so that they are reduced between nodes once per step.
         with contextlib.nullcontext() if last else layerzero.no_sync(model):
-            # The library averages over ranks, as DDP does; the mean over micro-batches is ours to take.
+            # layerzero averages over ranks, like DDP; the mean over micro-batches is up to the training loop.
             loss = next_token_loss(model(inputs), targets) / args.micro_batches
             loss.backward()
         total += loss.detach()
@@ -281,7 +281,7 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: nn.Module, batches: list[Batch], ranks: Ranks) -> float:
-    """Mean loss over the held-out windows of all ranks, in nats per byte."""
+    """Return the mean loss over the held-out windows of all ranks, in nats per byte."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # loss, bytes
     for batch in batches:
@@ -293,7 +293,7 @@ def validate(model: nn.Module, batches: list[Batch], ranks: Ranks) -> float:
 
 
 def sample_text(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> str:
-    """Continue a line of Python. Every rank takes part and draws the same bytes, since forwards gather."""
+    """Continue a line of Python. All ranks must call this and draw the same bytes, because forwards gather."""
     model.eval()
     prompt = b"def read(self, size"
     ids = torch.tensor([list(prompt)], device=ranks.device)
@@ -311,7 +311,7 @@ def sample_text(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> str
 
 
 def warmup_cosine(step: int, steps: int) -> float:
-    """Factor on the peak learning rate: linear up over a tenth of the run, then half a cosine to a tenth."""
+    """Return the factor on the peak learning rate: linear warmup over 10 % of the run, then cosine decay to 0.1."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -320,10 +320,10 @@ def warmup_cosine(step: int, steps: int) -> float:
 
 
 class Measured(NamedTuple):
-    """What the library's reports say of this rank, in plain numbers."""
+    """Numbers of layerzero's reports for this rank."""
 
-    memory: dict[str, tuple[int | None, int]]  # kind -> bytes predicted (None: not said), measured
-    exchanges: dict[str, tuple[int, int]]  # exchange -> bytes sent, calls
+    memory: dict[str, tuple[int | None, int]]  # kind -> predicted bytes (None: no prediction), measured bytes
+    exchanges: dict[str, tuple[int, int]]  # collective -> bytes sent, calls
     axes: dict[str, int]  # axis -> bytes sent
 
 
@@ -377,7 +377,7 @@ def start_ranks(device: str) -> Ranks:
     if use_cuda:
         torch.cuda.set_device(local_rank)
     else:
-        # Ranks share the cores; more threads than cores would only take turns.
+        # Ranks share the cores: do not use more threads than cores.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if not dist.is_initialized():
         backend = "nccl" if use_cuda else "gloo"

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a sharded GPT: what differs from plain Lightning has a comment.
+"""Train a sharded GPT with Lightning's Trainer; comments mark the differences from plain Lightning.
 
 torchrun --nproc-per-node 4 examples/train_lightning.py
 """

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/train_megatron.py
 
-runs two pipeline stages of two data-parallel ranks each. It needs megatron-core and, without GPUs, the stand-ins for
-CUDA in tests/support/megatron_cpu.py. What is layerzero's is in `build`; everything else is as in any Megatron script.
+runs two pipeline stages of two data-parallel ranks each. It needs megatron-core and, without GPUs, the replacements of
+CUDA in tests/support/megatron_cpu.py. All layerzero code is in `build`; the rest is like any Megatron script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The chunk, the optimizer and the learning-rate schedule of this rank."""
+    """Return chunk, optimizer and learning-rate scheduler of this rank."""
     from megatron.core import parallel_state  # noqa: PLC0415
     from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: PLC0415
@@ -91,7 +91,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         position_embedding_type="learned_absolute",
     )
 
-    # What Megatron's DistributedDataParallel and get_megatron_optimizer would do.
+    # These replace Megatron's DistributedDataParallel and get_megatron_optimizer.
     chunks = layerzero.megatron.wrap(model, config, zero3_size=args.zero3_size, accumulation=args.accumulation)
     settings = OptimizerConfig(optimizer="adam", lr=3e-3, min_lr=3e-4, weight_decay=0.01, clip_grad=1.0)
     optimizer = layerzero.megatron.ShardedMegatronOptimizer(chunks, settings)
@@ -125,7 +125,7 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def train(args: argparse.Namespace) -> list[float]:
-    """Returns the loss of each step, on the last pipeline stage."""
+    """Train; return the loss of each step, on the last pipeline stage."""
     from megatron.core import parallel_state  # noqa: PLC0415
     from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Two pipeline stages of two data-parallel ranks: torch.distributed.pipelining's 1F1B schedule on sharded stages.
+"""Train two sharded pipeline stages of two ranks each with the 1F1B schedule of torch.distributed.pipelining.
 
 torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py
 """
@@ -32,7 +32,7 @@ class FirstStage(nn.Module):
 
 
 class LastStage(nn.Module):
-    """The other half, and the head."""
+    """Second half of the layers, and the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LastStage(nn.Module):
 
 
 def loss_of_micro_batch(logits: Tensor, targets: Tensor) -> Tensor:
-    """Divided here, and not by the schedule (`scale_grads`), which would come before gradients are reduced."""
+    """Return the loss divided by the micro-batches; `scale_grads` of the schedule would run before the reduction."""
     return next_token_loss(logits, targets) / MICRO_BATCHES
 
 
@@ -62,7 +62,7 @@ def main(steps: int = 20) -> list[float]:
 
     sent = torch.zeros(
         SAMPLES, LENGTH, CONFIG.width, requires_grad=True
-    )  # what stages send each other: shape and dtype
+    )  # shape and dtype of the tensors that stages send to each other
     out = torch.zeros(SAMPLES, LENGTH, CONFIG.vocab_size, requires_grad=True) if index else sent
     ids = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
     stage = PipelineStage(
@@ -81,13 +81,13 @@ def main(steps: int = 20) -> list[float]:
     for step in range(steps):
         random = torch.Generator().manual_seed(1000 * step + replica)
         batch = text[torch.randint(len(text), (MICRO_BATCHES * SAMPLES,), generator=random)]
-        parts: list[Tensor] = []  # of the loss, on the last stage
-        with layerzero.no_sync(model):  # step() reduces once, after all micro-batches
+        parts: list[Tensor] = []  # losses of micro-batches, on the last stage
+        with layerzero.no_sync(model):  # optimizer.step() reduces once, after all micro-batches
             if index:
                 schedule.step(target=batch[:, 1:], losses=parts)
             else:
                 schedule.step(batch[:, :-1])
-        # One norm over all stages.
+        # The norm is over all stages.
         layerzero.clip_grad_norm_(model, 1.0, extra_groups=(mesh["pp"].get_group(),))
         optimizer.step()
         optimizer.zero_grad()

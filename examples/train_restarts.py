@@ -1,13 +1,13 @@
-"""A run that is started again where it died, and ends with the bits of one that never stopped.
+"""Train with restarts after failures; the result equals that of an uninterrupted run, bit for bit.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         examples/train_restarts.py --checkpoints /tmp/run --kill 1
 
-`--kill SEED` lets a rank be killed at a random moment of the first attempt. torchrun ends the others and starts all
-again; without the variable, torch's own process groups fail at that (docs/reliability.md). The digest that is printed
-at the end holds weights, optimizer state, data and random numbers of the whole run: the same with and without kills.
-`--snapshots` takes them in the memory of two nodes, instead of writing checkpoints: for the loss of a node, with
-`torchrun --nnodes 2` on each of two nodes and a spare one.
+`--kill SEED` kills a rank at a random time in the first attempt. torchrun then stops the other ranks and restarts all
+of them; without the environment variable, torch's own process groups fail at that (docs/reliability.md). The digest
+printed at the end covers weights, optimizer state, data and random numbers of the run. It is the same with and without
+kills. `--snapshots` keeps snapshots in the memory of two nodes instead of writing checkpoints. This covers the loss of
+a node, with `torchrun --nnodes 2` on each of two nodes and a spare one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     model = layerzero.shard_model(nn.Sequential(*layers), zero3_size=1, units=[nn.Sequential])
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
     chain = checkpoint.Chain(model, optimizer)
-    checkpoint.seed_random_states(SEED)  # for the dropout, other numbers on each rank
+    checkpoint.seed_random_states(SEED)  # dropout draws different numbers on each rank
     data = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(SEED))
 
     first, buddies = 0, None
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def maybe_die(seed: int, step: int) -> None:
-    """In one of the steps, on one of the ranks, a little later."""
+    """Kill this process shortly after a random step begins, on a random rank."""
     draw = random.Random(seed)
     when, rank, seconds = draw.randrange(1, STEPS), draw.randrange(dist.get_world_size()), draw.uniform(0.0, 0.03)
     if (step, dist.get_rank()) == (when, rank):

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on a sharded llama: what differs from plain torchtitan has a comment.
+"""Train a sharded llama with torchtitan's own trainer; comments mark the differences from plain torchtitan.
 
 torchrun --nproc-per-node 8 -m torchtitan.train --module train_torchtitan --config small_llama
 """
@@ -34,6 +34,6 @@ def small_llama() -> Any:
     config = llama3_debugmodel()
     config.dataloader, config.tokenizer = Bytes(), NoTokenizer()
     config.training.seq_len, config.training.steps = 64, 20
-    config.parallelism.data_parallel_replicate_degree = 2  # nodes; the ranks of a node share the weights
+    config.parallelism.data_parallel_replicate_degree = 2  # number of nodes; the ranks of a node share weights
     config.checkpoint.enable, config.checkpoint.interval = True, 10
     return with_layerzero(config, accumulation="full")

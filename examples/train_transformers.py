@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a sharded Llama: what differs from plain Trainer has a comment.
+"""Train a sharded Llama with Hugging Face's Trainer; comments mark the differences from the plain Trainer.
 
 torchrun --nproc-per-node 4 examples/train_transformers.py --output_dir out --use_cpu --zero3_size 2
 """

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a sharded Llama: what differs from plain TRL has a comment.
+"""Train a sharded Llama with TRL's SFTTrainer; comments mark the differences from plain TRL.
 
 torchrun --nproc-per-node 4 examples/train_trl.py
 """
@@ -17,7 +17,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 SENTENCE = "to be or not to be, that is the question: "
 
 
-class Trainer(LayerZeroMixin, SFTTrainer):  # the mixin before TRL's class
+class Trainer(LayerZeroMixin, SFTTrainer):  # the mixin must precede TRL's class
     pass
 
 

@@ -1,4 +1,4 @@
-"""Does the demo's GPT train alike with layerzero and without? From the root of the repository:
+"""Functions for `layerzero verify` of the example GPT. Run from the root of the repository:
 
 python -m layerzero verify examples.verify_gpt:make_model --loss examples.verify_gpt:loss --unit Block
 """
@@ -14,15 +14,15 @@ __all__ = ["Block", "loss", "make_batch", "make_model"]
 
 
 def make_model() -> nn.Module:
-    """Small, as what can go wrong does not depend on the size."""
+    """Return a small GPT; errors in sharding do not depend on the size."""
     return GPT(GPTConfig(layers=2, width=48, context=32))
 
 
 def make_batch(index: int, rank: int) -> Tensor:
-    """Random bytes, int64 [4, 33]. verify has seeded torch for this index and rank."""
+    """Return random bytes, int64 [4, 33]. verify has seeded torch for this index and rank."""
     return torch.randint(0, 256, (4, 33))
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of the next byte."""
+    """Return the loss of the next byte."""
     return next_token_loss(model(ids[:, :-1]), ids[:, 1:])

@@ -1,4 +1,4 @@
-"""The command line. Run it as ``python -m layerzero``; imported by ``layerzero.__main__`` alone."""
+"""Command line, run as ``python -m layerzero``. Only ``layerzero.__main__`` imports this module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @app.callback()
 def _layerzero() -> None:
-    """ZeRO-1 optimizer states over all ranks, ZeRO-3 weights over a fast few."""
+    """Hybrid of ZeRO-1 and ZeRO-3: optimizer state sharded over all ranks, weights over a few ranks with fast links."""
 
 
 @app.command("verify")
@@ -61,11 +61,11 @@ def _verify(
     param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: " + ", ".join(_DTYPES) + ".")] = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
 ) -> None:
-    """Train a model plain and sharded for a few steps, and compare gradients and weights.
+    """Train a model unsharded and sharded for a few steps, and compare gradients and weights.
 
-    Exit status: 0 if they agree, 1 if they do not or a run fails, 2 for wrong usage.
+    Exit status: 0 if they agree, 1 if they differ or a run fails, 2 for wrong usage.
     """
-    if os.getcwd() not in sys.path:  # the command `layerzero`, unlike `python -m layerzero`, leaves it out
+    if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, the command `layerzero` does not
         sys.path.insert(0, os.getcwd())
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
@@ -104,9 +104,9 @@ def _verify(
 
 @app.command("inspect")
 def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")]) -> None:
-    """Compare the checksums of every file of a checkpoint, and list its tensors.
+    """Verify the checksums of all files of a checkpoint, and list its tensors.
 
-    Exit status: 0 if it is whole, 1 if it is damaged or incomplete.
+    Exit status: 0 if it is intact, 1 if it is damaged or incomplete.
     """
     with _readable_failures():
         found = whole_model_files.inspect(checkpoint)
@@ -134,9 +134,9 @@ def _export(
     dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as saved.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="The averages of the weights instead of the weights.")] = False,
 ) -> None:
-    """Write the whole model of a checkpoint as one safetensors file, in one process.
+    """Write the full model of a checkpoint as one safetensors file, in one process.
 
-    Of Megatron's tensor ranks and pipeline stages, all parts become one model.
+    The parts of Megatron's tensor ranks and pipeline stages are joined into one model.
     """
     with _readable_failures():
         write = export_parts if holds_parts(checkpoint) else whole_model_files.export_model
@@ -152,7 +152,7 @@ def _import(
         str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as they are.")
     ] = None,
 ) -> None:
-    """Make a checkpoint of a whole model in safetensors files, in one process."""
+    """Make a checkpoint from the safetensors files of a full model, in one process."""
     if len(files) < 2:
         _refuse("import needs a safetensors file or a folder of them, and the checkpoint to make")
     with _readable_failures():
@@ -179,7 +179,7 @@ def _dtype(name: str | None, option: str) -> torch.dtype | None:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Under torchrun, its ranks."""
+    """Initialize the process group inside the context, if torchrun has started this process."""
     if not dist.is_torchelastic_launched():
         yield
         return
@@ -203,7 +203,7 @@ def _batch_fn(model: str) -> Callable[..., Any]:
 
 
 def _unit(name: str, module_name: str) -> type[nn.Module] | str:
-    """A class of the user's, else the name of a submodule, which shard_model checks."""
+    """Return the module class that `name` refers to; otherwise `name`, as a submodule name for shard_model to check."""
     found = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
     if isinstance(found, type) and issubclass(found, nn.Module):
         return found
@@ -213,7 +213,7 @@ def _unit(name: str, module_name: str) -> type[nn.Module] | str:
 
 
 def _load(target: str, what: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names."""
+    """Return the callable at ``package.module:name``, or exit with status 2."""
     try:
         return load_named(target, what)
     except ValueError as error:

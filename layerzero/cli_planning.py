@@ -1,4 +1,4 @@
-"""The commands ``plan``, ``trace`` and ``simulate``; imported by ``layerzero.cli`` alone, as they need typer."""
+"""Commands ``plan``, ``trace`` and ``simulate``. Only ``layerzero.cli`` imports this module, because it needs typer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _plan(
     every_row: Annotated[bool, typer.Option("--all", help="All rows, also those that do not fit.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a report with charts there.")] = None,
 ) -> None:
-    """Which settings, how much memory, how fast: a model on a cluster, without either.
+    """Recommend settings for a model on a cluster, with memory and speed. Neither model nor cluster is needed.
 
     Exit status: 0 if some settings fit, 1 if none do, 2 for wrong usage.
     """
@@ -114,7 +114,7 @@ def _plan(
         )
         typer.echo(plan_text(found, every_row=every_row))
         if html is not None:
-            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - charts are not always asked for
+            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
             write_report(found, html)
             typer.echo(f"\nwritten: {html}")
@@ -122,7 +122,7 @@ def _plan(
 
 
 def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")]) -> None:
-    """What is in a trace: exchanges with their bytes, what was waited for, and what units computed."""
+    """Show the contents of a trace: collectives with their bytes and wait times, and the compute times of units."""
     with _readable_failures():
         events = read_recording(file).events
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
@@ -160,7 +160,7 @@ def _simulate(
     inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of an exchange in the node.")] = 0.0,
     between_latency: Annotated[float, typer.Option(help="The same between nodes.")] = 0.0,
 ) -> None:
-    """The schedule of a trace on a machine with other links. What was computed takes as long as it took."""
+    """Simulate the schedule of a trace on a machine with other links. Computations keep their recorded times."""
     with _readable_failures():
         recording = read_recording(file)
         if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
@@ -211,7 +211,7 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
 
 
 def _probed() -> Cluster:
-    """What the ranks that torchrun has started measure; all but the first end here."""
+    """Measure the cluster with the ranks that torchrun has started; all ranks but the first exit here."""
     if "RANK" not in os.environ:
         raise ValueError(
             "--probe measures the cluster that it runs on: start it on all nodes by torchrun, "
@@ -241,7 +241,7 @@ def _model(
     if named is not None and (Path(named).exists() or ":" not in named):
         return named
     if named is not None:
-        if os.getcwd() not in sys.path:  # the command `layerzero`, unlike `python -m layerzero`, leaves it out
+        if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, the command `layerzero` does not
             sys.path.insert(0, os.getcwd())
         return load_named(named, "the model")
     if missing := [name for name, value in sizes.items() if value is None]:

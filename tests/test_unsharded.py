@@ -140,9 +140,9 @@ class _OnDevice(Tensor):
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 def test_each_tensor_is_moved_to_the_host_once_it_is_gathered(offload_to_cpu: bool) -> None:
-    span = SimpleNamespace(face=None, gather=lambda rows: rows.as_subclass(_OnDevice))
+    span = SimpleNamespace(model_parallel=None, gather=lambda rows: rows.as_subclass(_OnDevice))
     options = _Options(False, False, offload_to_cpu, False)
-    made = _full_parameter(SimpleNamespace(span=span), torch.ones(2), options)  # type: ignore[arg-type]
+    made = _full_parameter(SimpleNamespace(spec=span), torch.ones(2), options)  # type: ignore[arg-type]
     assert isinstance(made, nn.Parameter) and isinstance(made, _OnDevice) is not offload_to_cpu
 
 

@@ -1,7 +1,7 @@
-"""Every way of taking a step that the benchmarks compare, by name.
+"""Contestants of the benchmarks, by name.
 
-A contestant's module is imported only where it runs, so that a peer which is not installed keeps none of the others
-from running, and no contestant's memory holds another one's library.
+A contestant's module is imported only in the processes that run it. So a missing package does not prevent other
+contestants from running, and no process holds the library of another contestant in memory.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from benchmarks.task import Task
 
 __all__ = ["ENTRIES", "Contestant", "Entry", "why_missing"]
 
-NODE, WORLD = "node_size", "ranks"  # fields of Task, for settings that follow it
+NODE, WORLD = "node_size", "ranks"  # fields of Task, for settings that depend on the task
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a contestant is called, found and built.
+    """Label, class and settings of a contestant.
 
     Attributes:
-        label: what tables and plots call it: plain words, without marks of code.
-        family: ``"ours"``, ``"compute"``, or the specialist at one point of the knob: ``"full"`` sharding,
-            ``"hybrid"``, ``"hpz"`` (weights in the node, gradients across), ``"optimizer"`` (optimizer state only).
-        target: ``module:class`` below this package.
-        settings: keyword arguments of the class; the values NODE and WORLD are read from the task.
-        needs: a package that must be installed.
-        reduces: whether gradients travel at all, so that their dtype matters.
+        label: plain text for tables and plots.
+        family: ``"ours"``, ``"compute"``, or the kind of sharding of a peer: ``"full"``, ``"hybrid"``, ``"hpz"``
+            (weights inside a node, gradients across nodes), ``"optimizer"`` (only optimizer state).
+        target: ``module:class`` in this package.
+        settings: keyword arguments of the class; the values NODE and WORLD are replaced by fields of the task.
+        needs: package that must be installed.
+        reduces: whether gradients are sent, so that the reduce dtype matters.
     """
 
     label: str
@@ -42,7 +42,7 @@ class Entry:
     reduces: bool = True
 
     def load(self) -> Callable[[Task], Contestant]:
-        """Import the contestant, and return what builds it."""
+        """Import the contestant and return a function that builds it."""
         module, _, name = self.target.partition(":")
         factory = getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
@@ -72,7 +72,7 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
-    # Emulated nodes are one machine to the kernel: their ranks would share memory past the cable.
+    # To the kernel, emulated nodes are one machine: with shared memory, their ranks would bypass the emulated link.
     "layerzero-zero3": _ours('layerzero, zero3_size=D, "sharded", shared memory off', WORLD, "sharded", "off"),
     "layerzero-zero3-full": _ours('layerzero, zero3_size=D, "full", shared memory off', WORLD, "full", "off"),
     "fsdp2-full": _fsdp2("full sharding", "full"),
@@ -96,7 +96,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def why_missing(name: str) -> str | None:
-    """The reason why a contestant cannot run here, or None."""
+    """Return the reason why a contestant cannot run here, or None."""
     needs = ENTRIES[name].needs
     if needs is not None and importlib.util.find_spec(needs) is None:
         return f"{needs} is not installed"

@@ -1,4 +1,4 @@
-"""What the worker asks of a contestant."""
+"""Interface of contestants, which the worker calls."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["Contestant"]
 
 
 class Contestant(ABC):
-    """One way of taking optimizer steps. The constructor builds and shards; all ranks call it at once."""
+    """Model and optimizer of one framework. The constructor builds and shards them; all ranks must call it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
     @abstractmethod
     def backward(self, batch: Tensor, *, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch, weighted 1/A; returns its unweighted loss, detached.
+        """Run forward and backward of one micro-batch with weight 1/A; return its unweighted loss, detached.
 
         Args:
-            last: the step's last micro-batch.
+            last: whether this is the last micro-batch of the step.
         """
 
     @abstractmethod
     def update(self) -> None:
-        """The optimizer's step; no gradients are left afterwards."""
+        """Take the optimizer's step and clear the gradients."""
 
     def ledger(self) -> dict[str, int]:
-        """Bytes that this rank has sent by axis since the last call, where the framework counts them."""
+        """Return the bytes that this rank has sent since the last call, by axis; empty if not counted."""
         return {}
 
     def kinds(self) -> dict[str, int]:
-        """Bytes of model state by kind on this rank, where the framework tells them apart."""
+        """Return the bytes of model state on this rank, by kind; empty if the framework does not report them."""
         return {}

@@ -17,16 +17,17 @@ __all__ = ["DDPZero"]
 
 
 class DDPZero(Contestant):
-    """fp32 parameters and gradients on every rank, bf16 compute by autocast, gradients reduced in the last micro-batch.
+    """DDP with fp32 parameters and gradients, bf16 autocast, and a reduction in the last micro-batch.
 
-    Updated weights travel in fp32. DDP's own hook for bf16 reductions refuses gloo; ours does the same.
+    Updated weights are sent in fp32. DDP's own hook for bf16 reductions does not support gloo; the hook here does the
+    same with gloo.
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.model = DistributedDataParallel(make_model(task), gradient_as_bucket_view=True)
         if task.reduce_dtype == torch.bfloat16:
-            # a lambda: DDP rejects hooks whose annotations are text
+            # A lambda, because DDP rejects hooks with string annotations.
             self.model.register_comm_hook(None, lambda _, bucket: _reduce_in_bf16(bucket))
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIMIZER
@@ -45,7 +46,7 @@ class DDPZero(Contestant):
 
 
 def _reduce_in_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket's gradients over all ranks, sent in bf16."""
+    """All-reduce a bucket's gradients in bf16 to their mean over all ranks."""
     small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(small, async_op=True)
     assert work is not None

@@ -15,25 +15,25 @@ from benchmarks.task import OPTIMIZER, Task, loss_of, make_model
 
 __all__ = ["DeepSpeed"]
 
-_STAGE_3_BUCKET = 4_000_000  # elements: one block; the buffers of buckets stay allocated
+_STAGE_3_BUCKET = 4_000_000  # elements, about one block; bucket buffers stay allocated
 
 
 class DeepSpeed(Contestant):
-    """The engine divides losses by A and reduces where its stage does: ZeRO-1 once per step, ZeRO-3 in each backward.
+    """DeepSpeed engine. It divides losses by A; ZeRO-1 reduces once per step, ZeRO-3 in each backward.
 
     Args:
-        stage: of ZeRO.
-        hpz: ZeRO-3 gathers weights for compute inside the node.
-        accumulate: dtype of gradients between micro-batches; None: that of the reduction.
+        stage: ZeRO stage.
+        hpz: ZeRO-3 gathers compute weights inside the node.
+        accumulate: dtype of gradients between micro-batches. None: the reduce dtype.
     """
 
     def __init__(self, task: Task, *, stage: int, hpz: bool = False, accumulate: str | None = None) -> None:
         super().__init__(task)
         logger.setLevel(logging.ERROR)
-        # DeepSpeed would compile this op first; only its inference uses it, for an all-reduce through shared memory.
+        # Avoid the compilation of this op. Only DeepSpeed's inference uses it, for all-reduces in shared memory.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = make_model(task)
-        # ZeRO-1 reduces and gathers once per step: in one piece.
+        # ZeRO-1 reduces and gathers once per step, in one bucket.
         bucket = _STAGE_3_BUCKET if stage == 3 else sum(parameter.numel() for parameter in model.parameters())
         zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if hpz:
@@ -44,7 +44,7 @@ class DeepSpeed(Contestant):
             "train_micro_batch_size_per_gpu": task.batch_size,
             "gradient_accumulation_steps": task.micro_batches,
             "bf16": {"enabled": True},
-            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told otherwise
+            "gradient_clipping": 0.0,  # DeepSpeed's default is 1
             "communication_data_type": task.reduce,
             "data_types": {"grad_accum_dtype": accumulate or task.reduce},
             "zero_optimization": zero,

@@ -24,12 +24,13 @@ __all__ = ["FSDP1", "FSDP2"]
 
 
 class FSDP2(Contestant):
-    """Blocks and the root are wrapped.
+    """FSDP2 with blocks and root as units.
 
     Args:
-        replicas: HSDP: shard inside a node, all-reduce between nodes. Else full sharding over all ranks.
-        accumulate: what micro-batches before the last one leave out: ``"all_reduce"`` (between nodes; gradients stay
-            sharded) or ``"everything"`` (gradients stay whole on each rank), or None: they leave out nothing.
+        replicas: True: HSDP, which shards inside a node and all-reduces between nodes. False: full sharding over all
+            ranks.
+        accumulate: collectives that micro-batches before the last one skip: ``"all_reduce"`` (between nodes; gradients
+            stay sharded), ``"everything"`` (each rank keeps full gradients), or None (no collectives are skipped).
         keep: weights stay gathered between forward and backward.
     """
 
@@ -63,7 +64,7 @@ class FSDP2(Contestant):
 
 
 class FSDP1(Contestant):
-    """Blocks and the root are wrapped; all micro-batches but the last run in ``no_sync``, with whole gradients."""
+    """FSDP1 with blocks and root as units; all micro-batches but the last run in ``no_sync``, with full gradients."""
 
     def __init__(self, task: Task, *, strategy: str) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""layerzero, at the two ends of its knob and between them; and the model's arithmetic alone."""
+"""layerzero with any zero3_size, and the model's computation without communication."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class LayerZero(Contestant):
 
 
 class ComputeAlone(Contestant):
-    """Forward and backward of the bf16 model on every rank at once: no communication and no optimizer.
+    """Forward and backward of the bf16 model on all ranks at once, without communication and optimizer.
 
-    What step times are held against. It is no strict bound: each rank has weights of its own here, and sums its
-    gradients up in bf16, which costs more than reading weights that the ranks of a node share. Nothing is trained, so
-    its loss stays where it starts.
+    Step times are compared with this. It is not a strict bound: each rank has its own weights here and accumulates
+    gradients in bf16, which costs more than reading weights that the ranks of a node share. The model is not trained,
+    so its loss does not change.
     """
 
     def __init__(self, task: Task) -> None:

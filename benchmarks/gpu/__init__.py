@@ -1,1 +1,1 @@
-"""What can be learned about layerzero on a machine with one GPU: ``python -m benchmarks.gpu``."""
+"""Tests and measurements of layerzero on a machine with one GPU: ``python -m benchmarks.gpu``."""

@@ -1,9 +1,9 @@
-"""Run every part in a process of its own, and write what they found to one file.
+"""Run every part in its own process, and write the results to one file.
 
     python -m benchmarks.gpu                          # on the GPU, minutes
     python -m benchmarks.gpu --device cpu --tiny      # the same code at the size of a test
 
-A part that fails or takes too long is reported with the end of its output, and the next one runs.
+If a part fails or takes too long, the end of its output is reported, and the next part runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTESTANTS = ("layerzero", "layerzero-full", "fsdp2-full", "fsdp2-hsdp")
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Command lines by part."""
+    """Return the command lines by part."""
     flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     python, part = [sys.executable], [sys.executable, "-m", "benchmarks.gpu.parts"]
     found = {"pytest": [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"]}
@@ -69,7 +69,7 @@ def run(command: list[str], timeout: float) -> dict[str, Any]:
     seconds = round(time.monotonic() - start, 1)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if "pytest" in command:
-        ok = done.returncode in (0, 5)  # 5: no test was chosen
+        ok = done.returncode in (0, 5)  # 5: no test was selected
         return {"ok": ok, "seconds": seconds, "says": done.stdout.strip().splitlines()[-1:]}
     if done.returncode or not lines:
         return {"ok": False, "seconds": seconds, "error": (done.stdout + done.stderr)[-2000:]}

@@ -1,4 +1,4 @@
-"""The parts of ``python -m benchmarks.gpu``, each a process that prints one line of results."""
+"""Parts of ``python -m benchmarks.gpu``; each runs in a process that prints one line of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.gpt import GPT, Block, GPTConfig, next_token_loss
 from examples.verify_gpt import loss, make_batch, make_model
 
-_WORLD, _NODE = 64, 8  # of the fake process group
+_WORLD, _NODE = 64, 8  # ranks and ranks per node of the fake process group
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace, rank: int, ranks: int, folder: str) -> None:
-    """A process group whose ranks all use the first device."""
+    """Initialize a process group whose ranks all use the first device."""
     if args.device == "cuda":
         torch.cuda.set_device(0)
     backend = "nccl" if args.backend == "default" and args.device == "cuda" else "gloo"
@@ -67,7 +67,7 @@ def start(args: argparse.Namespace, rank: int, ranks: int, folder: str) -> None:
 
 
 def verify(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Plain against sharded training of a small GPT, every zero3_size, both accumulations."""
+    """Compare plain and sharded training of a small GPT, for every zero3_size and both accumulations."""
     start(args, rank, args.ranks, folder)
     found = {}
     for accumulation in ("sharded", "full"):
@@ -84,7 +84,7 @@ def verify(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps under torch's sanitizer, which raises where streams race."""
+    """Take steps under torch's sanitizer, which raises on data races between streams."""
     if args.device == "cuda":
         _sanitizer.enable_cuda_sanitizer()
     losses = []
@@ -119,7 +119,7 @@ def side_stream(args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_world():
-    """One process plays rank 0 of many. Exchanges return at once, with garbage."""
+    """Use a fake process group in which this process is rank 0; collectives return at once with undefined data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_WORLD)
     try:
         yield
@@ -128,7 +128,7 @@ def fake_world():
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of a rank of 64 that trains with two micro-batches: between steps and at the peak."""
+    """Measure the bytes of one of 64 ranks with two micro-batches, between steps and at the peak."""
     with fake_world():
         model, step = contestant(args, _WORLD, _NODE)
         for _ in range(2):
@@ -151,7 +151,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_time(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step of four micro-batches on one device, nothing to exchange: what the library itself costs."""
+    """Measure a step of four micro-batches on one device without communication: the overhead of the library."""
     with tempfile.TemporaryDirectory() as folder:
         args.backend = "default"
         start(args, 0, 1, folder)

@@ -1,1 +1,1 @@
-"""A simulation of layerzero's schedule on machines that one does not have; see docs/simulation.md."""
+"""Simulation of layerzero's schedule on other machines; see docs/simulation.md."""

@@ -1,11 +1,10 @@
-"""The simulation fitted to one measured configuration, and compared with others that it has not seen.
+"""Calibration of the simulation to one measured case, and comparison with other cases.
 
-Computations take what they took in a run that exchanges nothing, with all ranks at work; additions and the optimizer
-what they took in the traced steps; the link between nodes carries what it was seen to carry. One number is fitted, so
-that the first case takes as long as measured: the seconds for which a rank's processor works on each byte it sends.
-Everything else is predicted.
+Times of computations come from a run without communication on all ranks. Times of additions and of the optimizer, and
+the speed of the link between nodes, come from traced steps. One number is fitted, so that the first case takes the
+measured time: the processor seconds of a rank for each byte that it sends. All other results are predictions.
 
-All measured numbers are those of the quietest round: other work on the machine only makes them longer.
+All measured numbers are those of the fastest round, because other work on the machine only increases them.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class Prediction:
 
 
 def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[SimMachine, list[Prediction]]:
-    """The machine on which the first case takes as long as measured, and what it predicts for all."""
+    """Return the machine on which the first case takes the measured time, and its predictions for all cases."""
     computations = _computations(measured.folder)
     programs = [_program(plan, case, computations) for case in plan.cases]
     machine = SimMachine(
         node_size=plan.node_size if two_nodes else plan.ranks,
-        inside=math.inf,  # bytes inside a node cost the processor and nothing else
+        inside=math.inf,  # inside a node, bytes cost only processor time
         between=_carried_between(measured.folder, plan.node_size) if two_nodes else math.inf,
         launch=_launch_seconds(measured.folder),
         zero3_size=plan.cases[0].zero3_size,
@@ -66,7 +65,7 @@ def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[SimMa
 
 
 def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> list[Operation]:
-    """As ``layerzero plan`` writes it down, with seconds that were measured."""
+    """Return the program of ``layerzero plan`` for a case, with measured times."""
     settings = plan.settings(case)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=settings.reduce_dtype)
     config = LayerZeroConfig(units=Block, mp_policy=policy, accumulation=case.accumulation)
@@ -103,7 +102,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
     def told(what: What) -> float:
         if what[0] != "add":
             return computations(what)
-        # On gloo the parts of all ranks of the axis are added up: of N elements in hop 1, of N / S in hop 2.
+        # On gloo each rank adds the parts of all ranks of the axis: N elements in hop 1, N / S in hop 2.
         hop, _, unit = what[1].partition(" ")
         if hop == "hop2" and case.zero3_size == 1:
             return computations(("add", f"hop1 {unit}"))
@@ -120,7 +119,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
 
 
 def _fitted(machine: SimMachine, program: Sequence[Operation], seconds: float) -> SimMachine:
-    """`machine` with the processor seconds for each byte with which the program takes so long."""
+    """Return `machine` with processor seconds per byte fitted so that the program takes `seconds`."""
     low, high = 0.0, 1e-6
     for _ in range(50):
         machine = replace(machine, processor_per_byte=(low + high) / 2)
@@ -137,13 +136,13 @@ def _schedules(folder: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _launch_seconds(folder: Path) -> float:
-    """Median seconds of the host for an exchange."""
+    """Return the median seconds that the host needs to launch a collective."""
     launches = [event for schedule in _schedules(folder) for event in schedule if event["kind"] == "launch"]
     return statistics.median((event["end"] - event["start"]) / 1e6 for event in launches)
 
 
 def _carried_between(folder: Path, node_size: int) -> float:
-    """Median bytes a second that a node sent while its ranks reduced or refreshed one unit after the other."""
+    """Return the median bytes per second that a node sent while its ranks reduced or refreshed successive units."""
     rates = []
     for schedule in _schedules(folder):
         crossing = [event for event in schedule if event["kind"] == "launch" and event.get("axis") == "replica"]
@@ -155,7 +154,7 @@ def _carried_between(folder: Path, node_size: int) -> float:
 
 
 def _computations(folder: Path) -> Callable[[What], float]:
-    """Seconds by what is computed."""
+    """Return a function that gives the measured seconds of a computation."""
     alone, in_steps = (_quietest(folder, pattern) for pattern in ("compute", "steps"))
 
     def seconds(what: What) -> float:
@@ -166,7 +165,7 @@ def _computations(folder: Path) -> Callable[[What], float]:
 
 
 def _quietest(folder: Path, pattern: str) -> dict[What, float]:
-    """Means over the ranks, of the round in which they are least."""
+    """Return the mean seconds over the ranks of each computation, in the round with the smallest mean."""
     found: defaultdict[What, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"{pattern}-*.json")):
         this_round = path.stem.rpartition("-")[2]

@@ -1,7 +1,7 @@
-"""Runs of a small GPT on real gloo ranks, for the simulation to be compared with.
+"""Measured runs of a small GPT on gloo ranks, for comparison with the simulation.
 
-:func:`measure` starts the ranks, on one machine or in two network namespaces, and collects what they wrote. This module
-is also the program that each of them runs.
+:func:`measure` starts the ranks, on one machine or in two network namespaces, and collects their results. This module
+is also the program of each rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gpt import GPT, Block, GPTConfig, next_token_loss
 __all__ = ["Block", "Case", "Measured", "Plan", "gpt", "losses_of", "measure"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_WARM_UP = 2  # steps that are not measured
+_WARM_UP = 2  # steps before the measured ones
 
 
 class Case(NamedTuple):
-    """Settings that are measured."""
+    """Settings of one measurement."""
 
     micro_batches: int
     accumulation: str = "sharded"
@@ -46,13 +46,13 @@ class Case(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, int, str]:
-        """Of a model; any number of micro-batches may be trained with it."""
+        """Settings of the sharded model; cases that differ only in micro-batches share one."""
         return self[1:]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. The first of `cases` is the one that is traced, and to which the simulation is fitted."""
+    """Measurements to make. The first case is traced, and the simulation is fitted to it."""
 
     cases: tuple[Case, ...]
     ranks: int = 4
@@ -61,7 +61,7 @@ class Plan:
     width: int = 512
     tokens: int = 64
     rounds: int = 5
-    steps: int = 3  # that follow each other without a pause
+    steps: int = 3  # consecutive steps without a pause
     folder: str = ""
 
     def settings(self, case: Case) -> Settings:
@@ -71,13 +71,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step of the slowest rank, by case and round, and the folder of the traces."""
+    """Seconds of a step on the slowest rank, by case and round, and the folder of the traces."""
 
     seconds: list[list[float]]
     folder: Path
 
     def quietest(self, case: int) -> float:
-        """Of the rounds: whatever else runs on the machine can only make a step longer."""
+        """Return the minimum over the rounds, because other work on the machine only makes a step longer."""
         return min(self.seconds[case])
 
 
@@ -93,10 +93,10 @@ def losses_of(model: nn.Module, plan: Plan, micro_batches: int) -> list[Callable
 
 @contextlib.contextmanager
 def measure(plan: Plan, *, two_nodes: bool) -> Iterator[Measured]:
-    """Run a plan; the traces are there while the context lasts.
+    """Run a plan; the traces exist inside the context only.
 
     Raises:
-        RuntimeError: a rank failed, or `two_nodes` where they cannot be emulated.
+        RuntimeError: a rank failed, or `two_nodes` is given and cannot be emulated here.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -178,7 +178,7 @@ def _timed(step: Callable[[], None], times: int) -> float:
 
 
 def _trace_compute(model: nn.Module, plan: Plan, index: int) -> None:
-    """What units take where nothing is exchanged: ZeRO-1 inside no_sync, on all ranks at once."""
+    """Trace the compute times of units without communication: ZeRO-1 inside no_sync, on all ranks at once."""
     (loss,) = losses_of(model, plan, 1)
     with layerzero.no_sync(model):
         loss().backward()

@@ -1,7 +1,7 @@
 """Draw projections: ``python -m benchmarks.simulation.plot log.json ring.json --out docs/images/projection.png``.
 
-Needs matplotlib. The files are those of ``python -m benchmarks.simulate project --json FILE``; each model in each of
-them is a row of panels, each number of micro-batches a column.
+Needs matplotlib. ``python -m benchmarks.simulate project --json FILE`` writes the input files. Each model of each file
+has a row of panels, and each number of micro-batches a column.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from matplotlib.lines import Line2D
 __all__ = ["draw"]
 
 _COLOURS = {"layerzero": "#1b6ca8", "HSDP": "#6a9a5b", "full": "#c97b3d"}
-_STYLES = ("-", "--", ":")  # of the links, fastest first
+_STYLES = ("-", "--", ":")  # line styles of the links, fastest first
 _STEPS = {"log": "trees", "ring": "rings", "direct": "direct"}
 
 Rows = list[dict[str, Any]]
 
 
 def draw(projections: Sequence[dict[str, Any]], path: Path) -> None:
-    """Share of the step in which a GPU computes, over the number of nodes; of some contents of JSON files."""
+    """Draw the share of a step in which a GPU computes, over the number of nodes.
+
+    Args:
+        projections: contents of the JSON files.
+    """
     lines = [
         (f"{model}, {_STEPS[each['assumed']['steps']]}", [row for row in each["rows"] if row["model"] == model])
         for each in projections

@@ -1,7 +1,8 @@
-"""Steps of large models on many nodes, of layerzero and of models of its peers.
+"""Projection of steps of large models on many nodes, for layerzero and for models of other schemes.
 
-layerzero's schedule is the engine's own, recorded for a stand-in of as many blocks, with the bytes and the times of the
-real model put in its place. The schedules of the peers are those of ``layerzero/planning/sim_schedules.py``.
+layerzero's schedule is recorded from the engine with a small model of the same number of blocks; bytes and times are
+then replaced by those of the large model. The schedules of other schemes are those of
+``layerzero/planning/sim_schedules.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from scheme_costs import scheme_costs
 __all__ = ["MODELS", "SCHEMES", "Assumptions", "Model", "Row", "project"]
 
 _ROOT = "the root"
-_COMPUTE, _REDUCE = 2, 4  # bytes of an element: bf16 weights, fp32 gradients
-_STEPS = 2  # that are simulated; the last counts
+_COMPUTE, _REDUCE = 2, 4  # bytes per element: bf16 weights, fp32 gradients
+_STEPS = 2  # simulated steps; the result is that of the last one
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer; elements of a block, and of embedding, last norm and head together."""
+    """Decoder-only transformer; `root_numel` counts embedding, last norm and head."""
 
     name: str
     blocks: int
@@ -56,21 +57,21 @@ MODELS = {"7b": Model.from_shapes("Llama 7B", 4096), "70b": Model.from_shapes("L
 
 @dataclass(frozen=True)
 class Assumptions:
-    """About the machine and the run. Bytes, seconds and FLOP are of one GPU unless said otherwise."""
+    """Assumptions about machine and run. Bytes, seconds and FLOP are per GPU unless stated otherwise."""
 
-    gpus: int = 8  # of a node
-    flops: float = 400e12  # reached in a block, bf16, not the peak
+    gpus: int = 8  # GPUs of a node
+    flops: float = 400e12  # FLOP/s that a block reaches in bf16, not the peak
     memory: float = 80e9  # bytes
-    memory_speed: float = 2.5e12  # bytes a second
-    inside: float = 300e9  # bytes a second inside a node
+    memory_speed: float = 2.5e12  # bytes per second
+    inside: float = 300e9  # bytes per second inside a node
     inside_latency: float = 5e-6
     between_latency: float = 10e-6
     launch: float = 10e-6
     steps: str = "log"
-    tokens: int = 4096  # of a GPU's micro-batch: one sequence
+    tokens: int = 4096  # tokens of a GPU's micro-batch, which is one sequence
 
     def machine(self, gbit: float) -> SimMachine:
-        """With links of so many Gbit/s a node between the nodes."""
+        """Return the simulated machine with `gbit` Gbit/s per node between the nodes."""
         return SimMachine(
             node_size=self.gpus,
             inside=self.inside,
@@ -84,7 +85,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of what a GPU computes. Each GPU holds ``1 / states`` of the masters."""
+    """Compute times of a GPU, in seconds. Each GPU holds ``1 / states`` of the masters."""
 
     model: Model
     assumed: Assumptions
@@ -94,9 +95,9 @@ class _Times:
         phase, unit = what
         if phase in ("forward", "backward"):
             return self.forward(unit) * (2 if phase == "backward" else 1)
-        if phase == "update":  # reads master, gradient and two moments, writes all but the gradient: 28 bytes
+        if phase == "update":  # reads master, gradient and two moments, writes all except the gradient: 28 bytes
             return 28 * self.model.numel / self.states / self.assumed.memory_speed
-        if phase == "add":  # reads what came and the accumulator, writes the accumulator
+        if phase == "add":  # reads the received part and the accumulator, writes the accumulator
             exchange, _, unit = unit.partition(" ")
             parts = self.assumed.gpus if exchange == "hop1" else self.states
             return 12 * self.model.numel_of(unit) / parts / self.assumed.memory_speed
@@ -104,19 +105,19 @@ class _Times:
 
     def forward(self, unit: str) -> float:
         model, tokens = self.model, self.assumed.tokens
-        if unit == _ROOT:  # the head; looking up embeddings is free
+        if unit == _ROOT:  # only the head; embedding lookups cost nothing
             return 2 * (model.root_numel / 2) * tokens / self.assumed.flops
-        attention = 2 * tokens * model.width  # a token, scores and mixing, causal: half of all pairs
+        attention = 2 * tokens * model.width  # per token: scores and weighted sum over half of all pairs (causal)
         return (2 * model.block_numel + attention) * tokens / self.assumed.flops
 
 
 def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
-    """The engine's own schedule, with the model's bytes and times."""
+    """Return the engine's schedule with the bytes and times of the model."""
     inside, replicas = assumed.gpus, nodes
 
     def bytes_of(exchange: SimCollective) -> SimCollective:
         ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
-        if exchange.kind == "agree":  # each tells each
+        if exchange.kind == "agree":  # each rank sends to every other rank
             return replace(exchange, ranks=ranks, bytes=exchange.bytes * (ranks - 1) / (exchange.ranks - 1))
         if exchange.kind in ("order", "norm"):
             return replace(exchange, ranks=ranks)
@@ -138,13 +139,13 @@ def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
 
 
 def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
-    """FSDP, ZeRO-3: every gather and every reduction over all ranks."""
+    """Return the program of FSDP or ZeRO-3, with all gathers and reductions over all ranks."""
     ranks = assumed.gpus * nodes
     return list(_peer(model, _Times(model, assumed, ranks), micro_batches, over=ranks, replicas=1))
 
 
 def hsdp_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
-    """HSDP, MiCS: everything inside the node, and an all-reduce between nodes in the last micro-batch."""
+    """Return the program of HSDP or MiCS: sharding inside nodes, all-reduce between nodes in the last micro-batch."""
     times = _Times(model, assumed, assumed.gpus)
     return list(_peer(model, times, micro_batches, over=assumed.gpus, replicas=nodes))
 
@@ -166,7 +167,7 @@ def _peer(model: Model, times: _Times, micro_batches: int, *, over: int, replica
 
 @dataclass(frozen=True)
 class Row:
-    """One projected step."""
+    """Projected step of one scheme."""
 
     model: str
     gbit: float  # Gbit/s of a node's link
@@ -174,14 +175,14 @@ class Row:
     micro_batches: int
     scheme: str
     seconds: float
-    efficiency: float  # the time of forward and backward, by the time of the step
+    efficiency: float  # time of forward and backward, divided by the time of the step
     between: float  # bytes that a GPU sends to other nodes
     state: float  # bytes of weights, gradients and optimizer state of a GPU
-    fits: bool  # the state alone; activations and gathered weights come on top
+    fits: bool  # whether the state fits, without activations and gathered weights
 
 
 def project(model: Model, assumed: Assumptions, gbit: float, nodes: int, micro_batches: int) -> Iterator[Row]:
-    """The schemes side by side."""
+    """Yield the rows of all schemes."""
     costs = scheme_costs(model.numel, ranks=nodes * assumed.gpus, zero3_size=assumed.gpus, micro_batches=micro_batches)
     compute = (
         3

@@ -1,4 +1,4 @@
-"""The engine's schedule for a model, recorded in one process that pretends to be one of many ranks."""
+"""Recording of the engine's schedule in one process, on a fake process group of many ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Settings", "StandIn", "one_of_many", "record", "record_blocks", "tra
 
 @dataclass(frozen=True)
 class Settings:
-    """A run that is simulated."""
+    """Settings of a simulated run."""
 
     ranks: int
     zero3_size: int
@@ -42,14 +42,14 @@ class Settings:
             units=units,
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=self.reduce_dtype),
             accumulation=self.accumulation,  # type: ignore[arg-type]
-            shared_memory="off",  # the schedule is projected onto devices
+            shared_memory="off",  # the schedule is used for devices
         )
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         return model, layerzero.shard_optimizer(adamw, model)
 
 
 class StandIn(nn.Module):
-    """As many blocks as a real model, of next to no size. Its schedule is that of the real one."""
+    """Tiny model with the same number of blocks as a real one, and so with the same schedule."""
 
     def __init__(self, blocks: int, width: int = 8) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StandIn(nn.Module):
 
 @contextlib.contextmanager
 def one_of_many(ranks: int) -> Iterator[None]:
-    """A process group of `ranks` ranks of which only this one exists: exchanges return at once, with garbage."""
+    """Use a fake process group in which this process is rank 0; collectives return at once with undefined data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -75,7 +75,7 @@ def one_of_many(ranks: int) -> Iterator[None]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]]) -> None:
-    """`losses` are called for the loss of each micro-batch."""
+    """Take one optimizer step; each function in `losses` returns the loss of one micro-batch."""
     for index, loss in enumerate(losses):
         with contextlib.nullcontext() if index + 1 == len(losses) else layerzero.no_sync(model):
             (loss() / len(losses)).backward()
@@ -92,7 +92,7 @@ def record(
     steps: int,
     warm_up: int = 2,
 ) -> tuple[TraceEvent, ...]:
-    """The schedule of `steps` steps, after others that are not recorded."""
+    """Record and return the schedule of `steps` steps, after `warm_up` steps that are not recorded."""
     with one_of_many(settings.ranks), tempfile.TemporaryDirectory() as folder:
         model, optimizer = settings.shard(model, units)
         losses = losses_of(model)
@@ -105,7 +105,7 @@ def record(
 
 
 def record_blocks(blocks: int, settings: Settings, *, steps: int = 3) -> tuple[TraceEvent, ...]:
-    """The schedule of a model of so many blocks, with a stand-in for it; units are ``blocks.0``, ... and the root."""
+    """Record the schedule of a model with `blocks` blocks; units are ``blocks.0``, ... and the root."""
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     return record(
         StandIn(blocks),

@@ -1,4 +1,5 @@
-"""layerzero in the training loops of other packages. Each module imports the package that it is named after.
+"""Integrations into the training loops of other packages. Each module imports the package that it is named after.
 
-Nothing of layerzero imports them: ``from layerzero.integrations.accelerate import LayerZeroAccelerator``.
+No other package of layerzero imports these modules, so import them by name:
+``from layerzero.integrations.accelerate import LayerZeroAccelerator``.
 """

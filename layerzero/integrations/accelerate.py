@@ -1,8 +1,8 @@
-"""Accelerate: an ``Accelerator`` that shards what it prepares.
+"""Accelerate: an ``Accelerator`` that shards the models and optimizers that it prepares.
 
-Accelerate's own plugins are branches inside its ``Accelerator``, chosen by an enum that cannot be added to. So this is
-a subclass, which overrides documented methods; Accelerate's own classes stay as they are. ``save_state`` and
-``load_state`` have no hook for optimizers: what is sharded is hidden from them in :meth:`_all_but_sharded`.
+Accelerate selects its own plugins with an enum that cannot be extended. Therefore this module subclasses
+``Accelerator`` and overrides documented methods; Accelerate's own classes are not changed. ``save_state`` and
+``load_state`` have no hook for optimizers, so :meth:`_all_but_sharded` hides sharded models and optimizers from them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LayerZeroPlugin:
-    """How :class:`LayerZeroAccelerator` shards models.
+    """Settings with which :class:`LayerZeroAccelerator` shards models.
 
     Args:
-        zero3_size: ranks that share the compute weights; None: those of a node.
-        units: as for :func:`layerzero.shard_model`. None: the classes in its ``_no_split_modules``, if any.
-        mp_policy: None: made of Accelerate's `mixed_precision`, with gradients in fp32.
-        config_file: further settings, or these, in YAML: :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the file
-            that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if there is one.
-        settings: further arguments of :func:`layerzero.shard_model`, as a file would have them.
+        zero3_size: number of ranks that share the compute weights. None: the ranks of a node.
+        units: as for :func:`layerzero.shard_model`. None: the classes in the model's ``_no_split_modules``, if any.
+        mp_policy: None: the compute dtype is Accelerate's `mixed_precision`, and gradients are reduced in fp32.
+        config_file: YAML file with these or other settings; see :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the
+            file that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if it is set.
+        settings: other arguments of :func:`layerzero.shard_model`, with the names and values of a settings file.
 
     Example::
 
@@ -68,14 +68,15 @@ class LayerZeroPlugin:
 
 
 class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator``, with models sharded by layerzero in place of ``DistributedDataParallel``.
+    """Accelerate's ``Accelerator`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        layerzero_plugin: None: ``LayerZeroPlugin()``.
+        layerzero_plugin: settings of layerzero. None: ``LayerZeroPlugin()``.
         args, kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
-        ValueError: a setting of Accelerate's that shards, wraps or compiles models itself; names it.
+        ValueError: a setting makes Accelerate shard, wrap or compile models itself, or is not supported; the message
+            names it.
 
     Example::
 
@@ -109,17 +110,17 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 f"mixed_precision='fp16' on {self.device}, where Accelerate scales no loss: use 'bf16' or 'no'"
             )
 
-    # Models, optimizers, schedulers: in any order, in one call of prepare or several
+    # Models, optimizers and schedulers may be prepared in any order, in one call of prepare or several
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model, in place. With `evaluation_mode` it stays whole, until it is to be trained."""
+        """Shard the model in place. With `evaluation_mode` it is not sharded."""
         if not evaluation_mode:
             self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
         if is_sharded(model):
             device_placement, evaluation_mode = False, True
-        # All that Accelerate does but for wrapping: autocast, outputs in fp32, the list of models.
+        # Accelerate does everything except wrapping: autocast, outputs in fp32, the list of models.
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         self._shard_optimizers()
         return model
@@ -127,13 +128,13 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap the optimizer; it is sharded as soon as the model has been, which may come later."""
+        """Wrap the optimizer. It is sharded now, or later when its model is prepared."""
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._shard_optimizers()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerate does; a scheduler of an optimizer that has been sharded steps with that one alone."""
+        """Wrap the scheduler. If its optimizer is prepared by this accelerator, it steps with that optimizer only."""
         prepared = super().prepare_scheduler(scheduler)
         stepped = getattr(scheduler, "optimizer", None)
         own = [each for each in self._optimizers if stepped in (each, getattr(each.optimizer, "inner", None))]
@@ -150,7 +151,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 sharded = shard_optimizer(prepared.optimizer, model)
                 prepared.__init__(
                     sharded, device_placement=False, scaler=prepared.scaler
-                )  # the user may hold it already
+                )  # in place: the user may already hold a reference to it
 
     @property
     def _sharded(self) -> list[nn.Module]:
@@ -160,20 +161,27 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backwards inside exchange nothing between nodes; what ``accumulate`` uses."""
+        """Disable the reduction of gradients across nodes in backwards inside; ``accumulate`` uses this context."""
         with no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Refused for sharded models: ranks without data cannot answer the others' exchanges."""
+        """Raise for sharded models: ranks without data cannot take part in the collectives of other ranks.
+
+        Raises:
+            ValueError: a model in `joinables` is sharded.
+        """
         if any(is_sharded(each) for each in joinables):
             raise ValueError("join_uneven_inputs of a sharded model: use even_batches=True, which repeats samples")
         with super().join_uneven_inputs(joinables, even_batches=even_batches):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of all ranks' gradients; over a whole model :func:`layerzero.clip_grad_norm_`."""
+        """Clip gradients to `max_norm` and return their norm over all ranks.
+
+        If `parameters` are all parameters of a sharded model, this calls :func:`layerzero.clip_grad_norm_`.
+        """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._sharded:
             given = current_parameters(model, given)
@@ -184,16 +192,22 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         norm = super().clip_grad_norm_(given, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    # State
+    # State dicts
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Of a sharded model the whole state, on the first rank; ``{}`` on the others. All ranks must call it."""
+        """Return the state dict; all ranks must call this.
+
+        For a sharded model, the first rank gets full tensors, and the other ranks get ``{}``.
+        """
         return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As Accelerate does; sharded models and their optimizers go to layerzero checkpoints in the same folder.
+        """Save as Accelerate does, with sharded models and optimizers as layerzero checkpoints in the same folder.
 
-        Of these each rank writes its own rows, and any number of ranks can load them.
+        Each rank writes its own rows into the layerzero checkpoints. Any number of ranks can load them.
+
+        Raises:
+            ValueError: a sharded model has more than one optimizer.
         """
         save = partial(checkpoint.save, overwrite=True)
         with self._all_but_sharded("_save_model_state_pre_hook", save):
@@ -202,12 +216,12 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """What :meth:`save_state` has written."""
+        """Load a folder of :meth:`save_state`."""
         with self._all_but_sharded("_load_model_state_pre_hook", checkpoint.load):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def _pairs(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-        """The folder, the model and the optimizer of each layerzero checkpoint."""
+        """Return folder name, model and optimizer of each layerzero checkpoint."""
         pairs: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
         for i, model in enumerate(self._sharded):
             own = [each.optimizer for each in self._optimizers if each.optimizer in get_state(model).optimizers]
@@ -218,11 +232,14 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
-        """Inside, Accelerate saves or loads what is not sharded. Its own hooks see all models.
+        """Hide sharded models and optimizers from Accelerate inside the context, and save or load them with `act`.
+
+        The user's hooks still get all models.
 
         Args:
-            hooks: the attribute that holds them; they learn the folder that Accelerate has chosen.
-            act: does the rest, ``act(path, model, optimizer)``.
+            hooks: name of the attribute with Accelerate's hooks. Accelerate passes the folder to hooks only, so they
+                are replaced by one hook that calls the user's hooks and `act`.
+            act: saves or loads one layerzero checkpoint: ``act(path, model, optimizer)``.
         """
         models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()
 
@@ -231,7 +248,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             shown = list(models)
             for each in registered.values():
                 each(shown, *args[1:])
-            plain[:] = [model for model in plain if any(model is other for other in shown)]  # a hook may take some out
+            # The user's hooks may have removed models.
+            plain[:] = [model for model in plain if any(model is other for other in shown)]
             for name, model, optimizer in pairs:
                 act(Path(folder) / name, model, optimizer)
 

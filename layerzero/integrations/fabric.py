@@ -1,4 +1,4 @@
-"""Lightning Fabric: a strategy that shards what is set up, under the name ``"layerzero"`` once this is imported."""
+"""Lightning Fabric: a strategy that shards modules and optimizers. Importing this registers it as ``"layerzero"``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from layerzero.sharding.training_loop import no_sync
 
 __all__ = ["FabricStrategy"]
 
-FILE = "fabric.ckpt"  # in the folder of a checkpoint: what Fabric would write, without states of sharded optimizers
+FILE = "fabric.ckpt"  # file in the checkpoint folder, as Fabric writes it, without states of sharded optimizers
 
 
 class FabricStrategy(DDPStrategy):  # type: ignore[misc]
-    """Fabric's strategy for DDP, with modules sharded by layerzero in place of ``DistributedDataParallel``.
+    """Fabric's DDP strategy with modules sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
         zero3_size, units, mp_policy, config_file, settings: as for
             :class:`layerzero.integrations.lightning.LayerZeroStrategy`.
-        kwargs: those of ``DDPStrategy`` that are not for DDP: `process_group_backend`, `timeout`, ...
+        kwargs: arguments of ``DDPStrategy`` that are not for DDP itself: `process_group_backend`, `timeout`, ...
 
     Example::
 
@@ -59,13 +59,13 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         self._sharded: list[nn.Module] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard it, in place."""
+        """Shard the module in place and return it."""
         compute = lightning_dtype(self.precision.precision)
         self._sharded.append(self._settings.shard(module, compute, node_size=self.num_processes))
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Shard it, if it holds parameters of a sharded module."""
+        """Shard the optimizer if it holds parameters of a sharded module."""
         held = optimizer.param_groups[0]["params"][0]
         owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(held) is not None), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
@@ -78,12 +78,12 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The norm of all ranks' gradients."""
+        """Clip the gradients of the full model to `max_norm`; return their norm over all ranks."""
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Of a sharded module whole tensors, on the first rank."""
+        """Return the state dict of a module; for a sharded module, full tensors on the first rank."""
         return full_state_dict(module) if is_sharded(module) else super().get_module_state_dict(module)
 
     def save_checkpoint(
@@ -93,7 +93,13 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """A folder with Fabric's file, modules whole, and layerzero checkpoints of modules and optimizers."""
+        """Write a folder with Fabric's file, which has full modules, and layerzero checkpoints.
+
+        There is one layerzero checkpoint for each optimizer of a sharded module, or one for the module alone.
+
+        Raises:
+            ValueError: `filter` is given and `state` has sharded modules.
+        """
         folder = Path(self.broadcast(path))
         if filter is not None and _sharded_in(state):
             raise ValueError("filter with sharded modules: layerzero checkpoints hold all of a module")
@@ -112,7 +118,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """A folder of ours, or a file that DDP has left."""
+        """Load a folder of :meth:`save_checkpoint`, or a file of Fabric's DDP strategy."""
         folder = Path(self.broadcast(path))
         if not folder.is_dir() or not isinstance(state, dict):
             file = folder / FILE if folder.is_dir() else folder
@@ -121,7 +127,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         parts = _sharded_in(state)
         names = {key for key, value in state.items() if isinstance(value, ShardedOptimizer) or is_sharded(value)}
         rest = {key: value for key, value in state.items() if key not in names}
-        # Fabric takes an empty dict for a wish to get all.
+        # Fabric loads everything if the dict is empty.
         left = super().load_checkpoint(folder / FILE, rest or None, strict=strict, weights_only=weights_only)
         for name, module, optimizer in parts:
             checkpoint.load(folder / name, module, optimizer, strict=strict)
@@ -130,14 +136,14 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 class _NoSync:
-    """What Fabric asks for a context without reductions."""
+    """Fabric's backward-sync control, which disables gradient reduction."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()
 
 
 def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-    """The name, the module and the optimizer of each layerzero checkpoint."""
+    """Return name, module and optimizer of each layerzero checkpoint that `state` needs."""
     found: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):

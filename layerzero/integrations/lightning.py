@@ -1,4 +1,4 @@
-"""Lightning: a strategy that shards the ``LightningModule``, under the name ``"layerzero"`` once this is imported."""
+"""Lightning: a strategy that shards the ``LightningModule``. Importing this registers it as ``"layerzero"``."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from layerzero.sharding.training_loop import no_sync
 
 __all__ = ["LayerZeroStrategy"]
 
-FILE = "lightning.ckpt"  # in the folder of a checkpoint: what Lightning would write, without states of optimizers
+FILE = "lightning.ckpt"  # file in the checkpoint folder, as Lightning writes it, without states of optimizers
 
 
 class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
-    """Lightning's strategy for DDP, with the module sharded by layerzero in place of ``DistributedDataParallel``.
+    """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        zero3_size: ranks that share the compute weights; None: those of a node.
-        units: as for :func:`layerzero.shard_model`; None: ``"auto"`` where a part of the module names its blocks,
-            the root alone elsewhere.
-        mp_policy: None: made of the trainer's `precision`, with gradients in fp32.
-        config_file: further settings, or these, in YAML.
-        settings: further arguments of :func:`layerzero.shard_model`, as a file would have them.
-        kwargs: those of ``DDPStrategy`` that are not for DDP: `process_group_backend`, `timeout`, ...
+        zero3_size: number of ranks that share the compute weights. None: the ranks of a node.
+        units: as for :func:`layerzero.shard_model`. None: ``"auto"`` if a part of the module names its blocks,
+            otherwise only the root.
+        mp_policy: None: the compute dtype is the trainer's `precision`, and gradients are reduced in fp32.
+        config_file: YAML file with these or other settings.
+        settings: other arguments of :func:`layerzero.shard_model`, with the names and values of a settings file.
+        kwargs: arguments of ``DDPStrategy`` that are not for DDP itself: `process_group_backend`, `timeout`, ...
 
     Example::
 
         trainer = Trainer(strategy=LayerZeroStrategy(zero3_size=8, units={Block}), precision="bf16-mixed")
     """
 
-    optimizers: Any  # properties of Lightning's
+    optimizers: Any  # Lightning defines both as properties
     model: Any
 
     def __init__(
@@ -64,17 +64,17 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
             )
         given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
         self._settings = Settings.of_all(config_file, settings, **given)
-        self._restored = False  # by load_checkpoint, so that Lightning need not
+        self._restored = False  # True after load_checkpoint has loaded the module and its optimizers
 
     @property
     def _module(self) -> nn.Module:
         module: nn.Module = self.lightning_module
         return module
 
-    # Setting up and taking down
+    # Setup and teardown
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module for a fit; leave it whole for anything else."""
+        """Shard the module for a fit; for anything else, leave it as it is."""
         if trainer.state.fn != TrainerFn.FITTING and not is_sharded(self._module):
             super().setup(trainer)
             return
@@ -90,34 +90,34 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Those of ``configure_optimizers``, sharded; schedulers keep what they were made with."""
+        """Shard the optimizers of ``configure_optimizers``; schedulers keep the optimizer that they were made with."""
         super().setup_optimizers(trainer)
         self.optimizers = [shard_optimizer(optimizer, self._module) for optimizer in self.optimizers]
 
     def teardown(self) -> None:
-        """A sharded module stays where it is."""
+        """Tear down the parts of the strategy; a sharded module is not moved to the CPU."""
         if not is_sharded(self.lightning_module):
             super().teardown()
             return
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
-    # Steps, through the module's own call, which gathers
+    # Steps run through the module's forward, whose hooks gather parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``training_step`` like the DDP strategy."""
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``validation_step`` like the DDP strategy."""
         return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``test_step`` like the DDP strategy."""
         return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for DDP."""
+        """Run the module's ``predict_step`` like the DDP strategy."""
         return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,29 +128,29 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """What Lightning runs all but the last micro-batch of a step in."""
+        """Disable gradient reduction; Lightning runs all but the last micro-batch of a step inside this context."""
         with no_sync(self._module):
             yield
 
-    # Checkpoints: a folder with Lightning's file, and a layerzero checkpoint for each optimizer
+    # A checkpoint is a folder with Lightning's file and one layerzero checkpoint for each optimizer
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Sharded first."""
+        """Always True: the module is sharded before a checkpoint is loaded."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors, on the first rank."""
+        """Return the state dict of the module; if it is sharded, full tensors on the first rank."""
         return full_state_dict(self._module) if is_sharded(self._module) else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Nothing: it is in the layerzero checkpoint."""
+        """Return an empty dict: the layerzero checkpoint has the state."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Called on all ranks."""
+        """Write a checkpoint folder. All ranks must call this."""
         if not is_sharded(self._module):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
@@ -167,14 +167,14 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         for name, optimizer in kept.items():
             save_sharded(folder / name, self._module, optimizer, overwrite=True)
         if self.is_global_zero:
-            for left in folder.glob("layerzero_*"):  # of other optimizers
+            for left in folder.glob("layerzero_*"):  # of an earlier save with other optimizers
                 if left.name not in kept:
                     shutil.rmtree(left)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """A folder of ours, or a file that DDP has left."""
+        """Load a folder of :meth:`save_checkpoint`, or a file of Lightning's DDP strategy."""
         folder = Path(self.broadcast(checkpoint_path))
         if not folder.is_dir():
             self._restored = False
@@ -188,12 +188,12 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole tensors, the same on all ranks, unless :meth:`load_checkpoint` has done it."""
+        """Load full tensors, the same on all ranks, unless :meth:`load_checkpoint` has loaded the module."""
         if not self._restored:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As :meth:`load_model_state_dict`."""
+        """Load the states of optimizers, unless :meth:`load_checkpoint` has loaded them."""
         if not self._restored:
             super().load_optimizer_state_dict(checkpoint)
 

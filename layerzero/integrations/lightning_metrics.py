@@ -1,4 +1,4 @@
-"""Lightning: layerzero's numbers for the loggers of a trainer."""
+"""Lightning: a callback that logs ``layerzero.metrics``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(Callback):  # type: ignore[misc]
-    """Gives :func:`layerzero.metrics` to the trainer's loggers after every `log_every_n_steps` optimizer steps.
+    """Callback that logs :func:`layerzero.metrics` to the trainer's loggers every `log_every_n_steps` optimizer steps.
 
     Example::
 
@@ -21,10 +21,10 @@ class MetricsCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._logged = 0  # the step
+        self._logged = 0  # last logged step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
-        """After a batch, which need not be one that has stepped."""
+        """Log if a new step is due; with gradient accumulation, a batch need not end in a step."""
         step = trainer.global_step
         if step == self._logged or step % trainer.log_every_n_steps or not is_sharded(pl_module):
             return

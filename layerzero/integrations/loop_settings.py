@@ -1,4 +1,4 @@
-"""What the loops of other packages share: settings, units, what is sharded."""
+"""Helpers that the integrations share: settings, the sharding of a model, dtypes of Lightning."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
 @dataclass(frozen=True)
 class Settings:
-    """Those settings of :func:`layerzero.shard_model` that were given; the others follow from the model and the loop.
+    """Settings of :func:`layerzero.shard_model` that the user has given; the model and the loop determine the others.
 
     Attributes:
-        given: by name, as :class:`layerzero.LayerZeroConfig` has them.
+        given: settings by their names in :class:`layerzero.LayerZeroConfig`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -40,15 +40,16 @@ class Settings:
         settings: Mapping[str, Any] | None,
         **arguments: Any,
     ) -> Settings:
-        """From a file, a dict and arguments together; raises as :meth:`of`, also where two of them give the same."""
+        """Merge settings of a file, a dict and arguments. Raise like :meth:`of`, also if a setting is given twice."""
         return cls.of(config_file, **cls.of(settings, **arguments).given)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None, **more: Any) -> Settings:
-        """From a YAML file or a dict with the same names, and from arguments, None of which count as not given.
+        """Merge settings of a YAML file, or a dict with the same names, with arguments. An argument of None is ignored.
 
         Raises:
-            TypeError, ValueError: a name or value is unknown or wrong, or given in both places; names it.
+            TypeError, ValueError: a name is unknown, a value is wrong, or a setting is given twice; the message names
+                it.
         """
         if source is None or isinstance(source, Mapping):
             given = translate(dict(source or {}), _KNOWN)
@@ -58,17 +59,18 @@ class Settings:
         if twice := sorted(given.keys() & more.keys()):
             raise ValueError(f"{', '.join(twice)} given twice, as an argument and in {source}")
         given |= more
-        LayerZeroConfig(**given)  # says now what is wrong with them
+        LayerZeroConfig(**given)  # raises if a value is wrong
         return cls(given)
 
     def shard(
         self, model: nn.Module, mixed_precision: torch.dtype | None = None, *, node_size: int | None = None
     ) -> nn.Module:
-        """:func:`layerzero.shard_model`, unless the model is sharded already.
+        """Shard the model with :func:`layerzero.shard_model`, unless it is sharded already, and return it.
 
         Args:
-            mixed_precision: what the loop was told to compute in: the `mp_policy` is made of it if none was given.
-            node_size: the ranks of a node, which are the `zero3_size` if none was given; None: as torchrun says.
+            mixed_precision: compute dtype of the loop; it becomes the `param_dtype` of the `mp_policy`. None: the loop
+                does not set one.
+            node_size: number of ranks of a node; default of `zero3_size`. None: the default of ``shard_model``.
 
         Raises:
             ValueError: `mixed_precision` and the given `mp_policy` disagree.
@@ -83,14 +85,17 @@ class Settings:
 
 
 def let_generate(model: nn.Module) -> nn.Module:
-    """``generate`` of an encoder-decoder model calls the encoder by itself: the root is gathered for it."""
+    """Register ``generate`` of an encoder-decoder model as a forward method, and return the model.
+
+    It calls the encoder outside the root's forward, so the root must be gathered for it.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
         register_forward_method(model, "generate")
     return model
 
 
 def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
-    if mixed_precision is None or callable(given):  # which says it for each unit
+    if mixed_precision is None or callable(given):  # a callable returns the policy of each unit
         return given or MixedPrecisionPolicy()
     if given is None:
         return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
@@ -103,10 +108,10 @@ def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy
 
 
 def lightning_dtype(precision: str) -> torch.dtype | None:
-    """What Lightning's `precision` asks to compute in; None: as the module is.
+    """Return the compute dtype of Lightning's `precision`. None: the dtype of the parameters.
 
     Raises:
-        ValueError: a precision that has no counterpart here.
+        ValueError: layerzero does not support this precision.
     """
     known = {
         "bf16-mixed": torch.bfloat16,
@@ -121,7 +126,7 @@ def lightning_dtype(precision: str) -> torch.dtype | None:
 
 
 def is_sharded(model: object) -> bool:
-    """Whether this is the whole model that :func:`layerzero.shard_model` returned."""
+    """Return whether this is the root of a model that :func:`layerzero.shard_model` has sharded."""
     if not isinstance(model, nn.Module):
         return False
     try:
@@ -132,7 +137,7 @@ def is_sharded(model: object) -> bool:
 
 
 def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
-    """The same parameters, those from before sharding replaced by what the model holds now."""
+    """Return the parameters, with those from before sharding replaced by the model's sharded parameters."""
     members = get_state(model).parameters
     found = ((parameter, members.managed_param(parameter)) for parameter in parameters)
     return [parameter if member is None else member.sharded for parameter, member in found]

@@ -1,4 +1,4 @@
-"""Transformers: models that are sharded before their weights are read."""
+"""Transformers: load pretrained models that are sharded before their weights are read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ __all__ = ["from_pretrained"]
 
 
 def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = None, **settings: Any) -> Any:
-    """``kind.from_pretrained(folder)`` of a model that is sharded before its weights are read.
+    """Return ``kind.from_pretrained(folder)`` as a model that is sharded before its weights are read.
 
-    No rank ever holds more than a unit and its own rows, which it reads from the files. All ranks must call this.
+    Each rank reads its own rows from the files and never holds more than one unit and these rows. All ranks must call
+    this.
 
     Args:
-        kind: a model's class, or one of transformers' ``AutoModel...``.
-        folder: what ``save_pretrained`` wrote, or ``huggingface_hub.snapshot_download`` returned.
-        config: None: the folder's.
-        settings: as for :func:`layerzero.shard_model`; `units` and `zero3_size` may be left out. Parameters are in
-            fp32; `mp_policy` says what is computed in.
+        kind: a model class, or one of transformers' ``AutoModel...`` classes.
+        folder: a folder written by ``save_pretrained`` or returned by ``huggingface_hub.snapshot_download``.
+        config: the model's config. None: the config in the folder.
+        settings: as for :func:`layerzero.shard_model`; `units` and `zero3_size` are optional. Parameters are in fp32;
+            `mp_policy` gives the compute dtype.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`layerzero.checkpoint.load_safetensors`; or the files have tensors that
-            transformers puts together (experts, which the model has in one tensor).
+            transformers merges into one, such as experts.
 
     Example::
 
@@ -47,7 +48,7 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
         model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
     def write_buffers(module: nn.Module) -> None:
-        if module._non_persistent_buffers_set:  # which are in no file
+        if module._non_persistent_buffers_set:  # the files do not have these buffers
             model._init_weights(module)
 
     own = {"units": sorted(block_classes(model)) or None, "sync_module_states": False}  # all read the same files
@@ -59,7 +60,7 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """From a name in files to the model's own, as transformers has it."""
+    """Return a function that maps a tensor name in the files to the model's name, with transformers' conversions."""
     held, known = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [each for each in known if isinstance(each, WeightRenaming)]
     converters = [each for each in known if not isinstance(each, WeightRenaming)]

@@ -1,4 +1,4 @@
-"""torchtitan: its decoders sharded by layerzero where it would call ``fully_shard``, in its own trainer."""
+"""torchtitan: its trainer with decoders sharded by layerzero instead of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 
 _DECODERS = {"tok_embeddings", "layers", "norm", "lm_head"}  # the parts of a decoder
 _LAYER = re.compile(r"layers\.[^.]+")
-_TIED = "tok_embeddings_and_lm_head"  # the unit of both
+_TIED = "tok_embeddings_and_lm_head"  # name of the unit with both, if their weights are tied
 _EXPERTS = re.compile(r"layers\..+\.inner_experts")
 
 
 def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.Config:
-    """The same run, sharded by layerzero: for a function of your config registry.
+    """Return a copy of a torchtitan config that trains with layerzero; for a function of your config registry.
 
     Args:
-        config: torchtitan's, as one of its registries gives it; left as it was. In the copy `spmd_backend` is
-            ``"partial_dtensor"``, and CUDA graphs, which would replay a step without its exchanges, are off.
-        settings: of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with them.
-            What torchtitan's own settings or model say is refused here.
+        config: a config of one of torchtitan's registries; it is not changed. In the copy, `spmd_backend` is
+            ``"partial_dtensor"``, and CUDA graphs are off because they would replay a step without its collectives.
+        settings: settings of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with
+            them. Settings that torchtitan's own config or model determine raise an error.
 
     Raises:
         TypeError: the trainer or the optimizer is of another class, with steps of its own; see ``docs/loops.md``.
+        ValueError: torchtitan determines a setting that is given here.
 
     Example::
 
@@ -80,18 +81,19 @@ def parallelize(
     dump_folder: str,
     **settings: Any,
 ) -> nn.Module:
-    """``ModelSpec.parallelize_fn``: all that torchtitan does to a decoder, with :func:`layerzero.shard_model` for FSDP.
+    """Parallelize a decoder as torchtitan does, but with :func:`layerzero.shard_model` instead of FSDP.
 
-    Weights are shared by the ranks of `data_parallel_shard_degree`, which should be of one node. Gradients are summed,
-    not averaged: torchtitan's losses are divided by the tokens of all ranks. Each layer is a unit, and embedding and
-    head, which are one if their weights are tied.
+    This is a ``ModelSpec.parallelize_fn``. The ranks of `data_parallel_shard_degree` share compute weights; they should
+    be on one node. Gradients are summed, not averaged: torchtitan's losses are divided by the tokens of all ranks. Each
+    layer is a unit. Embedding and head are units, too, and one unit if their weights are tied.
 
     Args:
-        model: a ``Decoder`` of torchtitan, best on meta; returned. The rest is as torchtitan gives it.
+        model: a ``Decoder`` of torchtitan, preferably on meta; it is returned. torchtitan passes the other arguments.
         settings: as for :func:`with_layerzero`.
 
     Raises:
-        ValueError, TypeError: a setting of torchtitan has no counterpart here; names it, and what to do.
+        ValueError, TypeError: layerzero does not support a setting of torchtitan; the message names it and says what to
+            do.
     """
     _refuse_others(model, parallel_dims, training, parallelism)
     given = _settings_of(**settings)
@@ -110,7 +112,7 @@ def parallelize(
         "mp_policy": MixedPrecisionPolicy(weights, sums, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
         "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims),
-        "param_init_fn": lambda module: None,  # torchtitan draws them afterwards, on all ranks alike
+        "param_init_fn": lambda module: None,  # torchtitan initializes afterwards, with equal values on all ranks
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
     return Settings({**given, **follows}).shard(model)
@@ -185,9 +187,10 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
 
 
 def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
-    """torchtitan's policy, or a number of ranks; by default all but the head, which the backward needs at once.
+    """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
-    Experts are freed where their fewer ranks cannot be divided by that number.
+    "default" reshards all units but the head, which the backward needs first. A number of ranks keeps post-forward
+    shards; if it does not divide the mesh of the experts, experts are fully resharded.
     """
     if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
@@ -203,14 +206,14 @@ def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Call
 
 
 class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's container, whose optimizers are each a :class:`layerzero.ShardedOptimizer`.
+    """Container of torchtitan in which each optimizer of a sharded model is a :class:`layerzero.ShardedOptimizer`.
 
-    `optimizer_name` may be that of any class of ``torch.optim``: "Muon" in place of torchtitan's "DistMuon".
+    `optimizer_name` may be any class of ``torch.optim``: use "Muon" instead of torchtitan's "DistMuon".
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(optimizers.OptimizersContainer.Config):  # type: ignore[misc]
-        """As torchtitan's."""
+        """Same fields as torchtitan's."""
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
@@ -220,10 +223,11 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
     def _post_init(self, all_params: list[nn.Parameter]) -> None:
         super()._post_init(all_params)
-        self.param_groups.clear()  # its optimizers have them, and step them
+        self.param_groups.clear()  # the contained optimizers hold and step the parameters
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        held = optimizer.param_groups[0]["params"][0]  # each is of one part, and all of that is sharded
+        # Each optimizer belongs to one model part, and a part is sharded completely: one parameter decides.
+        held = optimizer.param_groups[0]["params"][0]
         owner = next(
             (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(held)), None
         )
@@ -238,16 +242,17 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
 
 class Trainer(trainer.Trainer):  # type: ignore[misc]
-    """torchtitan's trainer, in whose steps gradients cross nodes once, in or after the last micro-batch's backward.
+    """torchtitan's trainer with one gradient reduction across nodes per step, in or after the last backward.
 
-    torchtitan has no hook there: without this class each micro-batch reduces, and each chunk of a loss in chunks.
+    torchtitan has no hook for this. Its own trainer would reduce after each micro-batch, and after each chunk of a
+    chunked loss.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Trainer.Config):  # type: ignore[misc]
-        """As torchtitan's; of :func:`with_layerzero`."""
+        """Same fields as torchtitan's; made by :func:`with_layerzero`."""
 
-    _done = 0  # micro-batches of all steps
+    _done = 0  # number of micro-batches so far, over all steps
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
         sharded = [part for part in self.model_parts if is_sharded(part)]

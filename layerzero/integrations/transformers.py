@@ -1,7 +1,8 @@
-"""Transformers: a ``Trainer`` on sharded models, and the same for subclasses of it, such as those of TRL.
+"""Transformers: a ``Trainer`` for sharded models, and a mixin for its subclasses, such as those of TRL.
 
-``Trainer`` builds its accelerator by name, without a hook: :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
-puts another one, with the same arguments, in its place. Besides that, methods are overridden, and nothing is patched.
+``Trainer`` has no hook for the class of its accelerator. :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
+therefore replaces the accelerator by another one with the same arguments. Other methods are overridden; nothing is
+patched.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from layerzero.integrations.pretrained import from_pretrained
 
 __all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer", "from_pretrained"]
 
-FOLDER = "layerzero"  # beside model.safetensors, in place of optimizer.pt
+FOLDER = "layerzero"  # beside model.safetensors; replaces optimizer.pt
 
 
 @dataclass
 class LayerZeroArguments:
-    """For ``HfArgumentParser``: ``--layerzero_config layerzero.yaml --zero3_size 8``.
+    """Arguments for ``HfArgumentParser``: ``--layerzero_config layerzero.yaml --zero3_size 8``.
 
     Example::
 
@@ -48,13 +49,13 @@ class LayerZeroArguments:
 
 
 class LayerZeroMixin:
-    """Before ``Trainer``, or a subclass of it, among the bases of a class.
+    """Mixin that makes ``Trainer`` or a subclass of it train sharded models; list it before the trainer class.
 
     Args:
-        layerzero: settings: a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
+        layerzero: settings as a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
             :class:`layerzero.integrations.accelerate.LayerZeroPlugin`. None: the file that the environment variable
             ``ACCELERATE_LAYERZERO_CONFIG`` names, or defaults.
-        args, kwargs: those of the trainer.
+        args, kwargs: arguments of the trainer.
 
     Example::
 
@@ -82,16 +83,19 @@ class LayerZeroMixin:
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's, then an accelerator that shards, made of the same arguments."""
+        """Create the trainer's accelerator, then replace it by a LayerZeroAccelerator with the same arguments."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = LayerZeroAccelerator(layerzero_plugin=self._plugin, **self._accelerator_args)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not before it is sharded: whole, it may be larger than the device."""
+        """Do nothing: the full model may not fit on the device, and sharding moves it there."""
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's. Ranks that generate go on until the last one is done, as all gather in each step."""
+        """Run the trainer's prediction step with ``synced_gpus`` if it generates.
+
+        Each generated token needs gathers of all ranks, so all ranks continue until the last one has finished.
+        """
         if getattr(self.args, "predict_with_generate", False):
             kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {}), **kwargs}
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -124,7 +128,7 @@ class LayerZeroMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
-        """Of ours: masters, optimizer and scheduler. Of one that DDP has left: as the trainer does."""
+        """Load masters, optimizer and scheduler of a layerzero checkpoint; for others, do what the trainer does."""
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
             return
@@ -134,7 +138,7 @@ class LayerZeroMixin:
 
 
 class LayerZeroTrainer(LayerZeroMixin, Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` with models sharded by layerzero in place of ``DistributedDataParallel``.
+    """``transformers.Trainer`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Example::
 
@@ -157,8 +161,8 @@ def _plugin(
 
 
 def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """For each adapter, the entries of `state` that PEFT would save, by the names that it gives them."""
-    from peft import get_peft_model_state_dict  # noqa: PLC0415 - only who uses it has it
+    """Return, for each adapter, the entries of `state` that PEFT saves, as ``{PEFT's name: name in the state}``."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
 
     name_of = {id(value): name for name, value in state.items()}
     names: dict[str, dict[str, str]] = {}
@@ -174,7 +178,7 @@ def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
 
 
 def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
-    """What ``save_pretrained`` needs in whole tensors; of a PEFT model its adapters."""
+    """Return the full tensors that ``save_pretrained`` needs; for a PEFT model, those of its adapters."""
     if not _is_peft(model):
         return full_state_dict(model, rank0_only=rank0_only)
     held = model.state_dict()
@@ -184,7 +188,7 @@ def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
 
 
 def _load_adapters(model: nn.Module, folder: str) -> None:
-    """What ``save_pretrained`` wrote of a PEFT model. PEFT itself would cut the tensors as torch cuts DTensors."""
+    """Load the adapters that ``save_pretrained`` wrote. PEFT itself would shard tensors like torch's DTensors."""
     state: dict[str, Tensor] = {}
     for adapter, names in _adapter_names(model, model.state_dict()).items():
         path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
@@ -197,5 +201,5 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    """A ``PeftModel``; a transformers model with ``add_adapter`` saves its adapters by itself."""
+    """Return whether this is a ``PeftModel``; a transformers model with ``add_adapter`` saves its adapters itself."""
     return hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)

@@ -1,4 +1,4 @@
-"""Transformers: layerzero's numbers in the logs of a ``Trainer``."""
+"""Transformers: a callback that logs ``layerzero.metrics``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs :func:`layerzero.metrics` where the trainer logs the loss, for all that it reports to.
+    """Callback that logs :func:`layerzero.metrics` whenever the trainer logs the loss.
 
     Args:
-        trainer: whose logs. Callbacks of users come after those that report, so that numbers are logged by themselves.
+        trainer: the trainer that logs. Reporting callbacks run before user callbacks, so the metrics are logged in a
+            separate call.
 
     Example::
 
@@ -28,6 +29,6 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """After the loss of some steps was logged."""
+        """Log the metrics after the trainer has logged the loss."""
         if logs and "loss" in logs and is_sharded(self._trainer.model):
             self._trainer.log(metrics(self._trainer.model))

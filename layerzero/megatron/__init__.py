@@ -1,6 +1,6 @@
-"""layerzero inside Megatron-like training: groups, model chunks, an optimizer with the interface of Megatron's loop.
+"""Megatron-Core integration: process groups, sharded model chunks, and an optimizer for Megatron's training loop.
 
-Nothing else of layerzero imports this package, and it imports Megatron only when something is called.
+No other package of layerzero imports this one. Megatron is imported only when a function here is called.
 
 >>> import layerzero.megatron
 >>> chunks = layerzero.megatron.wrap(chunks, config, zero3_size=8)                          # doctest: +SKIP

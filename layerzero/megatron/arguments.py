@@ -1,4 +1,4 @@
-"""What the command line of a pretraining script asks for, in layerzero's words, or refused by the flag's own name."""
+"""Translation of Megatron-LM's command line into layerzero settings, with an error for each unsupported flag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("layerzero")
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Layerzero's own flags, for the `extra_args_provider` of Megatron-LM's ``pretrain``."""
+    """Add the ``--layerzero-*`` flags; pass this function as `extra_args_provider` to Megatron-LM's ``pretrain``."""
     group = parser.add_argument_group("layerzero")
     group.add_argument("--layerzero-config", metavar="FILE", help="YAML with the settings of layerzero.LayerZeroConfig")
     group.add_argument(
@@ -33,12 +33,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 class ParsedArguments(NamedTuple):
-    """What a command line asks of layerzero.
+    """Settings of layerzero that a command line gives.
 
     Attributes:
         wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
-        units: names of modules or classes that are units beside the default ones.
-        ema_decay: of an average of the weights; None: there is none.
+        units: names of modules or classes that are units in addition to the default ones.
+        ema_decay: decay of the moving average (EMA) of the weights. None: no average is kept.
     """
 
     wrap: dict[str, Any]
@@ -47,29 +47,29 @@ class ParsedArguments(NamedTuple):
 
 
 def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
-    """The settings for these arguments; what they ask for and cannot have is an error on all ranks. All must call this.
+    """Return layerzero's settings for these arguments, or raise on all ranks. All ranks must call this.
 
     Args:
-        args: Megatron's, validated. What layerzero does by itself is turned off in it, where Megatron's loop would look
-            for its own wrapper.
-        data_parallel: the ranks of this rank's data-parallel group, context parallel ones included.
+        args: Megatron's validated arguments. `overlap_param_gather` is set to False in it, because Megatron's loop
+            would otherwise use its own wrapper.
+        data_parallel: the ranks of this rank's data-parallel group, context-parallel ranks included.
 
     Raises:
-        ValueError: with the flag, the reason, and what to do instead.
+        ValueError: a flag or setting is not supported. The message gives the flag, the reason and an alternative.
     """
     failure: Exception | None = None
     chosen = ParsedArguments({}, (), None)
     try:
         _refuse(args)
         chosen = _translated(args, data_parallel)
-    except Exception as error:  # told to the other ranks, then raised here
+    except Exception as error:  # sent to the other ranks, then raised here
         failure = error
     told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
     told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
     require_equal("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
     if dist.get_rank() == 0 and (warning := _connections_warning(args)):
         _log.warning("%s", warning)
-    args.overlap_param_gather = False  # for which the loop would ask Megatron's own wrapper
+    args.overlap_param_gather = False  # otherwise Megatron's loop calls methods of its own wrapper
     return chosen
 
 
@@ -110,7 +110,7 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
 
 
 def _connections_warning(args: Namespace) -> str | None:
-    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams, and whether these flags need that."""
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams; it says whether these flags need that."""
     warning = connections_warning(default_device_type())
     if warning is None:
         return None
@@ -135,7 +135,7 @@ def _of_a_node(data_parallel: list[int]) -> int:
 
 
 def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
-    """MindSpeed counts tensor ranks, too, and means all there are where it says more."""
+    """Convert `zero3_size` of MindSpeed, which counts tensor-parallel ranks, and cap it at the data-parallel size."""
     if size % tensor:
         raise ValueError(
             f"zero3_size={size} counts tensor-parallel ranks in a file with MindSpeed's names, of which there are "
@@ -152,7 +152,10 @@ def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
 
 
 def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
-    """None: what :func:`wrap` chooses. Megatron's ``Float16Module`` casts inputs and outputs itself."""
+    """Return the policy to pass to :func:`wrap`; None: `wrap` chooses it.
+
+    ``cast_forward_inputs`` is False because Megatron's ``Float16Module`` casts inputs and outputs.
+    """
     if policy == MixedPrecisionPolicy():
         return None
     if policy.param_dtype not in (None, args.params_dtype):
@@ -163,7 +166,7 @@ def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(args.params_dtype, policy.reduce_dtype, cast_forward_inputs=False)
 
 
-# What is refused
+# Unsupported flags
 
 
 class _Rule(NamedTuple):

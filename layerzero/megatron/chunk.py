@@ -1,4 +1,4 @@
-"""A sharded model chunk with the interface of Megatron's data-parallel wrapper."""
+"""Sharded model chunk with the interface of Megatron's data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ShardedChunk"]
 
 
 class ShardedChunk(nn.Module):
-    """What Megatron's schedules and loop call on a model chunk; made by :func:`layerzero.megatron.wrap`.
+    """Sharded model chunk with the methods that Megatron's schedules and loop call; made by `layerzero.megatron.wrap`.
 
     It is the root of the sharded model: pass it to ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and
-    ``layerzero.full_state_dict``. Its parameters have the names that they have under Megatron's own wrapper.
+    ``layerzero.full_state_dict``. Its parameters have the same names as under Megatron's own wrapper.
 
     Attributes:
         module: Megatron's model.
-        config: its TransformerConfig.
-        groups: where this rank stands.
-        own_gradients: which of this rank's gradients were not finite; None where nobody wants to know.
+        config: TransformerConfig of the model.
+        groups: process groups of this rank.
+        own_gradients: record of this rank's gradients that were NaN or infinite. None: they are not checked.
     """
 
     def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
@@ -44,7 +44,7 @@ class ShardedChunk(nn.Module):
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "ddp_config":  # for which Megatron's finalize_model_grads asks
+        if name == "ddp_config":  # read by Megatron's finalize_model_grads
             raise AttributeError(
                 "a ShardedChunk has no ddp_config: Megatron's own functions cannot finish sharded gradients. Leave "
                 "config.finalize_model_grads_func as layerzero.megatron.wrap has set it"
@@ -53,19 +53,19 @@ class ShardedChunk(nn.Module):
 
     # Gradients
 
-    no_sync: Callable[[], AbstractContextManager[None]]  # backwards inside only accumulate; bound by shard_model
+    no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; backwards inside only accumulate
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Reduce what backwards inside :meth:`no_sync` have left behind. All data-parallel ranks must call this."""
+        """Reduce gradients that were accumulated inside :meth:`no_sync`. All data-parallel ranks must call this."""
         get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Return when all gradients are final."""
+        """Complete the reduction, so that all gradients are final."""
         get_state(self).scheduler.complete_gradients()
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply all final gradients."""
+        """Multiply all final gradients by a factor, in place."""
         if isinstance(scaling_factor, Tensor):
             scaling_factor = scaling_factor.reshape(())
         gradients = [rows for rows in self.gradient_rows().values() if rows.numel()]
@@ -73,11 +73,14 @@ class ShardedChunk(nn.Module):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def gradient_rows(self) -> dict[str, Tensor]:
-        """This rank's rows of the final gradients, plain, by name; without parameters that no rank has used."""
+        """Return this rank's rows of the final gradients by parameter name, as plain tensors.
+
+        Parameters without a gradient are left out.
+        """
         return {name: plain(p.grad) for name, p in self.named_parameters() if p.grad is not None}
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients, also those of a backward that raised."""
+        """Discard all gradients, including those of a backward that raised."""
         get_state(self).scheduler.recover_interrupted_pass()
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
@@ -88,10 +91,10 @@ class ShardedChunk(nn.Module):
                 del parameter.main_grad  # type: ignore[attr-defined]
 
     def show_whole_gradients(self) -> None:
-        """Until gradients are zeroed, let each parameter have its whole final gradient as ``main_grad``.
+        """Set ``main_grad`` of each parameter to its full final gradient, until gradients are zeroed.
 
-        For ``--save-wgrads-interval``, which reads it. It is there on the first data-parallel rank, which writes the
-        file, in host memory; None on others. All data-parallel ranks must call this.
+        ``--save-wgrads-interval`` reads it. Only the first data-parallel rank writes the file, so the gradient is in
+        host memory there, and None on other ranks. All data-parallel ranks must call this.
         """
         keeps = dist.get_rank(self.groups.zero1) == 0
         self._shows_whole_gradients = True
@@ -104,24 +107,28 @@ class ShardedChunk(nn.Module):
     # Parameters
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Launch the refresh that the optimizer's step has left, and that of masters which were edited by hand."""
+        """Launch the refresh that the optimizer's step has deferred, and the refresh of masters that the user wrote."""
         get_state(self).refreshes.launch_deferred()
         get_state(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
-        """Nothing is left to do: :func:`~layerzero.megatron.wrap` started from the first rank's parameters."""
+        """Do nothing: :func:`~layerzero.megatron.wrap` has started from the parameters of the first rank."""
 
     def set_is_first_microbatch(self) -> None:
         if hasattr(self.module, "set_is_first_microbatch"):
             self.module.set_is_first_microbatch()  # type: ignore[operator]
 
-    # States, with the names that the module alone has
+    # State dicts, with the names of the unwrapped module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Always raises: Megatron calls it on some ranks only, and none of them has whole parameters."""
+        """Raise always: Megatron calls this on some ranks only, and no rank has full parameters.
+
+        Raises:
+            NotImplementedError: always. The message names the alternatives.
+        """
         raise NotImplementedError(
             "the parameters of this chunk are sharded; save with layerzero.megatron.save or in the format torch_dist, "
             "or call layerzero.full_state_dict(chunk) on every data-parallel rank"
@@ -130,13 +137,13 @@ class ShardedChunk(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For ``megatron.core.dist_checkpointing``: this rank's rows of each parameter, in the dtype it computes in.
+        """Return this rank's rows of each parameter, in compute dtype, for ``megatron.core.dist_checkpointing``.
 
-        The format is Megatron's own: either loads what the other has saved, in any layout. Give what was loaded to
-        :meth:`load_state_dict`. A copy of this rank's rows is made.
+        The format is Megatron's own: Megatron and layerzero load each other's checkpoints, in any layout. Pass the
+        loaded state dict to :meth:`load_state_dict`. This rank's rows are copied.
 
         Raises:
-            NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
+            NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.
         """
         from layerzero.megatron.sharded_model_state import global_params, with_weights  # noqa: PLC0415
 
@@ -144,12 +151,20 @@ class ShardedChunk(nn.Module):
         return with_weights(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors, as the module's own ``state_dict()`` has them before it is wrapped, or sharded ones, as
-        :meth:`state_dict` has them or ``dist_checkpointing.load`` returns for :meth:`sharded_state_dict`.
+        """Load full or sharded tensors into the chunk. All data-parallel ranks must call this.
 
-        Of whole ones, the first data-parallel rank's are what all ranks get. All data-parallel ranks must call this.
-        Where `strict` is False, what was missing and unexpected is returned; of sharded ones, what a load that was not
-        strict has not found is missing on the ranks that have rows of it.
+        Full tensors have the names and shapes of the unwrapped module's ``state_dict()``. All ranks get those of the
+        first data-parallel rank. Sharded tensors come from :meth:`state_dict`, or from ``dist_checkpointing.load``
+        with :meth:`sharded_state_dict`.
+
+        Args:
+            strict: raise if keys are missing or unexpected. If False, they are returned. If a non-strict
+                ``dist_checkpointing.load`` has not found a sharded tensor, its key is missing on the ranks that hold
+                rows of it.
+            assign: must be False.
+
+        Raises:
+            ValueError: `assign` is True.
         """
         if assign:
             raise ValueError("assign=True would take the sharded parameters out of the model; leave it False")

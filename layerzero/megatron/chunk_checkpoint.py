@@ -1,9 +1,10 @@
-"""Checkpoints of all pipeline stages and tensor ranks: a folder with a layerzero checkpoint for each model chunk.
+"""Checkpoints of all pipeline stages and tensor ranks: a folder with one layerzero checkpoint per model chunk.
 
 [Note: When a Megatron checkpoint exists]
-All parts are written into one hidden folder, ``.NAME.TOKEN.partial``. When all of them exist it gets a marker, which
-holds the token, and is renamed to ``NAME``. The token is drawn for each save and the same on all ranks, so that no job
-writes into or removes what another one writes; see [Note: Two jobs at one name] in ``checkpoint/atomic_files.py``.
+All parts are written into one hidden folder, ``.NAME.TOKEN.partial``. When all parts exist, a marker file with the
+token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on all ranks.
+Therefore no job writes into the folder of another job, or removes it; see [Note: Two jobs at one name] in
+``checkpoint/atomic_files.py``.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def save(
     optimizer: ShardedMegatronOptimizer | None = None,
     extra: object = None,
 ) -> None:
-    """Write a checkpoint of the whole model. All ranks must call this, between a step and the next forward.
+    """Write a checkpoint of the full model. All ranks must call this, between a step and the next forward.
 
     Args:
-        path: a folder that does not exist yet, on a file system that all ranks share. It appears when all of it is on
-            the disk, and not before.
+        path: a folder that does not exist yet, on a file system that all ranks share. It is published atomically,
+            after everything has been written to disk.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
-        FileExistsError: there is something at `path`, also if another job has been faster.
-        CheckpointError: a rank could not write, with what it met; nothing is left at `path`.
-        TypeError, ValueError: what ``layerzero.checkpoint.save`` raises; RuntimeError on the ranks of other stages.
+        FileExistsError: `path` exists already, or another job has created it during the save.
+        CheckpointError: a rank could not write; the message gives the cause. Nothing is left at `path`.
+        TypeError, ValueError: errors of ``layerzero.checkpoint.save``; the ranks of other stages raise RuntimeError.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
     experts = _experts("save", groups, model_chunks)
@@ -74,7 +75,7 @@ def save(
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
             average = None if ema is None else _stored_average(ema.state_dict(), apart)
-            known = {"places": places_of(chunk, apart), "chunks": len(model_chunks)}  # of this one; in this part
+            known = {"places": places_of(chunk, apart), "chunks": len(model_chunks)}
             told = {"extra": extra, "grad_scaler": scale, "ema": average, **known}
             save_with(apart, part, chunk, inner, told)
     except Exception as error:
@@ -85,7 +86,7 @@ def save(
         _together("save", groups, _publish(partial, folder, written, token) if first else None)
     except Exception:
         if first:
-            remove(partial)  # nobody else has a name for it
+            remove(partial)  # safe: only this save has this token
         raise
 
 
@@ -94,14 +95,14 @@ def load(
     model_chunks: Sequence[ShardedChunk],
     optimizer: ShardedMegatronOptimizer | None = None,
 ) -> Any:
-    """Put a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; returns its `extra`.
+    """Load a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; return its `extra`.
 
-    Data-parallel and expert-parallel ranks and `zero3_size` may be others than those that saved. All ranks must call
-    this.
+    The numbers of data-parallel and expert-parallel ranks and `zero3_size` may differ from those of the save. All
+    ranks must call this.
 
     Raises:
-        FileNotFoundError, CheckpointError, ValueError: there is no complete checkpoint of this layout at `path`, a part
-            of it is damaged or does not fit, on whichever stage; nothing has been changed on any.
+        FileNotFoundError, CheckpointError, ValueError: `path` has no complete checkpoint of this layout, or a part of
+            it is damaged or does not fit on any stage. No rank has been changed.
     """
     folder, groups = Path(path), model_chunks[0].groups
     experts = _experts("load", groups, model_chunks)
@@ -134,7 +135,7 @@ def load(
 
 
 def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
-    """What of each chunk is something else on other data-parallel ranks."""
+    """Return the names of rank-local experts of each chunk, or raise on all ranks."""
     found: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
@@ -146,12 +147,12 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
 
 
 def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
-    """An average's state, with the averages by stored name."""
+    """Return the state of an EMA, with its averages by stored name."""
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
 
 def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
-    """Where the checkpoint has none, the next update copies the weights, as the first one does."""
+    """Load the EMA of a checkpoint; if there is none, reset the EMA so that its next update copies the weights."""
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
     elif ema is not None:
@@ -161,7 +162,7 @@ def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
 
 
 def _make_room(folder: Path, partial: Path) -> Exception | None:
-    """Make the folder to write into; returns what is in the way."""
+    """Make the folder to write into; return the error if that fails."""
     try:
         if folder.name.startswith("."):
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
@@ -178,7 +179,7 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
 
 
 def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
-    """Make a checkpoint of the parts in `partial`; returns what is in the way."""
+    """Publish the parts in `partial` as the checkpoint `folder`; return the error if that fails."""
 
     def is_there() -> bool:
         try:
@@ -195,13 +196,13 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
         return error
     try:
         clear_leftovers(folder / _MARKER)
-    except OSError as error:  # the new checkpoint is there
+    except OSError as error:  # only a warning: the new checkpoint has been published
         warnings.warn(f"what a dead save has left in {folder.parent} could not be removed: {error}", stacklevel=3)
     return None
 
 
 def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """:func:`raise_together`, with the same kind of error on all ranks where they can turn to another path for it."""
+    """Call :func:`raise_together`; errors about files and paths have the same type on all ranks."""
     try:
         raise_together(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is gathered together: transformer layers, and the modules as large as the vocabulary."""
+"""Default units: transformer and Mamba layers, and the modules with a dimension of the vocabulary size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ IsUnit = Callable[[str, nn.Module], bool]
 
 
 def language_model(chunk: nn.Module) -> nn.Module | None:
-    """The module of a chunk that knows about embeddings, inside all wrappers; None if there is none."""
+    """Return the language model inside all wrappers of a chunk; None if there is none.
+
+    It is the first module with an attribute ``pre_process``.
+    """
     module: Any = chunk
     while module is not None and not hasattr(module, "pre_process"):
         module = getattr(module, "module", None)
@@ -30,10 +33,11 @@ def language_model(chunk: nn.Module) -> nn.Module | None:
 
 
 def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
-    """Which modules of a chunk are units.
+    """Return the predicate ``is_unit(name, module)`` for the modules of a chunk.
 
-    Word embeddings and the output layer are units, too, unless they are one weight on one stage: then the output layer
-    reads the weight of the embedding, which must be there during the whole forward.
+    Units are the transformer and Mamba layers, the word embeddings and the output layer. If there is one pipeline
+    stage and the embeddings are tied, embeddings and output layer are no units: the output layer reads the weight of
+    the embedding, which must stay gathered during the whole forward.
     """
     from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # noqa: PLC0415
@@ -53,36 +57,36 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
 
 
 def is_expert_parallel(parameter: nn.Parameter) -> bool:
-    """Other experts' on other data-parallel ranks, as Megatron marks them."""
+    """Return whether Megatron marks the parameter as expert parallel: other data-parallel ranks hold other experts."""
     return not getattr(parameter, "allreduce", True)
 
 
 def only_experts(module: nn.Module) -> bool:
-    """It has parameters, all of them of experts that are others on other data-parallel ranks."""
+    """Return whether the module has parameters and all of them are expert parallel."""
     marks = [is_expert_parallel(parameter) for parameter in module.parameters()]
     return bool(marks) and all(marks)
 
 
 def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
-    """The default units of some chunks, and modules that a file names, by their own name or by that of their class."""
+    """Return a predicate for the default units and for modules whose name or class name is in `names`."""
 
     return lambda name, module: bool(named(name, module, names)) or any(each(name, module) for each in default)
 
 
 def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
-    """Which of some names mean this module."""
+    """Return those of `names` that match the module: by its name, its class name or its qualified class name."""
     kind = type(module)
     own = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-    while name.startswith("module."):  # of the wrappers around Megatron's model
+    while name.startswith("module."):  # added by each wrapper around Megatron's model
         own.add(name := name.removeprefix("module."))
     return own & set(names)
 
 
 def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
-    """Warn if layers of a chunk are not units: they would all be gathered with the chunk, and freed with it.
+    """Warn if layers of a chunk are not units: they are all gathered and freed together with the chunk.
 
     Args:
-        units: the ids of the modules that are units.
+        units: ids of the modules that are units.
     """
     lost = list(_layers_without_units(chunk, units))
     if not lost:
@@ -99,7 +103,7 @@ def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
 
 
 def _layers_without_units(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
-    """Members of lists of modules that neither are nor hold nor are inside a unit."""
+    """Yield members of module lists that have parameters and are not a unit, inside a unit or around a unit."""
     if id(module) in units:
         return
     for child in module.children():

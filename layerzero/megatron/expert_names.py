@@ -1,4 +1,4 @@
-"""Experts that are others on other data-parallel ranks, by their numbers in the whole model."""
+"""Checkpoint names of expert-parallel parameters, with the index of each expert in the full model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from layerzero.megatron.global_layout import module_name
 
 __all__ = ["experts_of"]
 
-# In a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3; but a bare weight1 is of all of them.
+# Names inside a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3. A weight1 without a module
+# name before it belongs to all experts.
 _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)")
 
 
 def experts_of(chunk: ShardedChunk) -> RankLocalNames:
-    """What checkpoints call the experts of a chunk, where data-parallel ranks have different ones.
+    """Return the checkpoint names of a chunk's experts, where data-parallel ranks hold different ones.
 
-    A name has the number that the expert has in its layer of the whole model, so that its ranks may change.
+    A name has the index of the expert in its layer of the full model, so that a load may use other expert-parallel
+    ranks.
 
     Raises:
-        ValueError: a parameter is of several experts, or its name does not say of which.
+        ValueError: a parameter belongs to several experts, or its name does not have the index of its expert.
     """
     groups = chunk.groups
     if groups.expert_zero1 is None:
@@ -33,7 +35,10 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     whole = getattr(chunk.config, "num_moe_experts", None) or 0
 
     def split(name: str) -> tuple[str, re.Match[str], range] | None:
-        """Of a name without wrappers: what comes before the experts' own, that, and this rank's numbers."""
+        """Split a name into the part before the experts' own names, a match of the rest, and this rank's indices.
+
+        Returns None if the name is not of a single expert. The name may start with ``module.``.
+        """
         for layer, own in numbers.items():
             before, inside, after = name.partition(layer)
             if inside and not before.replace("module.", "") and (found := _NUMBER.match(after)):
@@ -63,7 +68,7 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
 
 
 def _numbers(chunk: ShardedChunk) -> dict[str, range]:
-    """By the beginning of their names, without wrappers: which of its layer's experts this rank has."""
+    """Return the indices of this rank's experts in each layer, by the prefix of their names without wrappers."""
     found: dict[str, range] = {}
     for name, module in chunk.named_modules():
         own: Any = getattr(module, "local_expert_indices", None)

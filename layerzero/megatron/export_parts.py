@@ -1,4 +1,4 @@
-"""The parts of a checkpoint of :func:`layerzero.megatron.save` as one model, in one process and without Megatron."""
+"""Export of a checkpoint of :func:`layerzero.megatron.save` as one model, in one process and without Megatron."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["export_parts", "holds_parts"]
 
 _MARKER = "complete"
 
-_MOST_CHUNKS = 1000  # of a rank's model, of which a checkpoint may speak
+_MOST_CHUNKS = 1000  # upper bound for the chunks of a rank in an untrusted checkpoint
 
 
 def holds_parts(path: str | os.PathLike[str]) -> bool:
-    """The folder is one of :func:`layerzero.megatron.save`."""
+    """Return whether the folder is a checkpoint of :func:`layerzero.megatron.save`."""
     return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of one part."""
+    """One stored tensor of one part of a checkpoint."""
 
     manifest: Manifest
     tensor: StoredTensor
@@ -51,7 +51,11 @@ class _Stored:
 
 @dataclass
 class _FullTensor:
-    """A tensor of the whole model, and the rows of parts that it is made of, by where they go."""
+    """One tensor of the full model, and the stored rows that it is built from.
+
+    Attributes:
+        pieces: by offset in the full tensor: the stored tensor, and the first and the end row to take from it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +65,7 @@ class _FullTensor:
         whole = torch.empty(self.shape, dtype=self.dtype)
         if not self.shape:
             return next(iter(self.pieces.values()))[0].read().to(self.dtype)
-        read: dict[int, Tensor] = {}  # by part: a tensor may have several runs of rows
+        read: dict[int, Tensor] = {}  # by id of the stored tensor, which may supply several ranges of rows
         filled = 0
         for offset, (stored, first, stop) in self.pieces.items():
             if id(stored) not in read:
@@ -86,17 +90,17 @@ def export_parts(
 ) -> None:
     """Write the parts of all tensor ranks and pipeline stages as one safetensors file.
 
-    Names and shapes are those of Megatron's model on one rank, its padded vocabulary included. One tensor at a time is
-    in memory.
+    Names and shapes are those of Megatron's model on one rank, with the padded vocabulary. Only one tensor at a time
+    is in memory.
 
     Args:
-        dtype: cast floating-point tensors to it; None: as they are, fp32 for what was trained.
-        averages: the averages of the weights instead of the weights, for all that are averaged.
+        dtype: cast floating-point tensors to it. None: keep the stored dtypes, which are fp32 for trained parameters.
+        averages: write the moving averages (EMA) of the weights instead of the weights, where there are averages.
 
     Raises:
-        FileExistsError: there is something at `out`.
-        FileNotFoundError, CheckpointError: parts are missing or damaged; names them.
-        ValueError: the checkpoint does not say where parameters belong, or has no averages.
+        FileExistsError: `out` exists already.
+        FileNotFoundError, CheckpointError: parts are missing or damaged; the message names them.
+        ValueError: the checkpoint has no global positions of its parameters, or no averages.
     """
     target = Path(out).absolute()
     if os.path.lexists(target):
@@ -155,7 +159,7 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
         own = module_name(name)
         stored = _Stored(manifest, tensor, key)
         layer = layer_of(own)
-        # A buffer is the same on all tensor ranks.
+        # Buffers have no entry in `places`: they are the same on all tensor ranks.
         place = places.get(own) or {
             "name": renamed.get(layer, layer) + own.removeprefix(layer),
             "shape": tensor.shape,

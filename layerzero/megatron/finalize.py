@@ -1,4 +1,4 @@
-"""What Megatron's schedules call when the last backward is over: ``config.finalize_model_grads_func``."""
+"""Replacement of Megatron's ``config.finalize_model_grads_func``, which schedules call after the last backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["FinalizeGradients", "tied_weight"]
 
 
 class FinalizeGradients:
-    """Makes gradients final over data-parallel ranks, then sums what several model-parallel ranks hold.
+    """Callable that completes the data-parallel reduction, then sums gradients over model-parallel ranks.
 
-    Everything after the reduction works on gradient shards: 1/D of what Megatron sends for the same.
+    The sums over model-parallel ranks work on gradient shards, so they send 1/D of the bytes that Megatron sends.
     """
 
     def __init__(self, config: Any, groups: ProcessGroups) -> None:
@@ -36,9 +36,14 @@ class FinalizeGradients:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """As ``megatron.core.distributed.finalize_model_grads``; the groups are those of :func:`wrap`.
+        """Make the gradients final, like ``megatron.core.distributed.finalize_model_grads``.
 
-        With `force_all_reduce` Megatron's training loop wants to read whole gradients, to save them.
+        Args:
+            model: the chunks of this rank.
+            num_tokens: token count of this rank; gradients are divided by its sum over data-parallel ranks. None: no
+                division.
+            pg_collection: unused; the process groups are those of :func:`wrap`.
+            force_all_reduce: make full gradients available as ``main_grad``; Megatron's loop saves them.
         """
         for chunk in model:
             chunk.finish_grad_sync()
@@ -55,7 +60,10 @@ class FinalizeGradients:
                 chunk.show_whole_gradients()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
-        """Of parameters that every tensor rank holds whole, but uses for a part of the sequence or of the heads."""
+        """Sum or average gradients of parameters that are replicated over tensor ranks, but used for a part there.
+
+        The part is a part of the sequence or of the heads.
+        """
         size = self.groups.tensor.size()
         if size == 1:
             return
@@ -83,7 +91,7 @@ class FinalizeGradients:
             _all_reduce([_gradient_rows(weight)], self.groups.embedding, 1.0)
 
     def _divide_by(self, num_tokens: Tensor, model: Sequence[ShardedChunk]) -> None:
-        """By the tokens of all micro-batches of all data-parallel ranks, which only the last stage has counted."""
+        """Divide by the tokens of all micro-batches and data-parallel ranks; only the last stage has counted them."""
         last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
         dist.broadcast(num_tokens, src=last, group=self.groups.pipeline)
         dist.all_reduce(num_tokens, group=self.groups.zero1)
@@ -93,12 +101,13 @@ class FinalizeGradients:
 
 
 def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Parameter | None:
-    """This rank's copy of a word embedding that first and last stage both hold.
+    """Return this rank's copy of a word embedding that the first and the last stage both hold; None: there is none.
 
-    The copies are summed rank by rank, so they must be cut alike: each is the only parameter of its unit.
+    The gradients of both copies are summed rank by rank. This requires equal shards, so each copy must be the only
+    parameter of its unit.
 
     Raises:
-        ValueError: it is not alone in its unit.
+        ValueError: the copy is not the only parameter of its unit.
     """
     if groups.embedding is None or groups.embedding.size() == 1:
         return None
@@ -121,8 +130,8 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
 
 
 def _gradient_rows(parameter: nn.Parameter) -> Tensor:
-    """The rows of a final gradient to sum into; zeros where no data-parallel rank has used the parameter."""
-    if parameter.grad is None:  # another of the ranks that hold it may have one
+    """Return this rank's rows of a final gradient, to sum into; zeros if no data-parallel rank used the parameter."""
+    if parameter.grad is None:  # another model-parallel rank may have a gradient, and the collective needs all ranks
         parameter.grad = torch.zeros_like(parameter)
     return plain(parameter.grad)
 

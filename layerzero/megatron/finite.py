@@ -1,4 +1,4 @@
-"""Gradients that are not finite: Megatron's loop is told on all ranks, before anything is stepped."""
+"""Check for NaN and infinite gradients before a step; all ranks raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ __all__ = ["refuse"]
 
 
 def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
-    """Raise on all ranks of the model if a final gradient on any of them is not finite. All ranks must call this."""
+    """Raise on all ranks of the model if any rank has a final gradient that is NaN or infinite.
+
+    All ranks must call this.
+
+    Raises:
+        RuntimeError: a final gradient is not finite. The message names ranks and parameters.
+    """
     chunks = list(chunks)
     rank = dist.get_rank()
     own = [f"rank {rank}: {text}" for chunk in chunks if chunk.own_gradients for text in chunk.own_gradients.bad()]

@@ -1,4 +1,4 @@
-"""Where the parameters of a stage and tensor rank lie in the whole model, as Megatron's modules say it."""
+"""Positions of one rank's parameters in the full model, from the ``sharded_state_dict`` of Megatron's modules."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
 def module_name(name: str) -> str:
-    """The name that a parameter has in Megatron's model, without the wrappers around it."""
+    """Return the name of a parameter in Megatron's model, without the ``module.`` prefixes of wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
-    """By name: the parameter's name in the whole model, its shape there, and the runs of rows that it has of it.
+    """Return name, shape and row ranges in the full model of each parameter of a chunk.
 
     Args:
-        apart: what it calls experts that are others on other data-parallel ranks.
+        apart: checkpoint names of rank-local experts.
 
     Returns:
-        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, plain data and, but
-        for such experts, the same on all data-parallel ranks; ``{"because": text}`` where the modules do not say it.
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``: plain data that is
+        the same on all data-parallel ranks, except for rank-local experts. If the modules do not give the positions:
+        ``{"because": reason}``.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
     members = get_state(chunk).members.values()
-    # Each layer under a key of its own, with its number in the whole model.
+    # Store each layer under a key of its own, which has the number of the layer in the full model.
     metadata = {"non_homogeneous_layers": True}
     try:
         from layerzero.megatron.sharded_model_state import global_params  # noqa: PLC0415
 
         _, found = global_params(chunk.module, members, metadata, of_all_ranks=True)
-    except Exception as error:  # a save is none the worse for it
+    except Exception as error:  # the save continues: only an export needs the positions
         return {"because": f"{type(error).__name__}: {error}"}
     common: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -51,7 +52,8 @@ def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | Me
         where, dims = found[member.name], len(member.spec.shape)
         stored = apart.stored(member.name)
         name = module_name(stored)
-        # The last stage's copy of the word embeddings has their key; elsewhere keys may be named for other modules.
+        # A copy of the word embeddings on the last stage has the key of the original. The keys of other parameters may
+        # have the names of other modules, so only their layer number is used.
         copied = getattr(member.gathered, "shared", False)
         (own if apart.is_apart(stored) else common)[name] = {
             "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
@@ -62,6 +64,6 @@ def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | Me
 
 
 def layer_of(name: str) -> str:
-    """The beginning of a name or key that says which layer it is of; empty where it is of none."""
+    """Return the prefix of a name or key up to its layer number, such as ``decoder.layers.3.``; empty if none."""
     found = _LAYER.match(name)
     return found[0] if found else ""

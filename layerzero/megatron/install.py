@@ -1,16 +1,18 @@
-"""Puts layerzero into Megatron-LM's training script, from the user's own script and without a change to its files.
+"""Integration into Megatron-LM's ``pretrain``, from the user's script and without changes to Megatron's files.
 
 [Note: What is replaced in Megatron-LM]
-``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights. So these
-names of ``megatron.training.training`` are replaced, and nothing else:
+``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights.
+Therefore these names of ``megatron.training.training`` are replaced, and nothing else:
 
-- ``get_model``: builds the chunks as it did, and wraps them with layerzero where it would have wrapped them;
-- ``get_megatron_optimizer``: makes the optimizer that steps them;
-- ``calc_params_l2_norm`` and ``check_param_hashes_across_dp_replicas``: count rows once, and compare replicas' shards;
-- 0.16: ``finalize_model_grads``: what :func:`layerzero.megatron.wrap` has set in the config, which the loop sets again;
+- ``get_model``: builds the chunks with the original, but wraps them with layerzero instead of Megatron's wrapper.
+- ``get_megatron_optimizer``: returns the :class:`ShardedMegatronOptimizer` of the chunks.
+- ``calc_params_l2_norm``: counts each row once. ``check_param_hashes_across_dp_replicas``: compares the shards of the
+  replicas.
+- 0.16: ``finalize_model_grads``: the function that :func:`layerzero.megatron.wrap` has set in the config. The loop
+  sets that attribute again, from this name.
 - 0.19: ``setup_model_and_optimizer``: checks flags, then calls the original. If a script passes the configuration of a
-  model to ``pretrain``, ``megatron.training.models`` builds it without ``get_model``. For these, ``_ddp_wrap`` of
-  ``dist_utils`` is replaced, which wraps the chunks.
+  model to ``pretrain``, ``megatron.training.models`` builds the model without ``get_model``. For such models
+  ``_ddp_wrap`` of ``dist_utils``, which wraps the chunks, is replaced as well.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Let Megatron-LM's ``pretrain`` train with layerzero. Call it in the pretraining script, before ``pretrain``.
+    """Make Megatron-LM's ``pretrain`` train with layerzero. Call this in the pretraining script, before ``pretrain``.
 
-    Written for ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: What is replaced in Megatron-LM]. Calling it twice changes nothing. Unsupported flags are an error on
-    all ranks before the model is built.
+    Supports ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
+    [Note: What is replaced in Megatron-LM]. A second call has no effect. Unsupported flags raise on all ranks, before
+    the model is built.
 
     Raises:
-        ImportError: there is no ``megatron.training``, which the package of megatron-core 0.16 does not have.
+        ImportError: ``megatron.training`` cannot be imported; the package of megatron-core 0.16 does not contain it.
         RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
             installed version and the supported ones.
 
@@ -79,7 +81,7 @@ _BUILDERS = (0, 19)  # since this release models are also built from a configura
 
 
 class _GetModel:
-    """In the place of ``get_model`` of Megatron-LM."""
+    """Replacement of Megatron-LM's ``get_model``."""
 
     def __init__(self, build: Callable[..., list[nn.Module]], training: Any, release: tuple[int, int]) -> None:
         self._build = build
@@ -113,7 +115,7 @@ class _GetModel:
         return checked
 
     def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
-        """Replace ``_ddp_wrap``; its further arguments are for Megatron's wrappers."""
+        """Wrap chunks in place of ``_ddp_wrap``; the other arguments are for Megatron's wrappers and are ignored."""
         return self._wrap(model, self._chosen())
 
     def _wrap(self, chunks: list[nn.Module], chosen: ParsedArguments) -> list[ShardedChunk]:
@@ -128,7 +130,7 @@ class _GetModel:
             units = with_named(default, chosen.units)
         self._ema_decay = chosen.ema_decay
         wrapped = wrap(chunks, config, units=units, **chosen.wrap)
-        if self._release < _BUILDERS:  # later loops leave what is set
+        if self._release < _BUILDERS:  # later loops keep config.finalize_model_grads_func
             self._training.finalize_model_grads = config.finalize_model_grads_func
         _require_all(chosen.units, wrapped)
         return wrapped
@@ -144,14 +146,14 @@ class _GetModel:
     def make_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **unused: Any
     ) -> ShardedMegatronOptimizer:
-        """In the place of ``get_megatron_optimizer``, whose further settings are of Megatron's groups."""
+        """Make the optimizer in place of ``get_megatron_optimizer``; the other arguments are ignored."""
         return ShardedMegatronOptimizer(
             model_chunks, config, config_overrides=config_overrides, ema_decay=self._ema_decay
         )
 
 
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
-    """A stage need not have the modules that a file names, but one of them must."""
+    """Raise on all ranks if no stage has a module that `units` names."""
     modules = [entry for chunk in chunks for entry in chunk.named_modules()]
     here = {found for name, module in modules for found in named(name, module, units)}
     known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}

@@ -1,4 +1,4 @@
-"""The optimizer that Megatron's loop steps."""
+"""Optimizer with the interface of ``MegatronOptimizer``, for sharded model chunks."""
 
 from __future__ import annotations
 
@@ -27,26 +27,31 @@ __all__ = ["ShardedMegatronOptimizer"]
 
 
 class ShardedMegatronOptimizer:
-    """Steps sharded model chunks, with the methods and results of ``megatron.core.optimizer.MegatronOptimizer``.
+    """Optimizer of sharded model chunks with the interface of ``megatron.core.optimizer.MegatronOptimizer``.
 
     Args:
         model_chunks: from :func:`layerzero.megatron.wrap`.
         config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
-            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are applied; what says how
-            Megatron shards and overlaps is not, as layerzero does that.
-        no_weight_decay_cond: ``cond(name, parameter)``, of true shapes, for parameters without weight decay. None:
-            biases and vectors, as in Megatron.
-        scale_lr_cond: ``cond(name, parameter)`` for parameters whose learning rate is multiplied by `lr_mult`.
-        config_overrides: Megatron's own, in place of `no_weight_decay_cond`: ``{ParamKey: {"wd_mult": ..., ...}}``.
-        make_optimizer: makes the inner optimizer from parameter groups, in place of what `config` names.
-        ema_decay: keep an average of the weights with this decay, which each step updates that is not skipped; it is in
-            all checkpoints. None: there is none.
+            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are applied. Settings for
+            Megatron's sharding and overlap are ignored.
+        no_weight_decay_cond: ``cond(name, parameter)`` selects parameters without weight decay; the parameter has its
+            global shape. None: biases and 1-D parameters, as in Megatron.
+        scale_lr_cond: ``cond(name, parameter)`` selects parameters whose learning rate is multiplied by `lr_mult`.
+        config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., ...}}``, instead of `no_weight_decay_cond`.
+        make_optimizer: makes the inner optimizer from parameter groups, instead of the one that `config` names.
+        ema_decay: keep a moving average (EMA) of the weights with this decay. Each step that is not skipped updates it,
+            and all checkpoints contain it. None: no average.
 
     Attributes:
-        sharded: the ShardedOptimizer of each chunk that has trainable parameters; None for others.
-        emas: the average of each chunk's weights; None where there is none.
-        is_stub_optimizer: nothing on any rank of the model can be trained. A stage without trainable parameters still
-            takes part in what all ranks must call, for which Megatron-LM asks this.
+        sharded: ShardedOptimizer of each chunk; None for chunks without trainable parameters.
+        emas: EMA of each chunk; None if it has none.
+        is_stub_optimizer: whether no rank of the model has trainable parameters. Megatron-LM reads this. It is False on
+            a stage without trainable parameters if another stage has some, because all ranks must take part in the
+            collectives of a step.
+
+    Raises:
+        ValueError: arguments contradict each other, `config` lacks a learning rate or names an unsupported optimizer,
+            or the inner optimizer needs full parameters.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class ShardedMegatronOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all chunks; schedulers may change them."""
+        """Parameter groups of all chunks; schedulers may change them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -128,21 +133,21 @@ class ShardedMegatronOptimizer:
 
     @property
     def _scale_adapts(self) -> bool:
-        """An overflow is no failure: it skips the step, and the next loss scale is smaller."""
+        """True if the loss scale is dynamic: an overflow then skips the step instead of raising."""
         return self.grad_scaler is not None and not self.config.loss_scale
 
     @property
     def _checks(self) -> bool:
-        """A gradient that is not finite is an error."""
+        """True if a NaN or infinite gradient raises."""
         return any(chunk.own_gradients is not None for chunk in self.model_chunks)
 
     def get_loss_scale(self) -> Tensor:
-        """fp32, of one element."""
+        """Return the loss scale, fp32 [1]."""
         scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """For ``config.grad_scale_func``."""
+        """Multiply the loss by the loss scale; for ``config.grad_scale_func``."""
         return self.get_loss_scale() * loss
 
     # One step
@@ -156,12 +161,16 @@ class ShardedMegatronOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
-        """Unscale, clip, update and launch the refresh. All ranks must call this.
+        """Unscale and clip gradients, update the masters and launch the refresh. All ranks must call this.
 
         Returns:
-            Whether weights were updated (not where a gradient overflowed on any rank of the model, nor where the norm
-            is above `config.grad_norm_skip_threshold`), the norm of all gradients before clipping, and how many of
-            them are zero (None unless `config.log_num_zeros_in_grad`).
+            ``(updated, norm, zeros)``. `updated` is False if a gradient overflowed on any rank of the model, or if the
+            norm is above `config.grad_norm_skip_threshold`. `norm` is the gradient norm before clipping; None after an
+            overflow. `zeros` is the number of zero gradient elements; None unless `config.log_num_zeros_in_grad`, and
+            after an overflow.
+
+        Raises:
+            RuntimeError: a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)``; on all ranks.
         """
         if self.prepare_grads():
             return False, None, None
@@ -174,7 +183,11 @@ class ShardedMegatronOptimizer:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Make gradients final and divide them by the loss scale; True if any rank of the model has met an overflow."""
+        """Make gradients final and divide them by the loss scale.
+
+        Returns:
+            Whether a gradient overflowed on any rank of the model.
+        """
         for chunk in self.model_chunks:
             chunk.finish_grad_sync()
         if self.grad_scaler is None:
@@ -197,7 +210,7 @@ class ShardedMegatronOptimizer:
             get_state(chunk).mesh_info.counters.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
-        """Update and launch the refresh, with gradients as :meth:`prepare_grads` left them."""
+        """Update the masters and launch the refresh, after :meth:`prepare_grads`."""
         for optimizer in self._optimizers:
             optimizer.step()
         for ema in self.emas:
@@ -206,7 +219,7 @@ class ShardedMegatronOptimizer:
         return True
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Scale gradients down to a norm of `clip_grad`, if that is positive; return the norm before."""
+        """Scale gradients down to a norm of `clip_grad`, if that is positive; return the norm before clipping."""
         norm = self.get_grad_norm()
         factor = clip_grad / (norm + 1e-6) if clip_grad > 0 else 1.0
         if factor < 1.0 or math.isnan(factor):
@@ -214,13 +227,13 @@ class ShardedMegatronOptimizer:
                 chunk.scale_gradients(factor)
         return norm
 
-    # Statistics: each element of the whole model counts once
+    # Statistics: each element of the full model counts once
 
     def get_grad_norm(self) -> float:
-        """The 2-norm of the gradients of the whole model.
+        """Return the 2-norm of the gradients of the full model.
 
         Raises:
-            RuntimeError: a gradient is not finite, with ``wrap(check_for_nan_in_grad=True)``; on all ranks.
+            RuntimeError: a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)``; on all ranks.
         """
         counted, others = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
         for parameter in self.get_parameters():
@@ -236,15 +249,15 @@ class ShardedMegatronOptimizer:
         return math.sqrt(squares)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """This rank's rows of gradients that no other rank counts.
+        """Return this rank's rows of all gradients that count for the norm, without copies that other ranks count.
 
-        Left out are copies of a word embedding on a further pipeline stage, and what all tensor ranks hold on all but
-        the first of them.
+        Copies are word embeddings that another pipeline stage holds, too, and parameters that are replicated over
+        tensor ranks, except on the first tensor rank.
         """
         return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
 
     def count_zeros(self) -> float:
-        """Elements of the whole model whose gradient is zero."""
+        """Return the number of elements of the full model whose gradient is zero."""
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
             if self._counts(parameter):
@@ -257,18 +270,23 @@ class ShardedMegatronOptimizer:
         return counts(parameter, self.groups)
 
     def _over_model(self, value: Tensor, op: Any) -> Tensor:
-        """Reduce over the rows of data-parallel ranks, then over the parts of model-parallel ones."""
+        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks."""
         for group in (self.groups.zero1, self.groups.model):
             dist.all_reduce(value, op=op, group=group)
         return value
 
-    # States
+    # State dicts
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """After parameters were changed other than by a step. The masters are the parameters: nothing is copied.
+        """Refresh the compute weights after parameters were changed other than by a step.
+
+        The parameters of the chunks are the masters, so nothing is copied to separate masters.
 
         Args:
-            state_dict: load the chunks from ``state_dict["model"]``, or ``["model0"]``, ``["model1"]``, ... first.
+            state_dict: load the chunks first from ``state_dict["model"]``, or from ``["model0"]``, ``["model1"]``, ...
+
+        Raises:
+            ValueError: `state_dict` lacks one of these keys.
         """
         for index, chunk in enumerate(self.model_chunks):
             if state_dict is not None:
@@ -279,7 +297,7 @@ class ShardedMegatronOptimizer:
             refresh(chunk)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of each chunk's optimizer by parameter name, this rank's rows of it, and the loss scale."""
+        """Return this rank's rows of the optimizer state, by chunk and parameter name, the loss scale and the EMA."""
         state: dict[str, Any] = {"optimizer": [o and o.state_dict() for o in self.sharded]}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -288,8 +306,15 @@ class ShardedMegatronOptimizer:
         return state
 
     def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
-        """Take what :meth:`state_dict` returned, on the same ranks with the same `zero3_size`; or what
-        ``megatron.core.dist_checkpointing`` has loaded into :meth:`sharded_state_dict`, after the model's.
+        """Load the optimizer state.
+
+        Args:
+            state_dict: from :meth:`state_dict`, on the same ranks with the same `zero3_size`; or from
+                ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`. In the latter case load the
+                model first.
+
+        Raises:
+            ValueError: the state does not fit the optimizer.
         """
         saved = state_dict.get("optimizer")
         if not isinstance(saved, list):
@@ -309,27 +334,27 @@ class ShardedMegatronOptimizer:
                 ema.load_state_dict(average)
 
     def load_scale(self, state: Mapping[str, Any] | None) -> None:
-        """Take the loss scale out of a :meth:`state_dict`."""
+        """Load the loss scale from the entry ``"grad_scaler"`` of a :meth:`state_dict`."""
         if self.grad_scaler is not None and state is not None:
             self.grad_scaler.load_state_dict(state)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """For ``megatron.core.dist_checkpointing``: this rank's rows of optimizer states and masters.
+        """Return this rank's rows of optimizer state and masters, for ``megatron.core.dist_checkpointing``.
 
-        The format is that of Megatron's own optimizers, the distributed one included: either loads what the other has
-        saved, in any tensor, pipeline and data-parallel layout. All ranks must call this.
+        The format is that of Megatron's own optimizers, including the distributed one. Megatron and layerzero load each
+        other's checkpoints, in any tensor, pipeline and data-parallel layout. All ranks must call this.
 
         Args:
-            model_sharded_state_dict: what the chunks returned for the same `metadata`; not needed.
-            is_loading: prepare memory for what is to be loaded, with Adam 12 N/D bytes; nothing is changed before
+            model_sharded_state_dict: unused; Megatron passes the sharded state dict of the chunks.
+            is_loading: allocate memory for a load, with Adam 12 N/D bytes. Nothing is changed before
                 :meth:`load_state_dict`.
             metadata: Megatron's. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
 
         Raises:
-            ValueError: parameters have been stepped different numbers of times, or some never.
-            NotImplementedError: the format has no place for some state; names it.
+            ValueError: some parameters have not been stepped, or their step counts differ.
+            NotImplementedError: the format cannot represent some state; the message names it.
         """
         from layerzero.megatron.sharded_optimizer_state import chained_states, sharded_states  # noqa: PLC0415
 
@@ -349,11 +374,11 @@ class ShardedMegatronOptimizer:
         return [ChunkOptimizer(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
 
 
-_ZERO = torch.zeros(1)  # stands for no gradients at all
+_ZERO = torch.zeros(1)  # keeps the lists of gradients non-empty
 
 
 def _grad_scaler(config: Any) -> Any:
-    """Megatron's own, for fp16 and for a constant loss scale; None otherwise."""
+    """Return Megatron's own grad scaler, for fp16 or a constant loss scale; None otherwise."""
     if not config.loss_scale and not config.fp16:
         return None
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The process groups of a rank: Megatron's own, and a ZeRO-3 group inside its data-parallel one."""
+"""Process groups of a rank: Megatron's groups, and a ZeRO-3 group inside the data-parallel group."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from layerzero.megatron.versions import unsupported_version, version
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_together"]
 
-NOT_FOUND = object()  # in the place of what a load that is not strict has not found in a Megatron checkpoint
+NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Groups that one rank belongs to; from :func:`process_groups`.
+    """Process groups that one rank belongs to; made by :func:`process_groups`.
 
     Attributes:
-        zero1: all data-parallel ranks of this pipeline stage and tensor rank, context parallel ones included.
-        zero3: the consecutive members of `zero1`, this rank among them, that share the compute weights.
-        tensor, pipeline: Megatron's.
-        model: the tensor and pipeline ranks that hold one copy of the model together.
-        embedding: the pipeline stages that hold the word embeddings; None where this rank's does not.
-        expert_zero1: those of `zero1` that hold the same experts; None where all of them do.
-        expert_zero3: those of `zero3` that do, and share the compute weights of these experts; None likewise.
+        zero1: all data-parallel ranks of this pipeline stage and tensor rank, context-parallel ranks included.
+        zero3: the ZeRO-3 group of this rank: consecutive ranks of `zero1` that share the compute weights.
+        tensor, pipeline: Megatron's tensor-parallel and pipeline-parallel groups.
+        model: the tensor and pipeline ranks that together hold one copy of the model.
+        embedding: the pipeline stages that hold the word embeddings; None if this rank's stage does not.
+        expert_zero1: the ranks of `zero1` that hold the same experts as this rank; None if all of them do.
+        expert_zero3: the ranks of `zero3` that hold the same experts and share their compute weights; None if
+            `expert_zero1` is None.
     """
 
     zero1: dist.ProcessGroup
@@ -51,18 +52,20 @@ class ProcessGroups:
 
 
 def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
-    """The groups of this rank. Every rank must call this, after Megatron has made its own.
+    """Return the process groups of this rank. All ranks must call this, after Megatron has made its own groups.
 
     Args:
         zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
-            Context parallel ranks count, tensor and pipeline ranks do not. 1 gives ZeRO-1. For the ZeRO-3 group to stay
-            in a node, at most the ranks of a node divided by the tensor-parallel size.
+            Context-parallel ranks count; tensor and pipeline ranks do not. 1 gives ZeRO-1. To keep the ZeRO-3 group
+            inside a node, use at most the ranks of a node divided by the tensor-parallel size.
         pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
-            parallelism, `expt_dp`); None: the groups of ``megatron.core.parallel_state``.
+            parallelism, `expt_dp`). None: the groups of ``megatron.core.parallel_state``.
 
     Raises:
-        TypeError, ValueError: `zero3_size` does not divide the data-parallel ranks, nor a multiple of the
-            expert-parallel ones or a part of them; or ranks ask for different ones.
+        TypeError: `zero3_size` is not an int.
+        ValueError: `zero3_size` does not divide the data-parallel size, or is neither a multiple nor a divisor of the
+            expert-parallel size; ranks that hold the same experts are not all among the data-parallel ranks; or the
+            arguments differ between ranks.
         RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
     """
     if pg_collection is None:
@@ -102,9 +105,14 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
 
 def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """All ranks of all copies of the model have come here; an error on all of them if one has failed."""
+    """Raise on all ranks of all copies of the model if one rank has a failure. All ranks must call this.
+
+    Args:
+        what: the operation, for the message.
+        failure: the error of this rank, which it raises itself. The other ranks raise RuntimeError with its text.
+    """
     text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
-    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+    for group in (groups.zero1, groups.model):  # together these groups reach all ranks
         said: list[str | None] = [None] * group.size()
         dist.all_gather_object(said, text, group=group)
         text = text or next((theirs for theirs in said if theirs), None)
@@ -115,9 +123,9 @@ def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) 
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
-    """What each rank of all copies of the model has said, the same list on all of them."""
+    """Return the objects of all ranks of all copies of the model, ordered by rank. All ranks must call this."""
     said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
-    for group in (groups.zero1, groups.model):  # one after the other, they reach all ranks
+    for group in (groups.zero1, groups.model):  # together these groups reach all ranks
         heard: list[Any] = [None] * group.size()
         dist.all_gather_object(heard, said, group=group)
         said = [each for several in heard for each in several]
@@ -125,7 +133,7 @@ def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
 
 
 def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> Exception | None:
-    """Args: alike: those of the data-parallel ranks that hold the same experts."""
+    """Return the error in `zero3_size`, if any; `alike` are the data-parallel ranks that hold the same experts."""
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if not {*alike} <= {*ranks}:

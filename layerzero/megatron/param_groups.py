@@ -1,4 +1,4 @@
-"""Parameter groups as Megatron's learning-rate scheduler and its logs expect them."""
+"""Parameter groups with the keys that Megatron's learning-rate scheduler and logs expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerzero.megatron.default_units import is_expert_parallel
 
 __all__ = ["Condition", "param_groups"]
 
-Condition = Callable[[str, nn.Parameter], bool]  # of a parameter's name and the parameter, which has its true shape
+Condition = Callable[[str, nn.Parameter], bool]  # (name, parameter); the parameter has its global shape
 
 
 def param_groups(
@@ -24,7 +24,11 @@ def param_groups(
     lr_mult: float = 1.0,
     config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a chunk, those with the same settings together."""
+    """Return the trainable parameters of a chunk, grouped by equal settings.
+
+    Raises:
+        ValueError: `config_overrides` gives a parameter two values of one setting, or another optimizer.
+    """
     groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
     for name, parameter in chunk.named_parameters():
         if not parameter.requires_grad:
@@ -54,7 +58,10 @@ def param_groups(
 
 
 def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
-    """No weight decay on biases and vectors, a learning rate of its own for what is as large as the vocabulary."""
+    """Return Megatron's default settings of a parameter.
+
+    Biases and 1-D parameters have no weight decay. The embedding and the output layer may have their own learning rate.
+    """
     own: dict[str, Any] = {}
     if no_decay is not None:
         spared = no_decay(name, parameter)
@@ -89,7 +96,7 @@ def _group(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         "default_config": not any("lr" in key for key in own),
         **own,
     }
-    # What Megatron's scheduler sets from its first step on.
+    # Megatron's scheduler sets these values from its first step on.
     group["lr"] = group["max_lr"] * group["lr_mult"]
     group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return group

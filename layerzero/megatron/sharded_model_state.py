@@ -1,11 +1,12 @@
-"""What ``megatron.core.dist_checkpointing`` saves of model chunks and optimizers: this rank's rows of each tensor.
+"""Sharded state dicts for ``megatron.core.dist_checkpointing``, with this rank's rows of each tensor.
 
 [Note: A model that describes its row numbers]
-Megatron's modules know where their parameters lie in the tensors of the whole model, and store some of them in several
-pieces. So they are asked while each parameter is a tensor of its own row numbers, one column of which takes memory:
-the answer shows which rows every piece is made of, and a rank keeps those of them that it holds.
+``sharded_state_dict`` of Megatron's modules gives the position of each parameter in the full model, and splits some
+parameters into several pieces. It is called while each parameter is replaced by a tensor that contains its own row
+numbers, expanded from one column to save memory. The result shows which rows each piece contains, and a rank keeps
+the rows that it holds.
 
-Keys, shapes and nesting are those of Megatron's own optimizers, so that either can load what the other has saved.
+Keys, shapes and nesting are those of Megatron, so Megatron and layerzero can load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = ["GlobalParam", "global_params", "with_weights"]
 
 @dataclass(frozen=True)
 class GlobalParam:
-    """Where this rank's rows of one parameter lie in the tensors of the whole model.
+    """Positions of this rank's rows of one parameter in the tensors of the full model.
 
     Attributes:
-        key: of the tensor, or the beginning of the keys of its pieces.
-        pieces: by which of this rank's rows they have; without data.
+        key: key of the tensor, or the common prefix of the keys of its pieces.
+        pieces: ``(rows, piece)`` pairs: a range of this rank's rows, and its position, without data.
     """
 
     member: ManagedParam
@@ -42,17 +43,18 @@ class GlobalParam:
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
-        """What a sharded state dict holds for some rows like the parameter's: its values, or an optimizer's state.
+        """Return the entry of a sharded state dict for the parameter's rows, or for optimizer state of that shape.
 
-        A load puts a sharded tensor in its place, which has the memory of `rows` or other memory; NOT_FOUND if it
-        is not strict, and the checkpoint does not have all pieces.
+        A load replaces the entry by a RowShardedTensor, which may share memory with `rows`. If the load is not strict
+        and the checkpoint lacks a piece, it replaces the entry by NOT_FOUND.
         """
         span = self.member.spec
         if not self.pieces:
             return LocalNonpersistentObject(sharded(rows, span, MutationTracker()))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
-            # Pieces that the checkpoint lacks are taken out. What is never empty is found by the merge all the same.
+            # A load removes pieces that the checkpoint lacks. The extra entry keeps the dict non-empty, so that merge
+            # is called in any case.
             built: dict[str, Any] = {"merged": LocalNonpersistentObject(True)}
             for number, (own, piece) in enumerate(self.pieces):
                 built[str(number)] = replace(
@@ -82,16 +84,16 @@ def global_params(
     *,
     of_all_ranks: bool = False,
 ) -> tuple[dict[str, Any], dict[str, GlobalParam]]:
-    """A module's sharded state dict, with :class:`GlobalParam` in place of what it says of sharded parameters.
+    """Return a module's sharded state dict in which each sharded parameter is a :class:`GlobalParam`.
 
     Args:
-        of_all_ranks: describe all rows of the parameters, not this rank's.
+        of_all_ranks: describe all rows of the parameters, not only this rank's.
 
     Returns:
-        The state dict, and what it has in them by the parameter's name.
+        The state dict, and its GlobalParams by parameter name.
 
     Raises:
-        NotImplementedError: a parameter is stored in pieces that are not runs of its rows.
+        NotImplementedError: a parameter is stored in pieces that are not contiguous ranges of its rows.
     """
     found: dict[str, GlobalParam] = {}
     # See [Note: A model that describes its row numbers].
@@ -121,7 +123,7 @@ def global_params(
 
 
 def with_weights(state: dict[str, Any]) -> dict[str, Any]:
-    """The sharded state dict itself, with copies of this rank's rows in the dtype that the model computes in."""
+    """Replace each GlobalParam, in place, by an entry with a copy of this rank's rows in compute dtype."""
 
     def filled(value: Any) -> Any:
         if not isinstance(value, GlobalParam):
@@ -134,7 +136,7 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedParam]]:
-    """Inside, each parameter of the model is a tensor of its row numbers; gives the member at each address."""
+    """Replace each parameter by a tensor of its row numbers, inside the context; yield the members by data pointer."""
     shown: list[tuple[dict[str, Any], str, Any]] = []
     member_at: dict[int, ManagedParam] = {}
     try:
@@ -144,7 +146,7 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
                 raise NotImplementedError(_odd_pieces(member.spec, member.name))
             numbers = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             stand_in = nn.Parameter(numbers, requires_grad=False)
-            vars(stand_in).update(vars(member.gathered))  # Megatron's marks
+            vars(stand_in).update(vars(member.gathered))  # attributes that Megatron has set on the parameter
             member_at[numbers.untyped_storage().data_ptr()] = member
             for parameters, name in member.module_refs:
                 shown.append((parameters, name, parameters[name]))
@@ -156,7 +158,11 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
 
 
 def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
-    """What some rows of a parameter, such as this rank's, have of a piece: which of them, and where they lie."""
+    """Return the overlap of a piece with the `wanted` rows of a parameter; None if there is no overlap.
+
+    Returns:
+        The rows of the overlap, counted from the first wanted row, and their position in the full model.
+    """
     numbers: Tensor = piece.data
     if numbers.numel() == 0:
         return None
@@ -173,12 +179,13 @@ def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[
     return own, replace(
         piece,
         data=None,
-        # The layers of a stack are an axis of their own, which Megatron only adds to pieces of one size.
+        # Layers may be stacked along prepended axes. Megatron adds these only to pieces of equal size, so they become
+        # ordinary axes of the piece.
         local_shape=(*[1] * piece.prepend_axis_num, len(own), *piece.local_shape[1:]),
         prepend_axis_num=0,
         global_offset=tuple(offset),
         axis_fragmentations=None,
-        # The last number tells data-parallel ranks apart, of which only this one has these rows.
+        # The last number is the data-parallel replica: no other data-parallel rank has these rows.
         replica_id=0 if isinstance(piece.replica_id, int) else (*piece.replica_id[:-1], 0),
     )
 

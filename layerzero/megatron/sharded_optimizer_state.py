@@ -1,14 +1,16 @@
-"""The sharded state dict of an optimizer, in the forms that Megatron's own optimizers have.
+"""Sharded state dict of an optimizer, in the formats of Megatron's own optimizers.
 
 [Note: Three forms]
 - Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
-- In 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, and masters under ``fp32_param``.
-- With ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: as that, but all masters under ``param``.
-Experts that are others on other data-parallel ranks have an optimizer of their own in Megatron, the second of a chain:
-then what is saved is ``{0: ..., 1: ...}``, each in one of these forms.
+- Weights in 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, with the masters under
+  ``fp32_param``.
+- ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: like the second form, but with all masters under
+  ``param``.
+With expert parallelism, Megatron steps the experts with a separate optimizer, the second of a chain. Then the state
+dict is ``{0: ..., 1: ...}``, and each value has one of these forms.
 
-In all of them a tensor's key is ``optimizer.state.<what it is>.<parameter's key>``, and parameters share a step count.
-An average of the weights is under ``ema``, which Megatron's optimizers do not ask for, and so leave where it is.
+In all forms a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one step
+count. The EMA of the weights is stored under ``ema``. Megatron's optimizers do not request this key and ignore it.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["ChunkOptimizer", "chained_states", "load_states", "sharded_states"]
 
 _RESHARDABLE = "fully_reshardable"
-_TENSORS = "param_state"  # where tensors are, by chunk and name
+_TENSORS = "param_state"  # key of the tensors, by chunk and parameter name
 _MASTERS = ("param", "fp32_param")
 _AVERAGE = "ema"
-_IDENTITY = param_group_identifier_keys  # identifies Megatron's parameter groups; the keys differ between releases
+_IDENTITY = param_group_identifier_keys  # keys that identify a parameter group; they differ between releases
 
 
 class ChunkOptimizer(NamedTuple):
-    """A chunk and what steps it."""
+    """Chunk, its optimizer and its EMA."""
 
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
     ema: EMA | None = None
-    experts: bool | None = None  # only groups of expert-parallel parameters, or only others; None: all of them
+    experts: bool | None = None  # True: only expert-parallel parameter groups; False: only the others; None: all groups
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ class ChunkOptimizer(NamedTuple):
         return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
 
     def members(self, group: Mapping[str, Any]) -> Iterator[ManagedParam]:
-        """The sharded parameters of one of the optimizer's groups."""
+        """Yield the managed parameters of a parameter group of the optimizer."""
         runtime = get_state(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
             member = runtime.parameters.managed_param(parameter)
@@ -66,25 +68,25 @@ class ChunkOptimizer(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What is not sharded."""
+    """State that is not sharded: parameter groups, distinct step counts, and whether any weight is in 16 bits."""
 
     groups: list[dict[str, Any]]
     steps: set[float]
     in_16_bits: bool
 
 
-# Saving, and what is to be loaded
+# Saving, and allocation for a load
 
 
 def chained_states(
     pairs: Sequence[ChunkOptimizer], *, metadata: Mapping[str, Any] | None, **how: Any
 ) -> dict[Any, Any]:
-    """What :func:`sharded_states` says of two optimizers, the second one of experts. All ranks must call this."""
+    """Return :func:`sharded_states` of two chained optimizers, the second one for experts. All ranks must call this."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
     chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
     states = [sharded_states(each, metadata=metadata, **how) for each in chain]
-    if not any(pair.groups for pair in chain[1]):  # on this stage
+    if not any(pair.groups for pair in chain[1]):  # no experts on this stage
         return states[0]
     if not (metadata or {}).get("chained_optim_avoid_prefix", False):
         for index, state in enumerate(states):
@@ -100,7 +102,7 @@ def sharded_states(
     grad_scaler: Mapping[str, Any] | None,
     groups: ProcessGroups,
 ) -> dict[str, Any]:
-    """What the optimizer's ``sharded_state_dict`` returns. All ranks must call this."""
+    """Return the optimizer's ``sharded_state_dict``, or raise on all ranks. All ranks must call this."""
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
     common = _Common([], set(), False)
@@ -123,7 +125,7 @@ def sharded_states(
     common = _agreed(common, groups.model)
     # See [Note: Three forms].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
-    for step in common.steps:  # one at most
+    for step in common.steps:  # at most one
         inner["state"] = {"common_step": torch.tensor(step)}
         inner["param_groups"] = [{**group, "step": int(step)} for group in common.groups]
     of_members: dict[str, Any] = {_TENSORS: tensors} if tensors else {}
@@ -142,7 +144,7 @@ def sharded_states(
 def _tensors(
     pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
-    """By place: the states of each parameter, and its master. Adds the counts of steps to `steps`."""
+    """Return the state entries of each parameter and its master, by place; add the step counts to `steps`."""
     _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
@@ -154,13 +156,13 @@ def _tensors(
             steps.add(float(group["step"]))
         for member in pair.members(group):
             if is_loading:
-                # Memory of its own: nothing is changed before all is loaded.
+                # Separate memory, so that a failed load changes nothing.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
-            elif kept and not state:  # steps have been skipped for what overflowed, and there has been no other
+            elif kept and not state:  # no step yet, or all steps were skipped after overflows
                 rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
                 steps.add(0.0)
             else:
-                # Plain SGD, for one, keeps nothing.
+                # Some optimizers keep no state, such as SGD without momentum.
                 rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
@@ -169,7 +171,7 @@ def _tensors(
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
             where = described[member.name]
             entries = {key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
-            if entries:  # what is empty would count as not sharded, and differ between ranks
+            if entries:  # an empty dict would count as common state, which must not differ between ranks
                 result[_place(index, member)] = entries
     return result
 
@@ -195,7 +197,11 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
 
 
 def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Parameter groups of several chunks or stages as those of one optimizer."""
+    """Merge the parameter groups of several chunks or stages into those of one optimizer.
+
+    Raises:
+        ValueError: groups with the same identity have different settings.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in (group for groups in lists for group in groups):
         settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
@@ -208,7 +214,11 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
-    """The same on all ranks of the model."""
+    """Merge the common state of all ranks of the model; the result is the same on all of them.
+
+    Raises:
+        ValueError: parameters have different step counts.
+    """
     said: list[Any] = [None] * group.size()
     dist.all_gather_object(said, common, group=group)
     steps = {step for theirs in said for step in theirs.steps}
@@ -225,13 +235,16 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
 
 @torch.no_grad()
 def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> None:
-    """Take what ``megatron.core.dist_checkpointing.load`` has put into a sharded state dict."""
+    """Load the result of ``megatron.core.dist_checkpointing.load`` into masters, optimizers and EMAs.
+
+    All checks are done before anything is changed.
+    """
     state = _unchained(state)
     inner = state.get("optimizer", state)
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
     for index, pair in enumerate(pairs):
-        tensors = state.get(_TENSORS, {})  # none where nothing is kept
+        tensors = state.get(_TENSORS, {})  # absent if the optimizer keeps no tensors
         values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
         settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
         for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
@@ -257,7 +270,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
 
 def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Of two optimizers, as if they had been one."""
+    """Merge the states of two chained optimizers into the state of one."""
     if 0 not in state:
         return state
     parts = [state[index] for index in sorted(state)]
@@ -275,7 +288,7 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
-    """Where the checkpoint has no average, the next update copies the weights, as the first one does."""
+    """Load the EMA; if the checkpoint has none, reset it so that its next update copies the weights."""
     found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
     if ema is None:
         return
@@ -300,7 +313,7 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost_state(
     pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise where the checkpoint's settings let the optimizer keep more than its own did, such as momentum."""
+    """Raise if the checkpoint's settings need state that the optimizer does not keep with its own, such as momentum."""
     kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
     tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
     for name in pair.optimizer.parameter_names(group):
@@ -322,7 +335,7 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
 
 
 def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a saved group says of the settings that `group` has."""
+    """Return the saved values of the settings of `group`, from the saved group with the same identity."""
     found = [other for other in saved if _identity(other) == _identity(group)]
     if not found:
         wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
@@ -330,11 +343,11 @@ def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> d
     return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
 
 
-_HOW = ("foreach", "fused", "capturable")  # how, not what
+_HOW = ("foreach", "fused", "capturable")  # settings of the implementation, which a load keeps
 
 
 def _as(like: Any, step: float) -> Any:
-    """A count of steps of the kind that the optimizer keeps."""
+    """Return the step count with the type of `like`, which is a tensor or a number."""
     return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
 
 

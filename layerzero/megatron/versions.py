@@ -4,12 +4,12 @@ from __future__ import annotations
 
 __all__ = ["SUPPORTED", "require_supported", "unsupported_version", "version"]
 
-# (major, minor): the last patch release, which the tests run on, and the tag of Megatron-LM with its training loop.
+# By (major, minor): the latest patch release, used by the tests, and the Megatron-LM tag with its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
 
 
 def version() -> str:
-    """Return the version of the Megatron-Core that Python imports, such as ``"0.19.2"``."""
+    """Return the version of the installed Megatron-Core, such as ``"0.19.2"``."""
     import megatron.core  # noqa: PLC0415
 
     return str(megatron.core.__version__)
@@ -19,7 +19,7 @@ def require_supported() -> tuple[int, int]:
     """Return the major and minor version of Megatron-Core.
 
     Raises:
-        RuntimeError: layerzero does not support it; the message names it and the supported versions.
+        RuntimeError: layerzero does not support the version; the message names it and the supported versions.
     """
     if error := unsupported_version():
         raise error

@@ -1,4 +1,4 @@
-"""What Megatron's loop wants to know of the weights of the whole model, of which a rank has rows."""
+"""Statistics of the weights of the full model for Megatron's loop: norm of the masters, equality of replicas."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["counts", "params_norm", "replicas_agree"]
 
 
 def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
-    """This rank's rows are the ones to count, where several ranks of the model hold a parameter.
+    """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
-    Left out are copies of a word embedding on a further pipeline stage, and what all tensor ranks hold on all but the
-    first of them.
+    Two kinds of copies do not count: word embeddings that another pipeline stage holds, too, and parameters that are
+    replicated over tensor ranks, except on the first tensor rank.
     """
     if getattr(parameter, "shared", False):
         return False
@@ -32,7 +32,7 @@ def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
 
 @torch.no_grad()
 def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
-    """The 2-norm of the masters of the whole model, for ``--log-params-norm``. All ranks must call this."""
+    """Return the 2-norm of the masters of the full model, for ``--log-params-norm``. All ranks must call this."""
     chunks = [model] if isinstance(model, ShardedChunk) else list(model)
     groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
     squares = torch.zeros((), dtype=torch.float32, device=device)
@@ -47,13 +47,13 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
 
 @torch.no_grad()
 def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> bool:
-    """All replicas compute with the same weights, for ``--check-weight-hash-across-dp-replicas-interval``.
+    """Return whether the compute weights of all replicas are equal, bit for bit. All ranks must call this.
 
-    Each rank hashes the shard that others of its node gather from it, and its rows of the masters in the dtype that it
-    computes in: every shard must be the one of the other replicas, bit for bit. All ranks must call this.
+    For ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards, and ranks of
+    different replicas that hold the same shard must have the same hash.
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device
-    digests: dict[tuple[Any, ...], Any] = {}  # by the chunk, the ranks that share its weights, and the shard
+    digests: dict[tuple[Any, ...], Any] = {}  # by chunk number, ranks of the mesh, and ZeRO-3 rank
     for number, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:

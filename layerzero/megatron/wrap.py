@@ -1,4 +1,4 @@
-"""Shards model chunks, and lets Megatron's schedules drive them."""
+"""Sharding of model chunks, with the hooks that Megatron's pipeline schedules call."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ def wrap(
     check_for_nan_in_grad: bool = True,
     **settings: Any,
 ) -> list[ShardedChunk]:
-    """Shard the model chunks of this rank; takes the place of Megatron's data-parallel wrapper.
+    """Shard the model chunks of this rank. This replaces Megatron's data-parallel wrapper.
 
     Sets `config.no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func`. Gradients are
-    reduced over data-parallel ranks in each chunk's last backward; the optimizer's step launches the refresh, which is
-    awaited where each unit is next gathered.
+    reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the refresh. The next
+    gather of each unit waits for it.
 
     Args:
         model_chunks: Megatron's models, one for each chunk that this rank holds; with or without ``Float16Module``.
-        config: their TransformerConfig.
-        zero3_size: S, see :func:`process_groups`; give this or `groups`.
+        config: TransformerConfig of the chunks.
+        zero3_size: S, see :func:`process_groups`; give either this or `groups`.
         groups: from :func:`process_groups`.
         units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
-            the word embeddings and the output layer; a warning says what other layers there are, and their bytes.
-            Experts that are others on other data-parallel ranks are units in any case.
-        mp_policy: None: compute in 16 bits if `config` says so, gradients in fp32.
+            the word embeddings and the output layer; a warning gives other layers and their bytes. Modules that have
+            only expert-parallel parameters are always units.
+        mp_policy: None: compute in the 16-bit dtype of `config`, if it has one, and reduce gradients in fp32.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: stages after the first reduce in the pipeline's bubble, all at the same time, instead of in
-            their last backward.
-        align_param_refresh: with interleaving, the refresh of a chunk after the first is launched when the schedule
-            comes to it, on all stages at the same time, instead of in the optimizer's step.
-        check_for_nan_in_grad: raise before a step, on all ranks, if a gradient is NaN or infinite, and name rank and
-            parameter. A dynamic loss scale skips such a step instead. As Megatron-LM's
-            ``--check-for-nan-in-loss-and-grad``, which is on by default, too.
+        align_grad_reduce: stages after the first reduce gradients in the pipeline's bubble, all at the same time,
+            instead of in their last backward.
+        align_param_refresh: with interleaving, launch the refresh of each chunk after the first when the schedule
+            reaches that chunk, on all stages at the same time, instead of in the optimizer's step.
+        check_for_nan_in_grad: raise before a step, on all ranks, if a gradient is NaN or infinite; the error names rank
+            and parameter. A dynamic loss scale skips such a step instead. Equivalent to Megatron-LM's
+            ``--check-for-nan-in-loss-and-grad``, which is also on by default.
         **settings: of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`, `replica_reduce_dtype`, ...
 
     Returns:
         Chunks to pass to the schedule and to :class:`ShardedMegatronOptimizer`.
 
     Raises:
-        ValueError: the model or its config has something that is not supported; names it and says what to do.
+        ValueError: the model or its config has an unsupported feature; the message names it and says what to do.
     """
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if (zero3_size is None) == (groups is None):
@@ -104,13 +104,13 @@ def wrap(
             chunk.own_gradients = LocalGradientCheck(get_state(chunk).handles)
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
-    tied_weight(chunks, groups)  # raises where it could not be summed later
+    tied_weight(chunks, groups)  # raises now if its gradients could not be summed later
     _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
     return chunks
 
 
 def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
-    """Over which ranks a unit is sharded."""
+    """Return the mesh that units are sharded over, or a function from a unit to its mesh if there are experts."""
     mesh = mesh_from_groups(groups.zero1, groups.zero3)
     if groups.expert_zero1 is None or groups.expert_zero3 is None:
         return mesh
@@ -119,7 +119,7 @@ def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], De
 
 
 def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> Units:
-    """The units, and the modules around experts that are others on other data-parallel ranks."""
+    """Return the units extended by the outermost modules that have only expert-parallel parameters."""
     experts: dict[str, nn.Module] = {}
     for name, module in chunk.named_modules():
         if only_experts(module) and not any(name.startswith(f"{outer}.") for outer in experts):
@@ -160,14 +160,17 @@ def _set(
 
 def _policy(config: Any) -> MixedPrecisionPolicy:
     low = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
-    # Megatron casts what a chunk gets itself; rotary embeddings, for one, stay in fp32.
+    # Megatron casts the inputs of a chunk. Some inputs must stay in fp32, such as rotary embeddings.
     return MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low is not None else None, cast_forward_inputs=False
     )
 
 
 def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
-    """Megatron's model reads a tied output weight before it calls the output layer, where it is not gathered yet."""
+    """Make the output layer use its own weight instead of the one that Megatron's model passes to it.
+
+    The model reads a tied output weight before it calls the output layer, when the weight is not gathered yet.
+    """
     output = getattr(language_model(chunk.module), "output_layer", None)
     if not isinstance(output, nn.Module) or getattr(output, "weight", None) is None:
         return
@@ -177,7 +180,7 @@ def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
             kwargs = {**kwargs, "weight": None}
         return args, kwargs
 
-    output.register_forward_pre_hook(use_own, prepend=True, with_kwargs=True)  # before the unit's own
+    output.register_forward_pre_hook(use_own, prepend=True, with_kwargs=True)  # before the hooks of the unit
 
 
 _REFUSED = {
@@ -218,7 +221,7 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
         )
     if getattr(config, "num_moe_experts", None):
         size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
-        if size not in (None, tensor_size):  # Megatron 0.16 does not mark them, and lets them drift apart
+        if size not in (None, tensor_size):  # Megatron 0.16 does not mark such parameters, and their copies diverge
             raise ValueError(
                 f"config.expert_tensor_parallel_size={size}: the data-parallel group of experts is another one than "
                 f"the other parameters'. Use {tensor_size}, as tensor_model_parallel_size"

@@ -1,4 +1,4 @@
-"""What a model is going to need on a cluster, and how fast it may be: :func:`layerzero.plan`. Needs torch alone."""
+"""Estimates of memory, traffic and step time of a model on a cluster: :func:`layerzero.plan`. Needs only torch."""
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Candidate, Estimate

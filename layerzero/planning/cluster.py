@@ -1,4 +1,4 @@
-"""A cluster as a plan sees it: :class:`Cluster`."""
+"""Description of a cluster for :func:`layerzero.plan`: :class:`Cluster`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _STEPS = ("direct", "log", "ring")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of accelerators, and what they reach; not what is printed on their boxes.
+    """Cluster of nodes with accelerators. Speeds are what the hardware reaches, not its nominal peaks.
 
     Attributes:
-        nodes, accelerators: accelerators are of one node.
+        nodes: number of nodes.
+        accelerators: number of accelerators of one node.
         memory: GB (1e9 bytes) of one accelerator.
-        reserve: GB of it that is not for the model: the driver, the allocator, NCCL.
-        between: Gbit/s that a node sends to the others, all of its ports together.
+        reserve: GB of an accelerator that are not for the model: the driver, the allocator, NCCL.
+        between: Gbit/s that a node sends to other nodes over all of its ports.
         inside: GB/s that an accelerator sends inside its node.
-        between_latency, inside_latency: microseconds of one step of an exchange.
-        tflops: TFLOP/s that an accelerator reaches in a block, in the compute dtype; about half of its peak.
+        between_latency, inside_latency: microseconds of one step of a collective between nodes and inside a node.
+        tflops: TFLOP/s that an accelerator reaches in a block, in compute dtype; about half of its peak.
         memory_speed: GB/s of an accelerator's memory.
-        host: GB/s that an accelerator copies to or from its host.
-        host_memory: GB of a node.
-        host_memory_speed: GB/s of a node, for optimizers that run there.
-        launch: microseconds of the host for an exchange.
-        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2 n or ``"ring"`` n - 1 latencies.
-        price: of an accelerator for an hour, in whatever currency; 0: not known.
-        device: ``"cuda"`` or ``"cpu"``: whether exchanges are added up by the backend, or here, as on gloo.
-        processor_per_byte: nanoseconds for which a rank's processor works on each byte it sends, on a CPU.
+        host: GB/s of copies between an accelerator and its host.
+        host_memory: GB of host memory of a node.
+        host_memory_speed: GB/s of host memory of a node, for optimizers that run there.
+        launch: microseconds that the host needs to launch a collective.
+        steps: latencies of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2 n, ``"ring"`` n - 1.
+        price: price of an accelerator for an hour, in any currency; 0: unknown.
+        device: ``"cuda"`` or ``"cpu"``. On ``"cuda"`` the backend adds the parts of a reduction; on ``"cpu"``
+            layerzero adds them, as with gloo.
+        processor_per_byte: nanoseconds of a rank's processor for each byte that it sends, on a CPU.
 
     Example::
 
@@ -85,11 +87,11 @@ class Cluster:
 
     @property
     def room(self) -> float:
-        """Bytes of an accelerator that a model may take."""
+        """Bytes of an accelerator that are available to a model."""
         return (self.memory - self.reserve) * 1e9
 
     def machine(self, zero3_size: int) -> SimMachine:
-        """It, for the simulation of ranks of which so many share the weights."""
+        """Return the simulated machine for ranks in ZeRO-3 groups of `zero3_size`."""
         return SimMachine(
             node_size=self.accelerators,
             inside=self.inside * 1e9,
@@ -105,10 +107,11 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **others: Any) -> Cluster:
-        """The fields in a YAML file (needs ``pip install PyYAML``); `others` are put in place of them.
+        """Read the fields from a YAML file (needs ``pip install PyYAML``); `others` override them.
 
         Raises:
-            TypeError, ValueError: a name or a value that is unknown or wrong; names it and the file.
+            TypeError, ValueError: a name is unknown, a value is wrong, or `nodes` is missing; the message names the
+                file and the field.
         """
         content = read_yaml(Path(path))
         known = [field.name for field in fields(cls)]

@@ -1,4 +1,4 @@
-"""What a model computes in a micro-batch: :class:`ComputeCost`."""
+"""Floating-point operations of a model in a micro-batch: :class:`ComputeCost`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ComputeCost"]
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """The work of a rank in one micro-batch.
+    """Compute and activation memory of one rank in one micro-batch.
 
     Attributes:
-        tokens: of a micro-batch: of all its sequences.
-        sequence: tokens of one of them.
-        recompute: blocks keep their inputs alone, and compute again in the backward.
-        forward: FLOP of a token in a forward, by unit.
-        again: of them, those of blocks, which are computed again.
-        activation_bytes: of a micro-batch; 0: not known.
+        tokens: tokens of all sequences of a micro-batch.
+        sequence: tokens of one sequence.
+        recompute: blocks keep only their inputs and recompute their forward in the backward.
+        forward: FLOP per token of a forward, by unit.
+        again: FLOP per token of the blocks in it, which are recomputed, by unit.
+        activation_bytes: bytes of activations of a micro-batch; 0: unknown.
     """
 
     tokens: int
@@ -43,11 +43,12 @@ class ComputeCost:
         recompute: bool,
         element: int = 2,
     ) -> ComputeCost:
-        """A block counts in the unit that it is in, the head in the root."""
+        """Compute the cost of a transformer from its shape; a block counts for its unit, the head for the root."""
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
         forward = {name: flops + sizes.root_flops() * (name == "") for name, flops in again.items()}
-        kept, head = sizes.block_activations() * element, sizes.vocab * (element + 8)  # logits, and in fp32, and theirs
+        # The head keeps logits in compute dtype and in fp32, and their fp32 gradients.
+        kept, head = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + kept if recompute else sizes.layers * kept
         return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + head))
 
@@ -55,9 +56,9 @@ class ComputeCost:
     def of_units(
         cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float
     ) -> ComputeCost:
-        """Two FLOP for each weight and token, but for embeddings; a tied one is a head.
+        """Estimate the cost from parameters: two FLOP per matrix element and token.
 
-        Units but the root are blocks.
+        Embeddings count only if they are tied to a head. All units except the root count as blocks.
         """
         forward = {}
         for plan in plans:
@@ -72,9 +73,9 @@ class ComputeCost:
         return cls(tokens, tokens, recompute, forward, again, activation_bytes)
 
     def flops(self, unit: str) -> float:
-        """Of a unit's forward."""
+        """Return the FLOP of a unit's forward."""
         return self.tokens * self.forward.get(unit, 0.0)
 
     def backward_flops(self, unit: str) -> float:
-        """Of a unit's backward: twice those of its forward, and what it computes again."""
+        """Return the FLOP of a unit's backward: twice the forward, plus recomputation."""
         return 2 * self.flops(unit) + (self.tokens * self.again.get(unit, 0.0) if self.recompute else 0.0)

@@ -1,4 +1,4 @@
-"""What one choice of settings costs: memory to the byte, bytes on each axis, and a simulated step."""
+"""Cost of one choice of settings: memory by kind, bytes sent on each axis, and a simulated step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator"]
 
 LAYERZERO = "layerzero"
 PEERS = ("FSDP2", "HSDP", "ZeRO-1")
-_STATE = 2  # numbers that AdamW keeps for an element, in the dtype of its master
-_UPDATED = 7  # numbers that it reads and writes for one: master, gradient and state; all but the gradient
-_STEPS = 2  # that are simulated; the last one counts
+_STATE = 2  # state elements of AdamW per parameter element, in the dtype of the master
+_UPDATED = 7  # elements that AdamW accesses per parameter element: reads 4 (master, gradient, state), writes 3
+_STEPS = 2  # simulated steps; the result is that of the last one
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The settings of a row."""
+    """Settings of one row of a plan."""
 
     scheme: str
     zero3_size: int
@@ -49,22 +49,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One choice of settings on a cluster. Bytes and seconds are of one rank.
+    """Estimated cost of one choice of settings on a cluster. Bytes and seconds are per rank.
 
     Attributes:
-        memory: by kind, as :func:`layerzero.memory` predicts them, with ``optimizer`` (AdamW) and, where it is known
-            how much, ``activations``, which is an estimate.
-        peak: the most on the device at any time in a step, all of these together.
-        host: bytes in the host's memory.
-        room: bytes of an accelerator for the model.
-        excess: bytes by which the peak is more than that; 0: it fits.
-        host_excess: the same of the node's host memory, for all of its ranks.
-        sent: bytes in a step, by axis: ``zero3`` and ``replica``.
-        between: bytes in a step that leave the node, by its ranks.
-        step: seconds, simulated.
-        parts: of them: ``forward``, ``backward``, ``update``, ``add``, and by exchange what is waited for; ``launch``.
-        tokens: a second, on all ranks; 0: it is not known how many a micro-batch has.
-        price: for a day of the cluster; 0: not known.
+        choice: the settings.
+        memory: bytes by kind, as :func:`layerzero.memory` predicts them, with ``optimizer`` (AdamW) and, if known,
+            ``activations``, which is an estimate.
+        peak: peak bytes on the device in a step, over all kinds together.
+        host: bytes in host memory.
+        room: bytes of an accelerator that are available to the model.
+        excess: bytes by which `peak` exceeds `room`; 0: it fits.
+        host_excess: bytes by which all ranks of a node exceed its host memory; 0: they fit.
+        sent: bytes sent in a step, by axis: ``zero3`` and ``replica``.
+        between: bytes sent to other nodes in a step.
+        step: simulated seconds of a step.
+        parts: seconds of `step` by part: ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time
+            waited for each kind of collective.
+        tokens: tokens per second on all ranks; 0: the tokens of a micro-batch are unknown.
+        price: price of the cluster for a day; 0: unknown.
     """
 
     choice: Candidate
@@ -107,18 +109,18 @@ class _Timed:
 
 @dataclass
 class Estimator:
-    """Makes the rows of one model on one cluster."""
+    """Computes the rows of a plan for one model on one cluster."""
 
     paper: MetaSharding
     load: ComputeCost
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    called: str = ""  # the units of a model whose modules are not here, by the name to paste
+    called: str = ""  # text for `units` in the settings to paste, if the model's own classes are not available
     _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
-        """What ``shard_model`` would be given."""
+        """Return the settings to pass to ``shard_model``."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
@@ -165,7 +167,10 @@ class Estimator:
         return memory, found.peak + memory.get("optimizer", 0)
 
     def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
-        """By formula: no padding, and of what is gathered and reduced two units at once, the root beside them."""
+        """Return memory by kind and its sum for another scheme, by formula and without padding.
+
+        The root and two units are gathered, and the root and one unit are reduced, at the same time.
+        """
         over = self._shared_over(choice)
         numel = sum(work.numel for work in self.works())
         root, *others = sorted((work.numel for work in self.works()), reverse=True)
@@ -195,7 +200,7 @@ class Estimator:
         return self.paper.units(self.config(choice), where)
 
     def works(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
-        """What units hold, with the padding of planned ones, and compute."""
+        """Return elements and compute times of each unit; elements include padding if `units` are given."""
         if units is None:
             numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
         else:
@@ -212,7 +217,10 @@ class Estimator:
         ]
 
     def timed(self, choice: Candidate) -> _Timed:
-        """From the third micro-batch on, each takes as long as the one before: nothing is in flight between them."""
+        """Return the simulated step; at most 3 micro-batches are simulated and the others extrapolated.
+
+        From the third micro-batch on, each takes as long as the one before: nothing is in flight between them.
+        """
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)
         if choice.micro_batches <= most:
@@ -228,7 +236,7 @@ class Estimator:
         return self._timed[key]
 
     def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
-        """Of some steps, and the machine that it runs on."""
+        """Return the simulated machine, and the program of ``_STEPS`` steps on it."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP"):
             over = self._shared_over(choice)
@@ -262,7 +270,7 @@ class Estimator:
         return cluster.machine(choice.zero3_size), list(layerzero_program(works, sharding, steps=_STEPS))
 
     def _update(self, numel: float, *, in_host: bool) -> float:
-        """Seconds in which so many elements are updated."""
+        """Return the seconds that AdamW needs to update `numel` elements."""
         speed = self.cluster.host_memory_speed / self.cluster.accelerators if in_host else self.cluster.memory_speed
         return 4 * _UPDATED * numel / (speed * 1e9)
 

@@ -1,4 +1,4 @@
-"""A model as :func:`layerzero.shard_model` would shard it, on paper: real units and real padding, without processes."""
+"""Sharding of a model as :func:`layerzero.shard_model` does it, with units and padding, but without processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from layerzero.sharding.unit_selection import partition
 
 __all__ = ["MetaSharding", "foreseen", "optimizer_bytes", "where_of"]
 
-_STEP = 4  # bytes of a counter of steps
+_STEP = 4  # bytes of a step counter
 
 
 class _OnPaper:
-    """A mesh of which nothing is asked but its ranks."""
+    """Stand-in for a DeviceMesh that has only its ranks."""
 
     mesh = torch.tensor([0])
 
@@ -33,7 +33,7 @@ class _OnPaper:
 def where_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
 ) -> RankTraits:
-    """A rank that exchanges on NCCL, or on gloo where it computes on the CPU."""
+    """Return the traits of a rank: with `on_device` the backend adds gradients, as NCCL does; else layerzero adds."""
     grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
     return RankTraits(
         grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
@@ -41,7 +41,7 @@ def where_of(
 
 
 class MetaSharding:
-    """A model, cut into units once, to be sharded in many ways."""
+    """Units of a model, built once and sharded with many settings."""
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
@@ -52,7 +52,7 @@ class MetaSharding:
         )
 
     def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
-        """The root first."""
+        """Return the specs of all units on one rank, the root first."""
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
@@ -63,14 +63,14 @@ class MetaSharding:
 
 
 def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
-    """Memory of the rank that `units` are planned for."""
+    """Return the memory estimate of the rank that `units` are planned for."""
     where = units[0].traits
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
     return estimate_memory(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
 
 
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
-    """Of the state of an optimizer that keeps so many numbers for an element, and one for each parameter."""
+    """Return the bytes of optimizer state: `numbers` per element in master dtype, and one step count per parameter."""
     total = 0
     for unit in units:
         grid = unit.traits.grid

@@ -26,8 +26,8 @@ except ModuleNotFoundError as error:
 __all__ = ["report_html", "write_report"]
 
 _NODES = (8, 32, 128, 512, 2048, 4096)
-_SHOWN = 8  # bars and rows
-_TIMELINE = {  # line and legend entry, by kind of a span
+_SHOWN = 8  # bars of the memory figure and rows of the table
+_TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "forward": ("compute", "forward"), "backward": ("compute", "backward"), "update": ("compute", "update"),
     "gather": ("gather", "gather"), "regather": ("gather", "gather"), "hop1": ("hop 1", "hop 1"),
     "hop2": ("hop 2", "hop 2"), "refresh": ("refresh", "refresh"),
@@ -57,7 +57,7 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
     Args:
         plan: the plan.
         path: the file to write.
-        nodes: numbers of nodes for the figure of times.
+        nodes: numbers of nodes on the x axis of the figure of times.
     """
     Path(path).write_text(report_html(plan, nodes=nodes), encoding="utf-8")
 
@@ -109,7 +109,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
 
 
 def _is_comparable(peer: Estimate, row: Estimate) -> bool:
-    """Return whether both rows have the same number of micro-batches and reduce dtype."""
+    """Return whether both rows have the same number of micro-batches and the same reduce dtype."""
     mine, other = row.choice, peer.choice
     return (mine.micro_batches, mine.reduce_dtype) == (other.micro_batches, other.reduce_dtype)
 
@@ -161,7 +161,7 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
 
 
 def _plot_step(plan: Plan, row: Estimate) -> str:
-    """Plot the first and the last micro-batch of a step as a timeline; those between are like the first."""
+    """Plot the first and the last micro-batch of a step as a timeline; those between look like the first."""
     machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
@@ -179,7 +179,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 
 def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
-    """Plot the time of a micro-batch over the number of nodes, of a row and of its peers."""
+    """Plot the time of a micro-batch over the number of nodes, for a row and its peers."""
     figure = _figure(3.5)
     axes = figure.subplots()
     for each in (row, *peers):

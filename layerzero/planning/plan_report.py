@@ -15,7 +15,7 @@ from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
 
-_SHOWN = 12  # rows of a table that is not asked for in full
+_SHOWN = 12  # rows shown by default
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
@@ -25,16 +25,16 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of :func:`layerzero.plan`; ``print(plan)`` shows it as tables.
+    """Result of :func:`layerzero.plan`; ``print(plan)`` shows tables.
 
     Attributes:
         cluster: the cluster that the plan is for.
         numel: number of parameters of the model.
         units: number of units, the root included.
-        rows: one for each combination of settings, the fastest first; those that do not fit come last.
-        peers: FSDP2, HSDP and ZeRO-1 by the same rules.
+        rows: one row for each combination of settings, the fastest first; those that do not fit come last.
+        peers: rows of FSDP2, HSDP and ZeRO-1, estimated by the same rules.
         best: the recommended row; None if nothing fits.
-        workshop: computes further rows.
+        workshop: estimator that computes further rows.
     """
 
     cluster: Cluster
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """The recommendation in a sentence."""
+        """Recommendation and its reason, as text."""
         best = self.best
         if best is None:
             closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def config(self) -> LayerZeroConfig | None:
-        """The recommended settings; None if nothing fits."""
+        """Recommended settings; None if nothing fits."""
         return None if self.best is None else self.workshop.config(self.best.choice)
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
@@ -226,7 +226,7 @@ def _units(plan: Plan, *, yaml: bool) -> str:
     if callable(units) and not isinstance(units, type):
         return "null  # what your callable names" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
-    if not all(isinstance(each, (str, type)) for each in named):  # modules, and lists of them
+    if not all(isinstance(each, (str, type)) for each in named):  # modules or lists of modules
         return "null  # the units that you gave" if yaml else "your_units"
     names = [called or (each if isinstance(each, str) else each.__name__) for each in named]
     if yaml:

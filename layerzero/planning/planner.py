@@ -1,4 +1,4 @@
-"""From "what is it" to "which settings": :func:`plan`."""
+"""Search over settings for a model on a cluster: :func:`plan`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layerzero.sharding.unit_selection import block_classes
 __all__ = ["plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
-_ALIKE = 0.03  # seconds that differ by no more are called equal: the simpler settings win
+_ALIKE = 0.03  # throughputs that differ by at most this fraction count as equal: the simpler settings win
 
 
 def plan(
@@ -44,29 +44,33 @@ def plan(
     recompute: bool = True,
     activation_bytes: float = 0.0,
 ) -> Plan:
-    """Memory, traffic and step times of a model on a cluster, for many settings, and which of them to take.
+    """Estimate memory, traffic and step times of a model on a cluster for many settings, and recommend one of them.
 
-    Memory is to the byte what :func:`layerzero.memory` predicts in a run, as it comes from the same formulas; only
-    activations are an estimate. Times are simulated: see ``docs/planning.md`` for what is assumed, and how far that was
-    from what was measured. No process group is needed, and no memory for the model.
+    Memory equals the prediction of :func:`layerzero.memory` in a run to the byte, because both use the same formulas;
+    only activations are an estimate. Times are simulated: see ``docs/planning.md`` for the assumptions and the
+    differences from measurements. No process group is needed, and no memory for the model.
 
     Args:
-        model: a module, best on meta; a function without arguments that builds one, which is called on meta; or
+        model: a module, preferably on meta; a function without arguments that builds one, which is called on meta; a
             :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face ``config.json``.
-        cluster: :class:`layerzero.planning.Cluster`.
-        units: as in :func:`layerzero.shard_model`; None: the blocks of sizes, ``"auto"`` where that finds some.
-        tokens: of a rank's micro-batch.
-        sequence: tokens of one sequence; None: `tokens`.
-        micro_batches: A, numbers to try, of one step.
-        zero3_sizes: S, to try; None: the divisors of a node, and all ranks.
-        accumulations, reduce_dtypes: to try. A reduce dtype is for both hops.
+        cluster: the :class:`layerzero.planning.Cluster`.
+        units: as in :func:`layerzero.shard_model`. None: the blocks of a transformer shape or config; for other models
+            ``"auto"`` if it finds blocks.
+        tokens: tokens of a rank's micro-batch.
+        sequence: tokens of one sequence. None: `tokens`.
+        micro_batches: values of A, the number of micro-batches of a step, to try.
+        zero3_sizes: values of S to try. None: the divisors of a node's accelerators, and all ranks.
+        accumulations: values of `accumulation` to try.
+        reduce_dtypes: reduce dtypes to try; each is used for both hops.
         offload: True: try `offload_grads`, `offload_optimizer` and both, each also with `offload_params`. None: try the
-            first three if the model does not fit without them, and `offload_params` if it still does not fit.
-        recompute: blocks keep their inputs alone for the backward (activation checkpointing).
-        activation_bytes: of a rank's micro-batch; for models of sizes, 0 stands for an estimate.
+            first three if the model does not fit without them, and `offload_params` if it still does not fit. False:
+            no offloading.
+        recompute: blocks keep only their inputs for the backward (activation checkpointing).
+        activation_bytes: bytes of activations of a rank's micro-batch. 0: estimate them for a transformer shape or
+            config; unknown for other models.
 
     Raises:
-        TypeError, ValueError: something that cannot be planned; says what, and what can.
+        TypeError, ValueError: an argument cannot be planned; the message says why and gives alternatives.
 
     Example::
 
@@ -124,7 +128,7 @@ def plan(
 
 
 def _best(rows: Sequence[Estimate]) -> Estimate | None:
-    """The fastest that fits; of those that are hardly slower, the fewest micro-batches, then extras, then bytes."""
+    """Return the recommended row: among those within ``_ALIKE`` of the fastest that fits, the simplest one."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None
@@ -156,7 +160,7 @@ def _modes(asked: Iterable[str], zero3_size: int) -> list[str]:
     modes = list(asked)
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r}; use {' or '.join(ACCUMULATIONS)}")
-    return modes if zero3_size > 1 else modes[:1]  # they are the same there
+    return modes if zero3_size > 1 else modes[:1]  # with zero3_size 1 all modes are the same
 
 
 def _sizes_of(model: Model) -> TransformerShape | None:

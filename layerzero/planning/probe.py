@@ -1,4 +1,4 @@
-"""What the cluster that one is on reaches: :func:`probe`."""
+"""Measurement of the speeds of the cluster that a job runs on: :func:`probe`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from layerzero.planning.cluster import Cluster
 
 __all__ = ["ProbeResult", "probe", "speeds_of"]
 
-_ROUNDS = 7  # of each measurement; the median counts
-_SMALL = 1  # element that each rank sends, for latencies
-_WIDTHS = {"cpu": (512, 256)}  # of a unit, and tokens, to compute with
+_ROUNDS = 7  # rounds of each measurement; the result is the median
+_SMALL = 1  # elements that each rank sends in the measurement of latencies
+_WIDTHS = {"cpu": (512, 256)}  # by device type: width of a unit, and tokens, in the measurement of FLOP/s
 _WIDTH = (4096, 4096)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What :func:`probe` returns, the same on all ranks.
+    """Result of :func:`probe`, the same on all ranks.
 
     Attributes:
-        cluster: what was measured, and the defaults of the rest.
-        measured: names of its fields that are no defaults.
+        cluster: cluster with the measured values, and defaults for the other fields.
+        measured: names of the measured fields.
     """
 
     cluster: Cluster
     measured: tuple[str, ...]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """A YAML file for :meth:`Cluster.from_yaml`."""
+        """Write a YAML file for :meth:`Cluster.from_yaml`."""
         Path(path).write_text(f"{self}\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """YAML; what was not measured is a comment."""
+        """Return the fields as YAML; fields that were not measured are comments."""
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that begin with # are defaults, to be put right"]
         for name, value in asdict(self.cluster).items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -57,20 +57,21 @@ class ProbeResult:
 
 
 def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
-    """Measure the cluster that this job runs on, as :func:`layerzero.plan` wants to know it.
+    """Measure the cluster that this job runs on, for :func:`layerzero.plan`.
 
-    Every rank must call this, after ``torch.distributed.init_process_group``. It takes seconds, and the memory of a
-    few times `nbytes`. Exchanges are those of a step: gathers inside nodes, all nodes at once, then between nodes, all
-    ranks of a node at once; the slowest rank counts. Computing is forward and backward of two linear layers in `dtype`,
-    on all ranks at once. Anything else that runs there meanwhile is measured, too.
+    All ranks must call this, after ``torch.distributed.init_process_group``. It takes seconds, and memory of a few
+    times `nbytes`. The measured collectives are all-gathers: first inside nodes, on all nodes at once, then between
+    nodes, with all ranks of a node at once. The slowest rank determines the result. FLOP/s are measured on forward and
+    backward of two linear layers in `dtype`, on all ranks at once. Other programs on these machines affect the result.
 
     Args:
-        zero3_size: ranks of a node; by default what torchrun says in ``LOCAL_WORLD_SIZE``.
-        nbytes: that a rank receives in a large exchange.
+        zero3_size: number of ranks of a node. None: ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        nbytes: bytes that a rank receives in a large collective.
+        dtype: compute dtype for the measurement of FLOP/s.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: `zero3_size` does not divide the world, or is not known; `nbytes` is too few.
+        ValueError: `zero3_size` does not divide the world size or is unknown; or `nbytes` is below 4096.
 
     Example::
 
@@ -118,13 +119,18 @@ def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
 
 
 def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
-    """Seconds of one of log2 n steps of an exchange, and bytes a second, from a small one and one of `sent` bytes."""
+    """Return seconds of one of the log2(ranks) steps of a collective, and bytes per second.
+
+    Args:
+        small: seconds of a small collective.
+        large: seconds of a collective in which each rank sends `sent` bytes.
+    """
     steps = max(1, math.ceil(math.log2(ranks)))
     return small / steps, sent / max(large - small, 1e-2 * large)
 
 
 def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
-    """Begin together."""
+    """Return a function that synchronizes all ranks."""
     word = torch.zeros(1)
 
     def meet() -> None:
@@ -134,7 +140,7 @@ def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
-    """Of what all ranks do at once: the median of some rounds, after one that does not count."""
+    """Return the median seconds of an operation that all ranks run at once, after one warm-up round."""
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
@@ -168,7 +174,7 @@ def _link(lane: Communicator, nbytes: int, device: torch.device, meet: Callable[
 
 
 def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -> float:
-    """Seconds of this process's threads for each byte that it sends."""
+    """Return the CPU seconds of this process for each byte that it sends."""
     if lane.size == 1:
         return 0.0
     numel = _numel(nbytes, lane.size)
@@ -181,7 +187,7 @@ def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -
 
 
 def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
-    """Seconds of the host until an exchange is on its way."""
+    """Return the seconds that the host needs to launch a collective."""
     out = torch.ones(lane.size, device=device)
     shard = torch.ones(1, device=device)
     times = []
@@ -195,7 +201,7 @@ def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) 
 
 
 def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -> float:
-    """That are reached in forward and backward of a unit: two FLOP for each weight and token, and twice as many."""
+    """Return the FLOP/s in forward and backward of a unit: 2 FLOP per weight and token in forward, 4 in backward."""
     width, tokens = _WIDTHS.get(device.type, _WIDTH)
     unit = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device, dtype)
     batch = torch.ones(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -208,7 +214,10 @@ def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -
 
 
 def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], None]) -> dict[str, float]:
-    """GB of memories, and GB/s of copies: reads and writes together, but to the host."""
+    """Return memory sizes in GB and copy speeds in GB/s.
+
+    Speeds count reads and writes together, except for copies to the host.
+    """
     host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
@@ -231,10 +240,10 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
 
 
 def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
-    """Of this machine, or of what a container may take of it."""
+    """Return the bytes of host memory, or the limit of the container if that is less."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
-        with suppress(OSError, ValueError):  # another kind of machine, or "max"
+        with suppress(OSError, ValueError):  # the file does not exist here, or it says "max"
             found.append(int(limit.read_text()))
     return min(found)
 
@@ -243,7 +252,7 @@ _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_
 
 
 def _slowest(found: dict[str, float | int | str], lanes: Sequence[Communicator]) -> dict[str, float | int | str]:
-    """Of each number the worst that a rank has seen."""
+    """Return the worst value of each measurement over all ranks."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)

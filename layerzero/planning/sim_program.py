@@ -1,12 +1,12 @@
-"""What the host of one rank does in a run, as a list of operations that a simulated machine can carry out.
+"""Programs for the simulator: the operations of one rank's host in a run.
 
-A program comes from the schedule that the engine recorded (:func:`layerzero.trace`), from a formula, or by hand.
+A program is made from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
 
 [Note: What a recording leaves open]
-When an exchange is added up and the next one launched, and for how long the host waits for it, depends on the machine
-where a recording was made. So the waits for hop 1 and hop 2, and the launches of hop 2, are taken out of it, and the
-simulated machine decides anew, by the rules of ``engine/reduction_queue.py``: :class:`StartReduction` starts a
-reduction, which goes on by itself, and :class:`WaitReductions` waits for all.
+Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
+how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed.
+The simulator decides them again, by the rules of ``engine/reduction_queue.py``: :class:`StartReduction` starts a
+reduction, which then proceeds without the host, and :class:`WaitReductions` waits for all reductions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 ]
 
 
-What = tuple[str, str]  # a phase and a unit
+What = tuple[str, str]  # phase and unit
 
-_FIRST = ("hop1", "node_sum")  # inside a node, by exchanges or in its memory
+_FIRST = ("hop1", "node_sum")  # reductions inside a ZeRO-3 group: by collectives, or in shared memory
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
-    lane: str  # exchanges of one lane run one after the other
+    lane: str  # communicator; its collectives run one after the other
     ranks: int
-    bytes: float  # that this rank sends
+    bytes: float  # bytes that this rank sends
 
 
 @dataclass(frozen=True)
 class SimCompute:
-    """The host's rank computes."""
+    """Computation of the rank."""
 
     seconds: float
     what: What = ("", "")  # phase and unit, such as ("forward", "blocks.0")
-    span: int = 0  # which forward, backward, ... of the program
+    span: int = 0  # number of the forward, backward, ... in the program
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SimWait:
 
 @dataclass(frozen=True)
 class StartReduction:
-    """Start a reduction; see [Note: What a recording leaves open]. Each exchange is followed by additions."""
+    """Start of a reduction; an addition follows each collective. See [Note: What a recording leaves open]."""
 
     exchanges: tuple[SimCollective, ...]
     additions: tuple[SimCompute, ...]
@@ -91,7 +91,7 @@ class WaitReductions:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The optimizer's update is done."""
+    """End of the optimizer's update."""
 
 
 Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions | StepEnd
@@ -99,7 +99,7 @@ Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions |
 
 @dataclass(frozen=True)
 class Recording:
-    """What is in a file that :func:`layerzero.trace` wrote."""
+    """Contents of a file that :func:`layerzero.trace` wrote."""
 
     zero3_size: int
     replicas: int
@@ -110,7 +110,7 @@ class Recording:
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
-    """What :func:`layerzero.trace` wrote.
+    """Read a file that :func:`layerzero.trace` wrote.
 
     Raises:
         ValueError: it is not such a file.
@@ -124,7 +124,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
-    """The program that a recording shows, with the recorded times of what was computed."""
+    """Return the program of a recording, with the recorded times of its computations."""
     reductions = _reductions(events)
     in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
@@ -132,7 +132,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     spans: list[tuple[str, str, int]] = []  # phase, name, number
     last = ("", "", -1)  # the span that ended last
     begun = 0
-    owed = False  # reductions may be under way that nobody has settled
+    owed = False  # True: reductions may be in flight that the program has not waited for
     cursor = events[0].start if events else 0.0
     for event in events:
         if not event.beside:
@@ -163,10 +163,13 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 
 
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
-    """By the number of their first exchange. A hop 2 belongs to the hop 1 that was added up just before it."""
+    """Return the reductions by the number of their first collective.
+
+    A hop 2 belongs to the hop 1 whose addition precedes it.
+    """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, StartReduction] = {}
-    added = -1  # the last hop 1 that was added up, until its hop 2 is launched
+    added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
     for event in events:
         if event.exchange in _FIRST and event.kind == "add":
             added = event.number
@@ -187,7 +190,7 @@ def _exchange(event: TraceEvent) -> SimCollective:
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
-    """Mean seconds of each kind of computation, by forward, backward, ..., that is, by :attr:`SimCompute.span`."""
+    """Return the mean seconds of each kind of computation, over its spans (:attr:`SimCompute.span`)."""
     total: Counter[What] = Counter()
     spans: defaultdict[What, set[int]] = defaultdict(set)
     for operation in program:
@@ -200,12 +203,13 @@ def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
 def retimed(
     program: Sequence[Operation], seconds: Callable[[What], float], place: Callable[[What], str] = lambda what: "spread"
 ) -> list[Operation]:
-    """The same program with other times.
+    """Return the program with other computation times.
 
     Args:
-        seconds: of each forward, backward, ..., by what is computed.
-        place: where exchanges split a computation: ``"spread"`` as in the program, all of it ``"first"``, or all of it
-            ``"last"``. The last two make the result independent of recorded times.
+        seconds: returns the seconds of one span (a forward, a backward, ...), by phase and unit.
+        place: returns how the time is distributed if collectives split a span: ``"spread"`` as in the program, all of
+            it in the ``"first"`` part, or all of it in the ``"last"`` part. The last two make the result independent of
+            recorded times.
     """
     parts: defaultdict[tuple[What, int], list[float]] = defaultdict(list)
     for operation in program:
@@ -234,7 +238,7 @@ def retimed(
 
 
 def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]) -> list[Operation]:
-    """The same program with other exchanges."""
+    """Return the program with its collectives replaced by `bytes_of`."""
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimLaunch):

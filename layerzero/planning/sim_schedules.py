@@ -1,9 +1,9 @@
-"""What a rank does in a step, written down from the settings: of layerzero, and of models of its peers.
+"""Programs of a rank for the simulator, from settings: for layerzero, and for models of other schemes.
 
-layerzero's is the engine's own order of launches and waits for units that are called one after the other; a test
-compares it with what the engine records. Those of the peers are written down from what their papers and manuals say;
-they are models of peers, not measurements, and are given what favours them: prefetch of one unit, separate lanes that
-overlap, no padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
+layerzero's program has the engine's order of launches and waits for units that are called one after the other; a test
+compares it with a recording of the engine. The programs of other schemes follow their papers and manuals. They are
+models, not measurements, and have favourable assumptions: prefetch of one unit, separate communicators that overlap, no
+padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from layerzero.planning.sim_program import (
 __all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
 
 _MASTER = 4  # bytes of an element of masters, accumulators and final gradients
-_PARTS = 8  # of an optimizer's step, behind each of which some units are refreshed; see optimizers/pipelined_step.py
+_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units, see pipelined_step.py
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """A unit: what it holds, and the seconds that it computes in a micro-batch. The root comes first."""
+    """Elements of a unit, and seconds of its forward and backward in a micro-batch. The root comes first in lists."""
 
     name: str
     numel: float  # elements of its full buffer, padding included
@@ -40,7 +40,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The settings that decide a schedule; dtypes in bytes of an element."""
+    """Settings that determine a schedule; dtypes are given as bytes per element."""
 
     ranks: int
     zero3_size: int
@@ -53,10 +53,10 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays: bool = True  # gathered from forward to backward, as on devices
-    adds_hop1: bool = False  # each rank adds up what hop 1 brings, as on gloo: gradients travel as they were computed
-    update: float = 0.0  # seconds of the optimizer
-    memory_speed: float = float("inf")  # bytes a second of what is added up
+    root_stays: bool = True  # the root stays gathered from forward to backward, as on devices
+    adds_hop1: bool = False  # each rank adds the parts of hop 1, as on gloo: gradients are sent in their own dtype
+    update: float = 0.0  # seconds of the optimizer's update
+    memory_speed: float = float("inf")  # bytes per second in additions
 
     @property
     def replicas(self) -> int:
@@ -64,17 +64,17 @@ class ScheduleSettings:
 
     @property
     def hop1(self) -> int:
-        """Bytes of an element in hop 1."""
+        """Bytes per element in hop 1."""
         return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
 
     @property
     def waits_whole(self) -> bool:
-        """Gradients wait between micro-batches as they have landed."""
+        """True if full gradients are accumulated between micro-batches."""
         return self.accumulation == "full" or self.zero3_size == 1
 
 
 def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:
-    """Steps one after the other; the first one has nothing from before to wait for."""
+    """Yield the operations of `steps` consecutive steps; the first step has no earlier collectives to wait for."""
     rank = _Rank(units, sharding)
     for _ in range(steps):
         yield from rank.step()
@@ -88,8 +88,8 @@ class _Rank:
         self._span = 0
         self._gathers: dict[str, int] = {}
         self._refreshes: dict[str, int] = {}
-        self._stores: list[int] = []  # of accumulators to the host, oldest first
-        self._agreement: list[int] = []  # about used parameters, along each axis
+        self._stores: list[int] = []  # copies of accumulators between device and host, oldest first
+        self._agreement: list[int] = []  # collectives about used parameters, one for each axis
         self._owes = False
 
     def step(self) -> Iterator[Operation]:
@@ -140,7 +140,7 @@ class _Rank:
         return self.how.zero3_size > 1 or self.how.offload_params
 
     def _gather_ahead(self, order: Sequence[UnitCost], begun: int, index: int) -> Generator[Operation, None, int]:
-        """Launch the gathers of the units up to `index`, and of those ahead of it; how many have begun."""
+        """Launch the gathers of the units up to `index` and of prefetched ones; return how many units have begun."""
         how = self.how
         until = min(index + 1 + (how.prefetch if self._gathering else 0), len(order))
         for unit in order[begun:until]:
@@ -148,7 +148,7 @@ class _Rank:
                 yield SimWait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._take()
-                if how.offload_params:  # on the lane of the gather, which comes after it
+                if how.offload_params:  # on the communicator of the gather, so that the gather follows it
                     up = SimCollective(
                         "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
                     )
@@ -174,7 +174,8 @@ class _Rank:
                 yield StartReduction(tuple(chain), tuple(additions))
                 self._owes = True
         if how.offload_grads and (how.waits_whole or how.replicas > 1):
-            # In before they are added to, out before the next micro-batch; two slabs, so that two units are under way.
+            # Accumulators are fetched before an addition and stored before the next micro-batch. There are two slabs,
+            # so at most two copies are in flight.
             waits = unit.numel / (1 if how.waits_whole else how.zero3_size) * _MASTER
             if not first:
                 yield from self._copy("fetch", unit, waits, "from host")
@@ -205,7 +206,7 @@ class _Rank:
         return chain, additions
 
     def _addition(self, exchange: SimCollective, numel: float) -> SimCompute:
-        """Reads what has come and the sum, writes the sum."""
+        """Return the addition after a collective: it reads the received part and the sum, and writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
         return SimCompute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
 
@@ -231,7 +232,7 @@ class _Rank:
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         how = self.how
-        if how.offload_optimizer:  # on the lane of the refresh, which comes after it
+        if how.offload_optimizer:  # on the communicator of the refresh, so that the refresh follows it
             self._refreshes[unit.name] = self._take()
             up = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
             yield SimLaunch(up, self._refreshes[unit.name])
@@ -258,15 +259,15 @@ class _Rank:
 
 
 def _share(ranks: int) -> float:
-    """Of a buffer: what a rank sends of it in a gather or a reduction among so many."""
+    """Return the fraction of a buffer that a rank sends in a gather or a reduction over `ranks` ranks."""
     return (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A scheme without the split of layerzero: FSDP over all ranks, or HSDP inside nodes."""
+    """Settings of FSDP over all ranks, or of HSDP with shards inside nodes."""
 
-    over: int  # ranks that share weights, gradients and optimizer state
+    over: int  # ranks that weights, gradients and optimizer state are sharded over
     replicas: int
     micro_batches: int
     compute: int = 2
@@ -296,7 +297,7 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
                 first = number
                 for index, unit in enumerate(order):
-                    # One unit ahead of the one that computes. The root stays gathered from forward to backward.
+                    # Prefetch one unit. The root stays gathered from forward to backward.
                     for ahead in range(number - first, min(index + 2, len(order))):
                         yield gather(order[ahead])
                         number += 1

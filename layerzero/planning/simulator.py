@@ -1,15 +1,15 @@
-"""A machine, and the simulation of a program on it.
+"""Discrete-event simulation of a program on a machine.
 
-All ranks run the same program at the same speed, so one of them is simulated. A rank has a processor, a link inside
-its node, and a share of its node's link to the other nodes. Whatever uses one of them at the same time gets an equal
-part of it. The exchanges of a lane run one after the other; each takes its latency first, then puts its bytes on the
-links and what they cost on the processor, all at the same time. Copies to and from the host's memory have a link too.
+All ranks run the same program at the same speed, so one rank is simulated. It has a processor, a link inside its node,
+and a share of its node's link to other nodes. Concurrent users of a resource get equal parts of it. The collectives of
+one communicator run one after the other. Each first takes its latency, then uses links and processor at the same time.
+Copies between device and host memory have a link of their own.
 
 [Note: What crosses the nodes]
-Ranks are consecutive, and a ring or a hierarchical exchange over whole nodes enters and leaves each node once, whatever
-the number of ranks in it. An exchange over the replicas has a group for each rank that holds another part of the
-weights: with one rank of each node in it where weights are shared by whole nodes, with several where by parts of nodes.
-The groups of a node share its link, so each gets a part of it.
+Ranks are consecutive. A ring or hierarchical collective over full nodes enters and leaves each node once, whatever the
+number of ranks in it. A collective over the replicas runs in one group for each ZeRO-3 rank. If the ZeRO-3 group is a
+full node, the group has one rank of each node; if it is a part of a node, it has several. The groups of a node share
+its link, so each gets a part of it.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from layerzero.planning.sim_program import (
 __all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "norm")
-_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of an exchange; those beyond it go their way
+_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of a collective in its reduction; later places have no limit
 
 
 @dataclass(frozen=True)
 class SimMachine:
-    """Speeds in bytes and seconds.
+    """Speeds of a simulated machine, in bytes and seconds.
 
     Attributes:
-        node_size: ranks of a node.
-        inside: bytes a second that a rank sends inside its node.
-        between: bytes a second that a node sends to the others.
-        inside_latency, between_latency: of one of the steps of an exchange.
-        steps: an exchange among n ranks takes ``"direct"`` 1, ``"log"`` log2(n) or ``"ring"`` n - 1 steps, and twice as
-            many where all get the sum.
-        launch: seconds of the host for each exchange.
-        processor_per_byte: seconds that a rank's processor works for each byte that it sends. On a CPU with sockets,
-            exchanges compete with the model for the cores.
-        zero3_size: ranks that share the weights; 0: those of a node.
-        host: bytes a second that a rank copies to or from the host's memory.
+        node_size: number of ranks of a node.
+        inside: bytes per second that a rank sends inside its node.
+        between: bytes per second that a node sends to other nodes.
+        inside_latency, between_latency: seconds of one step of a collective inside a node and between nodes.
+        steps: steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1; an all-reduce
+            takes twice as many.
+        launch: seconds that the host needs to launch a collective.
+        processor_per_byte: seconds of a rank's processor for each byte that it sends. On a CPU with sockets,
+            collectives compete with the model for the cores.
+        zero3_size: number of ranks that share the weights; 0: the ranks of a node.
+        host: bytes per second of a rank's copies between device and host memory.
     """
 
     node_size: int
@@ -69,12 +69,12 @@ class SimMachine:
     host: float = math.inf
 
     def crosses(self, exchange: SimCollective) -> bool:
-        """It leaves the node."""
+        """Return whether the collective sends data to other nodes."""
         apart = (self.zero3_size or self.node_size) if exchange.axis == "replica" else 1
         return exchange.ranks * apart > self.node_size
 
     def sent_between(self, exchange: SimCollective) -> float:
-        """Bytes that a node sends to others for an exchange of all of its ranks."""
+        """Return the bytes that a node sends to other nodes if all of its ranks run this collective."""
         if not self.crosses(exchange):
             return 0.0
         groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
@@ -89,7 +89,7 @@ class SimMachine:
         return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
 
     def demands(self, exchange: SimCollective) -> dict[str, float]:
-        """Seconds of each resource, were it used by nobody else; see [Note: What crosses the nodes]."""
+        """Return the seconds of each resource without other users; see [Note: What crosses the nodes]."""
         if not exchange.bytes:
             return {}
         if exchange.axis == "host":
@@ -103,9 +103,9 @@ class SimMachine:
 
 
 class SimSpan(NamedTuple):
-    """Something that the machine did; seconds since the start."""
+    """Time span of a computation or collective, in seconds since the start."""
 
-    what: str  # "compute", or the kind of an exchange
+    what: str  # phase of a computation, "compute" if it has none, or kind of a collective
     name: str
     start: float
     end: float
@@ -113,29 +113,29 @@ class SimSpan(NamedTuple):
 
 @dataclass
 class SimResult:
-    seconds: float = 0.0  # until the host has ended its program
+    seconds: float = 0.0  # end of the host's program
     step_ends: list[float] = field(default_factory=list)
-    waits: list[Counter[str]] = field(default_factory=list)  # by step: seconds that were waited for a kind of exchange
-    spans: list[SimSpan] = field(default_factory=list)  # in the order of their ends
-    computed: float = 0.0  # seconds of computations, by themselves
-    waited: float = 0.0  # seconds in which the host waited for exchanges
-    busy: Counter[str] = field(default_factory=Counter)  # by resource: seconds in which it was used
-    calls: Counter[str] = field(default_factory=Counter)  # by exchange
-    bytes: Counter[str] = field(default_factory=Counter)  # by exchange, that the rank sent
+    waits: list[Counter[str]] = field(default_factory=list)  # for each step: seconds waited, by kind of collective
+    spans: list[SimSpan] = field(default_factory=list)  # ordered by their ends
+    computed: float = 0.0  # seconds of computations, if they have the processor to themselves
+    waited: float = 0.0  # seconds in which the host waited for collectives
+    busy: Counter[str] = field(default_factory=Counter)  # seconds of use, by resource
+    calls: Counter[str] = field(default_factory=Counter)  # number of launches, by kind of collective
+    bytes: Counter[str] = field(default_factory=Counter)  # bytes that the rank sent, by kind of collective
 
     @property
     def step(self) -> float:
-        """Seconds of the last step, which has met the exchanges that the one before it left in flight."""
+        """Seconds of the last step, including waits for collectives that the step before left in flight."""
         return self.step_ends[-1] - self.step_start
 
     @property
     def step_start(self) -> float:
-        """When the last step began."""
+        """Time at which the last step began."""
         return self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
 
 
 def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
-    """Run a program; the same program on the same machine gives the same outcome."""
+    """Simulate a program. The result is deterministic."""
     host = _Host(machine)
     for operation in program:
         host.do(operation)
@@ -145,14 +145,14 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
 
 @dataclass(eq=False)
 class _SimTask:
-    """Something that takes time: a latency, then seconds of each of some resources, all at once."""
+    """Task of a simulation: a latency, then seconds of several resources at the same time."""
 
     latency: float
     demands: dict[str, float]
     what: str = "compute"
     name: str = ""
     began: float = 0.0
-    then: Callable[[], None] | None = None  # when it ends
+    then: Callable[[], None] | None = None  # called at the end
 
     @property
     def done(self) -> bool:
@@ -160,7 +160,7 @@ class _SimTask:
 
 
 class _Simulation:
-    """Virtual time, and what is under way in it."""
+    """Virtual time, and the active and queued tasks."""
 
     def __init__(self, machine: SimMachine, outcome: SimResult) -> None:
         self.now = 0.0
@@ -183,7 +183,7 @@ class _Simulation:
         self.until(lambda: task.done)
 
     def compute_beside(self, thread: str, seconds: float, what: What, then: Callable[[], None]) -> None:
-        """A thread computes, after all that it was given before."""
+        """Queue a computation on a background thread, after its earlier computations."""
         task = _computing(seconds, what)
         task.then = then
         self._queue(thread, task)
@@ -205,7 +205,7 @@ class _Simulation:
             self._go_on()
 
     def _go_on(self) -> None:
-        """To the next moment at which something ends."""
+        """Advance the time to the next completion of a latency or of a resource demand."""
         users: Counter[str] = Counter()
         for task in self._active:
             if not task.latency:
@@ -216,7 +216,7 @@ class _Simulation:
             else task.latency
             for task in self._active
         )
-        near = span * (1 + 1e-12)  # what ends at once but for rounding
+        near = span * (1 + 1e-12)  # tasks that differ only by rounding end together
         for task in self._active:
             if task.latency:
                 task.latency = task.latency - span if task.latency > near else 0.0
@@ -232,7 +232,7 @@ class _Simulation:
         self._drop_done()
 
     def _drop_done(self) -> None:
-        """End what is done, and begin what waited for it: on its lane, and what follows from it."""
+        """Finish completed tasks, start the next task of each communicator or thread, and run the callbacks."""
         ended = [task for task in self._active if task.done]
         while ended:
             self._active = [task for task in self._active if not task.done]
@@ -256,10 +256,10 @@ def _computing(seconds: float, what: What) -> _SimTask:
 
 
 class _Running:
-    """A reduction under way, which goes on by itself; see [Note: What a recording leaves open].
+    """Reduction in flight, which proceeds without the host; see [Note: What a recording leaves open].
 
     Attributes:
-        landed: exchanges that have been added up.
+        landed: number of its collectives with a finished addition.
     """
 
     def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
@@ -304,7 +304,7 @@ class _Host:
             task = self._tasks.pop(operation.number)
             self._wait(lambda: task.done, task.what)
         elif isinstance(operation, StartReduction):
-            if operation.exchanges[0].kind == "hop2":  # one order on its lane
+            if operation.exchanges[0].kind == "hop2":  # keep the order of launches on the communicator of hop 2
                 self._wait_for([each for each in self._under_way(0) if each.exchanges[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
@@ -330,11 +330,11 @@ class _Host:
         self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
     def _under_way(self, place: int) -> list[_Running]:
-        """Those whose exchange of this place is, oldest first."""
+        """Return the reductions whose collective at `place` has not been added, oldest first."""
         return [each for each in self._running if each.landed <= place < len(each.exchanges)]
 
     def _make_room(self, place: int, most: int) -> None:
-        """As layerzero/engine/reduction_queue.py."""
+        """Wait until at most `most` reductions are in flight at `place`, like engine/reduction_queue.py."""
         under_way = self._under_way(place)
         self._wait_for(under_way[: max(0, len(under_way) - most)], place)
 

@@ -1,4 +1,4 @@
-"""Models as a plan needs them: on meta, with what they compute and what activations they keep."""
+"""Shapes of transformers for a plan: parameters on meta, FLOP and activations."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ _KNOWN = (*_LLAMAS, "gpt2")
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """A decoder-only transformer by its sizes.
+    """Shape of a decoder-only transformer.
 
     Attributes:
-        layers, hidden, ffn, vocab, heads: as everybody calls them; `ffn` 0: four times `hidden`.
-        kv_heads: of keys and values; 0: as many as `heads`.
-        head_dim: 0: hidden / heads.
+        layers: number of blocks.
+        hidden: model dimension.
+        ffn: inner dimension of the feed-forward layer; 0: 4 * `hidden`.
+        vocab: vocabulary size.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; 0: `heads`.
+        head_dim: dimension of a head; 0: `hidden` / `heads`.
         gated: the feed-forward layer has a gate, as in Llama.
-        biases, qkv_biases: linear layers have them, or those of queries, keys and values alone.
+        biases: all linear layers have biases.
+        qkv_biases: the projections of queries, keys and values have biases.
         head_norms: queries and keys are normalised, as in Qwen3.
-        experts, experts_per_token: feed-forward layers to choose from; 0: one, which all tokens go through.
-        tied: the head is the embedding.
-        positions: learned ones; 0: none.
-        norm_biases: norms have them, as LayerNorm does.
-        conv1d: linear weights are (inputs, outputs), as in GPT-2.
+        experts: number of experts of a feed-forward layer; 0: no experts.
+        experts_per_token: number of experts that each token uses.
+        tied: the head shares the weight of the embedding.
+        positions: number of learned positions; 0: none.
+        norm_biases: norms have biases, as in LayerNorm.
+        conv1d: linear weights have shape [inputs, outputs], as in GPT-2.
 
     Example::
 
@@ -72,12 +78,12 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Elements of all queries of a token."""
+        """Number of elements of all queries of a token."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def keys(self) -> int:
-        """Elements of all keys of a token, and of all values."""
+        """Number of elements of all keys of a token; the values have as many."""
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
     @property
@@ -85,22 +91,22 @@ class TransformerShape:
         return self.ffn or 4 * self.hidden
 
     def build(self) -> nn.Module:
-        """The model on meta: its parameters, and no forward."""
+        """Build the model on meta, with parameters but without a forward."""
         return _Transformer(self)
 
     def block_flops(self, sequence: int) -> float:
-        """Of a token in the forward of a block, in a sequence of so many; attention is causal."""
+        """Return the FLOP per token of a block's forward, for causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner
         chosen = self.experts_per_token if self.experts else 1
         return 2.0 * (projections + chosen * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
 
     def root_flops(self) -> float:
-        """Of a token in the head."""
+        """Return the FLOP per token of the head."""
         return 2.0 * self.vocab * self.hidden
 
     def block_activations(self) -> int:
-        """Elements that a block keeps of a token for its backward, with an attention that keeps no scores."""
+        """Return the elements per token that a block saves for backward, with attention that saves no scores."""
         chosen = self.experts_per_token if self.experts else 1
         return 6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * chosen * self.inner
 
@@ -124,7 +130,7 @@ class _Norm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The parameters of a block, in the order in which the usual implementations register them."""
+    """Parameters of a block, in the order in which common implementations register them."""
 
     def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
@@ -176,10 +182,10 @@ class _Transformer(nn.Module):
 
 
 def read_config(path: str | os.PathLike[str]) -> TransformerShape:
-    """The sizes in a Hugging Face ``config.json``, or in a folder that has one. Nothing is downloaded.
+    """Read the shape from a Hugging Face ``config.json``, or from a folder that has one. Nothing is downloaded.
 
     Raises:
-        ValueError: it is of another kind of model than those known here, or lacks a size.
+        ValueError: the file is not valid, its ``model_type`` is not supported, or a size is missing.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path

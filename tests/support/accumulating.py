@@ -1,4 +1,4 @@
-"""One optimizer step in any mode of accumulation, beside the same step in one process."""
+"""Optimizer steps with any accumulation setting, and the same steps in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def backward(model: nn.Module, rank: int, index: int, *, inside_no_sync: bool, s
 
 
 def alone(steps: Sequence[Sequence[int]]) -> list[Step]:
-    """One process, on the union of the ranks' batches; `steps` lists the micro-batches of each step."""
+    """Train in one process on the union of the ranks' batches; `steps` lists the micro-batches of each step."""
     net = integer_net()
     batches = [
         [union([integer_batch(step=step, micro_batch=index, rank=rank) for rank in range(WORLD)]) for index in indices]
@@ -55,7 +55,7 @@ def gradients_of(net: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_step(model: nn.Module, optimizer: Optimizer, expected: Step, case: str) -> None:
-    """Step; gradients and parameters are bitwise the expected ones."""
+    """Step, and assert that gradients and parameters equal the expected ones bit for bit."""
     optimizer.step()
     wrong = different(full_gradients(model), expected.gradients)
     assert not wrong, f"{case}: gradients of {wrong}"

@@ -1,9 +1,9 @@
-"""NVIDIA Apex's fused optimizers on the CPU, with the launches of its kernels.
+"""Emulation of NVIDIA Apex's fused optimizers on the CPU, including the launches of its kernels.
 
-Written from facts about NVIDIA/apex at commit 6424da3 (``apex/optimizers``, ``csrc/multi_tensor_apply.cuh`` and the
-kernels beside it): which tensors go into which launch, when a launch starts, what is kept where, and the formulas. What
-is not launched is not computed. The classes are in ``apex.optimizers`` by name, and :func:`install` puts the package
-where imports find it. CHUNK is 65536 elements there; here it is small, so that parameters of tests have several chunks.
+It follows NVIDIA/apex at commit 6424da3 (``apex/optimizers``, ``csrc/multi_tensor_apply.cuh`` and the kernels beside
+it): which tensors each launch contains, when a launch starts, which state is kept where, and the formulas. Elements
+that are not launched are not computed. :func:`install` makes the classes importable from ``apex.optimizers``. Apex has
+chunks of 65536 elements; CHUNK is small here, so that parameters of tests have several chunks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 CHUNK = 8  # elements
-_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # of one launch, by the number of lists
-_MOST_CHUNKS = 320  # of one launch
+_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # limit of one launch, by the number of lists
+_MOST_CHUNKS = 320  # limit of one launch
 
 
 def launch(kernel: Callable[..., None], lists: Sequence[Sequence[Tensor]]) -> None:
     """Call ``kernel(index, *pieces)`` for each chunk that Apex would launch.
 
     Args:
-        kernel: gets the index of a tensor in its list, and a piece of the tensor of each list.
-        lists: of as many tensors each, with equal numbers of elements.
+        kernel: takes the index of a tensor in its list, and a piece of that tensor of each list.
+        lists: lists of equal length; tensors at the same index have equal numbers of elements.
     """
     first = lists[0]
     if not first:
@@ -72,7 +72,7 @@ def launch(kernel: Callable[..., None], lists: Sequence[Sequence[Tensor]]) -> No
 
 
 def _norms(tensors: Sequence[Tensor], order: int = 2) -> Tensor:
-    """The norm of each tensor, of what is launched of it."""
+    """Return the norm of each tensor over the chunks that are launched."""
     sums = torch.zeros(len(tensors))
 
     def add(index: int, piece: Tensor) -> None:
@@ -86,12 +86,12 @@ def _norms(tensors: Sequence[Tensor], order: int = 2) -> Tensor:
 
 
 def _same_dtype(*tensors: Tensor) -> None:
-    """Kernels take the type of the first list for that of others, and would read their memory as something else."""
+    """Assert equal dtypes: kernels read all lists with the dtype of the first one."""
     assert len({tensor.dtype for tensor in tensors}) == 1, "Apex would misread memory"
 
 
 class _Fused(Optimizer):
-    """What the classes have in common."""
+    """Common base class of the optimizers."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
 
@@ -110,7 +110,7 @@ class _Fused(Optimizer):
         raise NotImplementedError
 
     def by_dtype(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Parameters with a gradient, for a launch for each dtype; an error where there is none for it."""
+        """Return the parameters with a gradient, one list per dtype and launch; raise for unsupported dtypes."""
         used = [parameter for parameter in parameters if parameter.grad is not None]
         if not all(parameter.dtype in self.dtypes for parameter in used):
             raise RuntimeError(f"{type(self).__name__} only support fp16 and fp32.")
@@ -122,7 +122,7 @@ class _Fused(Optimizer):
         return group["step"]
 
     def kept(self, parameters: Sequence[Tensor], *names: str, dtype: torch.dtype | None = None) -> list[list[Tensor]]:
-        """By name, the state of parameters; where one has none, it begins with zeros."""
+        """Return the state of the parameters, one list per name; missing state is initialized with zeros."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update({n: torch.zeros_like(parameter.data, dtype=dtype) for n in names})
@@ -148,7 +148,7 @@ class FusedAdam(_Fused):
         settings = {"lr": rate, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**settings, "weight_decay": weight_decay})
         self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
-        # Lists of the groups that there are now.
+        # Apex makes these lists for the groups that exist at this time, not for later ones.
         self.param_groups_master = [
             {"params": [p.detach().clone().float() if master_weights else None for p in group["params"]]}
             for group in self.param_groups
@@ -201,7 +201,7 @@ class FusedSGD(_Fused):
         self.wd_after_momentum = wd_after_momentum
 
     def step_group(self, number: int, group: dict[str, Any]) -> None:
-        for dtype in self.dtypes:  # parameters of others are left as they are
+        for dtype in self.dtypes:  # parameters of other dtypes are not updated
             launched = [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
             if launched:
                 self._launch(group, launched)
@@ -209,7 +209,7 @@ class FusedSGD(_Fused):
     def _launch(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         momenta, are_new = [], True
         for parameter in parameters:
-            are_new = "momentum_buffer" not in self.state[parameter]  # that of the last one decides
+            are_new = "momentum_buffer" not in self.state[parameter]  # the last parameter decides for all
             momenta.append(self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data)))
         momentum, decay = group["momentum"], group["weight_decay"]
 
@@ -304,7 +304,7 @@ class FusedLAMB(_Fused):
             gradient.copy_(change + decay * parameter.float() if self.adam_w_mode else change)
 
         launch(direction, [gradients, parameters, *self.kept(parameters, "exp_avg", "exp_avg_sq")])
-        changes = _norms(gradients)  # where the gradients were
+        changes = _norms(gradients)  # the gradients have been overwritten by the updates
 
         def update(index: int, change: Tensor, parameter: Tensor) -> None:
             rate = group["lr"]
@@ -330,7 +330,7 @@ class FusedNovoGrad(_Fused):
         (beta1, beta2), count = group["betas"], self.count(group)
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
-        if "exp_avg_sq" not in group:  # by the place of a gradient among those that there are
+        if "exp_avg_sq" not in group:  # indexed by position among the parameters that have a gradient
             group["exp_avg_sq"] = torch.tensor([float(gradient.norm()) for gradient in gradients])
         assert len(gradients) == len(group["exp_avg_sq"])
         if not parameters:
@@ -346,11 +346,11 @@ class FusedNovoGrad(_Fused):
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """Is refused by its name."""
+    """Class that layerzero refuses by its name."""
 
 
 class DistributedFusedAdam(FusedAdam):
-    """Is refused by its module."""
+    """Class that layerzero refuses by its module."""
 
 
 _PACKAGE = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
@@ -360,7 +360,7 @@ DistributedFusedAdam.__module__ = "apex.contrib.optimizers.distributed_fused_ada
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the package; undone by `monkeypatch`, so that a package that a test finds does not stay."""
+    """Remove the package from ``sys.modules``; `monkeypatch` undoes this, so that no test leaves a package behind."""
     for name in ("apex", "apex.optimizers", "amp_C"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.delitem(sys.modules, name)
@@ -368,7 +368,7 @@ def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let imports of ``amp_C`` and ``apex.optimizers`` find these classes."""
+    """Make ``amp_C`` and ``apex.optimizers`` importable, with these classes."""
     uninstall(monkeypatch)
     package = ModuleType("apex.optimizers")
     for kind in _PACKAGE:

@@ -1,4 +1,4 @@
-"""A small trained model with all that a checkpoint holds, and how to look at it."""
+"""Small trained models with all kinds of checkpoint contents, and helpers that read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of
 
-GLOBAL_BATCHES = 4  # of every step, whatever the number of ranks
+GLOBAL_BATCHES = 4  # batches of a step, for any number of ranks
 
 
 def sharded_net(
@@ -32,7 +32,7 @@ def sharded_net(
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    """On the same global batches for any number of ranks; every gradient is exact."""
+    """Train on the same global batches for any number of ranks; every gradient is exact."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in steps:
         for batch in range(rank, GLOBAL_BATCHES, world):
@@ -43,7 +43,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state, whole."""
+    """Return parameters, buffers and optimizer state as full tensors."""
     found = {f"model.{name}": value for name, value in full_parameters(model).items()}
     found |= {f"buffer.{name}": value.clone() for name, value in model.named_buffers()}
     for name, values in optimizer.state_dict()["state"].items():
@@ -54,7 +54,7 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 class WithBuffers(TiedTransformer):
-    """Tied, with buffers, one of them not persistent, and a module with a state of its own."""
+    """Tied transformer with a persistent and a non-persistent buffer, and a module with an extra state."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:

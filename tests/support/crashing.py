@@ -1,4 +1,4 @@
-"""Processes that die, are refused or are late at calls of the operating system."""
+"""Processes that die or are delayed at system calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # of os, that change what is on the disk
+CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")  # functions of os that change the disk
 SURVIVED, RAISED, WRONG, TAKEN = 0, 7, 8, 9
 TIMEOUT = timedelta(seconds=20)
 forks = multiprocessing.get_context("forkserver")
@@ -22,7 +22,7 @@ forks.set_forkserver_preload(["tests.support.checkpointing"])
 
 
 def die_at(turn: int, *, half: bool) -> None:
-    """Kill this process instead of its call number `turn`; a write comes `half` as far."""
+    """Kill this process at its disk call number `turn`; with `half`, a write first writes half of its bytes."""
     turns = iter(range(turn + 1))
 
     def deadly(name: str) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def die_at(turn: int, *, half: bool) -> None:
 
 @contextmanager
 def slow_disk(generator: random.Random) -> Iterator[None]:
-    """Every call that changes what is on the disk takes its time."""
+    """Delay every call that changes the disk."""
 
     def late(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def slow_disk(generator: random.Random) -> Iterator[None]:
 
 
 def exit_codes(ranks: list[Any]) -> list[int]:
-    """How they end, which they must do in time."""
+    """Return the exit codes; processes that run for longer than 60 s are killed."""
     for rank in ranks:
         rank.join(60)
         rank.kill()

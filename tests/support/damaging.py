@@ -1,4 +1,4 @@
-"""Checkpoints that are whole, and how to forge parts of them."""
+"""Intact checkpoints, and helpers that forge parts of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sign(
     scheme: ChecksumScheme | None = None,
     **more: Any,
 ) -> None:
-    """Write the manifest anew, as somebody who knows the format can; `listed` are files by the name to give them."""
+    """Replace the manifest by a forged valid one; `listed` maps the names to list to the files with the contents."""
     listed = listed or {file.name: file.name for file in path.iterdir() if file.name != atomic_files.MANIFEST}
     scheme = scheme or ChecksumScheme.best()
     table = {}

@@ -1,4 +1,4 @@
-"""Models of float64 layers, schedules of a step, and their comparison with one process; shared by several files."""
+"""Models of float64 layers, schedules of a step, and comparison with training in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer, which is recomputed in the backward pass if `reentrant` is given."""
+    """Layer that is recomputed in the backward if `reentrant` is given."""
 
     UNIT = True
 
@@ -69,7 +69,7 @@ def call(module: nn.Module, x: Tensor, reentrant: bool | None) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Calls its units one after the other, in `order` if given. Serves as root and as nested unit."""
+    """Module that calls its units one after the other, in `order` if given; used as root and as nested unit."""
 
     UNIT = True
 
@@ -91,7 +91,10 @@ def join(model: nn.Module, output: Any) -> Tensor:
 
 
 def run_script(model: nn.Module, rank: int, step: int, *, script: str) -> None:
-    """F0: the forward of micro-batch 0; B0: its backward; R0: the same, but the graph is kept; B01: of both losses."""
+    """Run a script of forwards and backwards.
+
+    F0: forward of micro-batch 0; B0: its backward; R0: its backward with retain_graph; B01: backward of both losses.
+    """
     losses = {}
     for action, *micro_batches in script.split():
         if action == "F":
@@ -119,11 +122,11 @@ class Case(NamedTuple):
     make: Callable[[], nn.Module]
     step: Callable[[nn.Module, int, int], None] = one_pass
     settings: dict[str, Any] | None = None
-    prepare: Callable[[nn.Module], object] = lambda model: None  # changes the model that is sharded, before it is
+    prepare: Callable[[nn.Module], object] = lambda model: None  # changes the model before it is sharded
 
 
 def shard(model: nn.Module, size: int = SIZE, **settings: Any) -> nn.Module:
-    """Shard with every Block, Chain and module of a class with ``UNIT = True`` as unit."""
+    """Shard the model; all modules of classes with ``UNIT = True``, such as Block and Chain, are units."""
     inside = {type(module) for child in model.children() for module in child.modules()}
     present = {kind for kind in inside if getattr(kind, "UNIT", False)}
     return layerzero.shard_model(model, **({"mesh": mesh_of(size), "units": present} | settings))
@@ -134,7 +137,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module, case: object) -> None:
-    """`alone` has added up the gradients of all ranks."""
+    """Assert that gradients equal those of `alone`, which has the sum of the gradients of all ranks."""
     _assert_gradients(model, _mean_gradients(alone), case)
 
 
@@ -143,14 +146,14 @@ def _mean_gradients(alone: nn.Module) -> dict[str, Tensor]:
 
 
 def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], case: object) -> None:
-    """In fp64, with its fp64 masters, rounding hides nothing."""
+    """Assert equal gradients; with fp64 masters the tolerance is tight."""
     exact = all(p.dtype == torch.float64 for p in model.parameters())
     close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(full_gradients(model), expected, msg=lambda text: f"{case}: {text}", **close)
 
 
 def compare(rank: int, name: str, case: Case, *others: dict[str, Any], **settings: Any) -> None:
-    """Train with `settings`, or with each of `others`, beside one process, which trains once."""
+    """Train with `settings`, or with each of `others` added to them, and compare with training in one process."""
     torch.manual_seed(0)
     start = case.make()
     found = [_train_alone(copy.deepcopy(start), case) if rank == 0 else None]
@@ -174,7 +177,7 @@ def _compare_one(
 
 
 def _train_alone(alone: nn.Module, case: Case) -> list[dict[str, Tensor]]:
-    """The mean gradients of two steps."""
+    """Train for two steps in one process; return the mean gradients of each."""
     optimizer, found = sgd(alone), []
     for step in range(2):
         for rank in range(WORLD):

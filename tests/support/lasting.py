@@ -1,4 +1,4 @@
-"""What a process holds after many operations: it must not grow."""
+"""Measurement of a process's resources over many operations, to detect growth."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KEPT = 2  # checkpoints that later operations may load
 
 
 class Held(NamedTuple):
-    """By one rank, after some operations."""
+    """Resources of one rank after some operations."""
 
     resident: int  # bytes
     tensors: int  # bytes
     threads: int
-    files: int  # open
+    files: int  # open files
     groups: int
-    keys: int  # of the store
+    keys: int  # keys in the store
 
 
 def _held() -> Held:
@@ -51,10 +51,10 @@ def _held() -> Held:
 
 def _lasts(rank: int, folder: str, setting: Setting, seed: int, operations: int, marks: int) -> list[Held]:
     ape = _Monkey(rank, setting, folder)
-    ape._shard = lambda size: None  # type: ignore[method-assign]  # each model has groups, which torch keeps
+    ape._shard = lambda size: None  # type: ignore[method-assign]  # torch would keep the groups of each new model
     draw, found, saves = random.Random(seed), [], 0
     names = [name for name, (_, weight) in OPERATIONS.items() for _ in range(weight)]
-    # What is made once is made before the first mark: everything that there is has been done twice.
+    # Run each operation twice before the first mark, so that one-time allocations do not count as growth.
     for turn, name in enumerate([*OPERATIONS, *OPERATIONS, *(draw.choice(names) for _ in range(operations))]):
         OPERATIONS[name][0](ape, random.Random(draw.randrange(1 << 30)))
         if len(ape.saved) > _KEPT:
@@ -63,7 +63,7 @@ def _lasts(rank: int, folder: str, setting: Setting, seed: int, operations: int,
             if rank == 0:
                 shutil.rmtree(path)
             saves += 1
-            ape.folder = f"{folder}/after {saves}"  # names are given by how many are kept
+            ape.folder = f"{folder}/after {saves}"  # a name is the number of kept checkpoints, so it would repeat
         done = turn + 1 - 2 * len(OPERATIONS)
         if done > 0 and done % (operations // marks) == 0:
             ape._zero()
@@ -77,13 +77,13 @@ def _lasts(rank: int, folder: str, setting: Setting, seed: int, operations: int,
 def held_over(
     folder: Path, setting: Setting, *, seed: int, operations: int, marks: int = 4, timeout: float = 300.0
 ) -> list[list[Held]]:
-    """By rank: what it holds at some marks on the way through so many random operations."""
+    """Return, for each rank, its resources at `marks` points during `operations` random operations."""
     arguments = (str(folder), setting, seed, operations, marks)
     return run_ranks(_lasts, *arguments, timeout=timeout, shared_memory=None)
 
 
 def growth(held: list[list[Held]]) -> str | None:
-    """What has grown from the first mark to the last one; None: nothing."""
+    """Describe the resources that have grown from the first mark to the last one; None if none has."""
     for rank, marks in enumerate(held):
         first, last = marks[0], marks[-1]
         grown = {
@@ -91,7 +91,7 @@ def growth(held: list[list[Held]]) -> str | None:
             "threads": last.threads > first.threads,
             "files": last.files > first.files,
             "groups": last.groups > first.groups,
-            "keys": last.keys > first.keys + 8,  # an agreement that not all have finished
+            "keys": last.keys > first.keys + 8,  # some ranks may not have finished an agreement yet
             "resident": last.resident - first.resident > 24 << 20,
         }
         if any(grown.values()):

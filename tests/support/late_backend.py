@@ -1,7 +1,7 @@
-"""A third-party backend: gloo under another name, which is never asked whether an exchange is done.
+"""Third-party backend: gloo under another name, which fails if the engine asks whether a collective is done.
 
-Registered like any backend that torch does not know. It stands in for a device's library in what matters here: it is
-not called gloo, it has no `options`, and which exchanges are done already differs between the ranks.
+It is registered like any backend that torch does not know. In three ways it acts like a device's library: it is not
+called gloo, it has no `options`, and the collectives that are done at some time differ between ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "late"
 
 
 def register() -> None:
-    """Make the backend known to torch in this process, as often as is asked."""
+    """Register the backend in this process; later calls have no effect."""
     wrapped_gloo.register(_Group)
 
 

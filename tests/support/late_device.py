@@ -1,15 +1,15 @@
-"""An accelerator's streams and backend, on the CPU: everything on a side stream happens late, in a thread of its own.
+"""Emulation of an accelerator's streams and backend on the CPU: work on side streams runs late, in a thread per stream.
 
-The host hands over and goes on, as it does on a device. What runs on a stream that the engine made is kept from the
-host by a dispatch mode and done by the stream's thread, after delays drawn by seed and rank. Exchanges run in a thread
-of their group, after what the stream that launched them was given before; until then their output is poison, and their
-input must not change while they are in flight. The stream that computes is the host itself: it is never late, but
-whoever forgets to let it wait reads what is not there yet.
+The host enqueues work and continues, as with a device. A dispatch mode intercepts operations on a stream that the
+engine has made; the stream's thread runs them after delays, which are drawn by seed and rank. Collectives run in a
+thread of their group, after the earlier work of the stream that launched them. Until then their output is NaN, and
+their input must not change while they are in flight. The compute stream is the host itself and is never late; if the
+engine forgets to let it wait, it reads NaN or stale data.
 
-That others wait for what it computes is seen another way. Each write of a stream that computes has a number. An event
-carries the numbers that its stream has come to, and a stream that waits for it knows them; what is given to a stream,
-or launched from it, fails where memory has been written under a number that the stream does not know. A leaf's hooks
-run on the stream under which they were registered, as autograd has it on a device.
+Missing waits for the compute stream are detected in another way. Each write of a compute stream has a number. An event
+carries the numbers that its stream has reached, and a stream that waits for the event then knows them. An operation or
+collective fails if it uses memory that was written under a number unknown to its stream. Hooks of a leaf run on the
+stream on which they were registered, as autograd does it on a device.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _REGISTER = "register_post_accumulate_grad_hook"
 class Event:
     def __init__(self, device: Device, known: dict[Stream, int]) -> None:
         self.set = threading.Event()
-        self.known = dict(known)  # when it is recorded
+        self.known = dict(known)  # copied when the event is recorded
         self._device = device
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Block the host until the event is reached."""
         self.reach()
 
     def query(self) -> bool:
@@ -64,13 +64,13 @@ class Event:
 
 
 class Stream:
-    """Of the device. One that computes is the host."""
+    """Stream of the device. A compute stream runs on the host."""
 
     def __init__(self, device: object = None, *, computes: bool = False) -> None:
         self.computes = computes
         self.device = _device()
         self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.known: dict[Stream, int] = {}  # by stream that computes: the last of its writes that this one comes after
+        self.known: dict[Stream, int] = {}  # by compute stream: number of its last write that this stream waits for
         self.random = random.Random(dist.get_rank() + 100 * len(self.device.streams))
         self.device.streams.append(self)
         if not computes:
@@ -106,13 +106,13 @@ class Stream:
             self.known[stream] = max(number, self.known.get(stream, 0))
 
     def write(self, tensors: Iterable[Tensor]) -> None:
-        """What it has computed."""
+        """Record that this stream has written the tensors."""
         self.known[self] = self.known.get(self, 0) + 1
         for tensor in tensors:
             self.device.writes[tensor.untyped_storage().data_ptr()] = self, self.known[self]
 
     def use(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Fail where it does not come after the write of what is used on it."""
+        """Raise if this stream uses a tensor without a wait for its last write."""
         for tensor in tensors:
             writer, number = self.device.writes.get(tensor.untyped_storage().data_ptr(), (self, 0))
             if self.known.get(writer, 0) < number:
@@ -123,7 +123,7 @@ class Stream:
 
 
 class _Hand(TorchDispatchMode):
-    """Gives to a stream what changes tensors; views and fresh memory are there at once."""
+    """Dispatch mode that enqueues mutating operations on a stream; views and allocations run at once."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Hand(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":  # of torch's fake group
+        if func.namespace == "c10d":  # collectives of torch's fake group
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             tensors = _tensors_of((args, kwargs))
@@ -146,7 +146,7 @@ class _Hand(TorchDispatchMode):
 
 
 class _Computes(TorchDispatchMode):
-    """Notes what a stream that computes writes."""
+    """Dispatch mode that records the writes of a compute stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,7 +157,7 @@ class _Computes(TorchDispatchMode):
             given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
             written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
             fresh = () if func._schema.is_mutable else result
-            if "empty" in func._schema.name:  # nobody has written there yet
+            if "empty" in func._schema.name:  # nothing has been written there yet
                 stream.device.forget(_tensors_of(fresh))
             else:
                 stream.write(_tensors_of((written, fresh)))
@@ -174,7 +174,7 @@ class _LateTransfers(HostDeviceCopies):
 
 
 class Device:
-    """What ``torch.cuda`` would be. One at a time, while :meth:`installed`.
+    """Stand-in for ``torch.cuda``, used inside :meth:`installed`; only one at a time.
 
     Args:
         one_at_a_time: run the collectives of all groups one after the other, in the order in which this rank launched
@@ -186,11 +186,11 @@ class Device:
     def __init__(self, *, one_at_a_time: bool = False) -> None:
         self.one_at_a_time = one_at_a_time
         self.captures = False
-        self.collectives: Stream | None = None  # of all groups, where they run one at a time
+        self.collectives: Stream | None = None  # one stream for all groups, with one_at_a_time
         self.streams: list[Stream] = []
         self.failures: list[str] = []
-        self.births: set[Stream] = set()  # under which leaves were made
-        self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream that computed it, and its number
+        self.births: set[Stream] = set()  # streams on which hooks of leaves were registered
+        self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream of the last write, and its number
         self._current: Stream | None = None
 
     def is_current_stream_capturing(self) -> bool:
@@ -213,7 +213,7 @@ class Device:
 
     @contextmanager
     def installed(self) -> Iterator[Device]:
-        """Let layerzero take the CPU for such a device."""
+        """Make layerzero treat the CPU as this device."""
         _installed.append(self)
         self._current = Stream(computes=True)
         with ExitStack() as stack:
@@ -232,7 +232,7 @@ class Device:
         assert not self.failures, "\n".join(self.failures)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Who has computed what they hold: it is of no interest any more."""
+        """Drop the records of writes to these tensors."""
         for tensor in tensors:
             self.writes.pop(tensor.untyped_storage().data_ptr(), None)
 
@@ -245,7 +245,7 @@ class Device:
 
             def called(tensor: Tensor) -> None:
                 if birth is not self.current_stream():
-                    birth.wait_stream(self.current_stream())  # autograd's doing
+                    birth.wait_stream(self.current_stream())  # autograd inserts this wait
                 with self.stream(birth):
                     hook(tensor)
 
@@ -255,7 +255,7 @@ class Device:
 
 
 class _Engine:
-    """autograd's, whose last callbacks come after what was done on all streams of leaves."""
+    """Autograd engine whose final callbacks wait for all streams of leaves."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -284,12 +284,12 @@ def _device() -> Device:
 
 
 def register() -> None:
-    """Make the backend known to torch in this process, as often as is asked."""
+    """Register the backend in this process; later calls have no effect."""
     wrapped_gloo.register(_Group)
 
 
 class _Work(dist.Work):
-    """Of an exchange in the group's thread: who waits for it is the current stream."""
+    """Collective in the group's thread; `wait` makes the current stream wait."""
 
     def __init__(self, done: Event) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class _Work(dist.Work):
 
 
 class _Group(wrapped_gloo.WrappedGloo):
-    """Passes on to gloo, late."""
+    """Process group that runs collectives late, with gloo."""
 
     NAME = NAME
 

@@ -1,4 +1,4 @@
-"""Threads of the engine that begin late, so that the program has something to wait for however busy the machine is."""
+"""Delays in the engine's threads, so that the program always has to wait for them, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["late_threads"]
 
 @contextmanager
 def late_threads(seconds: float) -> Iterator[None]:
-    """Delay everything that a thread is given by `seconds`."""
+    """Delay every operation of a thread by `seconds`."""
     run = ThreadStream.run
 
     def late(stream: ThreadStream, operation: Callable[[], Any]) -> None:

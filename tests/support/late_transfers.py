@@ -1,4 +1,4 @@
-"""Transfers between host and device that arrive late, on the CPU."""
+"""Emulation of late copies between host and device, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from layerzero.device.accelerator import HostDeviceCopies
 class _Copy(NamedTuple):
     target: Tensor
     source: Tensor
-    seen: Tensor | None  # the source when the copy was asked for; None while an earlier copy has yet to fill it
+    seen: Tensor | None  # the source when the copy was enqueued; None if an earlier copy has not filled it yet
 
 
 class LateTransfers(HostDeviceCopies):
-    """Copies as late as a device may make them: when the computation waits for them.
+    """Copies that run as late as a device may run them: when the compute stream waits for them.
 
-    Until then the target holds NaN, so that whoever reads it too early spoils the result; and when a copy is made, its
-    source must be what it was when the copy was asked for. What the computation has waited for is not in the host yet:
-    there the target holds NaN until the host itself has waited, or a later copy fetches it.
+    Until then the target holds NaN, so that an early read spoils the result. When a copy runs, its source must be
+    unchanged since the copy was enqueued. A wait of the compute stream does not make a copy visible to the host: a
+    target in host memory holds NaN until the host itself has waited, or a later copy fetches it.
     """
 
     made: list[LateTransfers] = []  # noqa: RUF012
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         super().__init__(device, pin_memory=pin_memory)
-        self.pins = True  # so that nothing warns of it
+        self.pins = True  # avoids a warning
         self.stores = self.fetches = 0
-        self._lock = threading.RLock()  # threads that end exchanges copy while the program does
+        self._lock = threading.RLock()  # threads that complete collectives copy at the same time as the program
         self._queue: deque[_Copy] = deque()
         self._done = 0
         self._host: set[int] = set()
         self._arriving: list[
             tuple[int, Tensor, Tensor]
-        ] = []  # mark, target and contents of stores that streams have done
+        ] = []  # mark, target and contents of copies to the host that are done on their stream only
         LateTransfers.made.append(self)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the package logs."""
+"""Capture of the package's log messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["logged"]
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The lines that are logged in this process meanwhile."""
+    """Collect the messages that are logged in this process inside the context."""
     lines: list[str] = []
 
     class Listener(logging.Handler):

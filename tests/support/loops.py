@@ -1,4 +1,4 @@
-"""What the loops of other packages need to find on a rank of :func:`tests.support.ranks.run_ranks`."""
+"""Environment and data for the training loops of other packages, on ranks of :func:`tests.support.ranks.run_ranks`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Samples", "assert_like", "forget_accelerators", "launched"]
 
 
 def forget_accelerators() -> None:
-    """Accelerate keeps the settings of the first accelerator of a process, which a rank is for many tests."""
+    """Reset Accelerate's process-wide state, because one rank process runs many tests."""
     if "accelerate" in sys.modules:
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(True)
@@ -28,7 +28,7 @@ def forget_accelerators() -> None:
 
 @contextmanager
 def launched(**variables: str) -> Iterator[None]:
-    """The environment of torchrun, with all ranks on one node; other people's warnings are theirs."""
+    """Set torchrun's environment variables, with all ranks on one node, and ignore warnings of other packages."""
     forget_accelerators()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     torchruns = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -41,7 +41,7 @@ def launched(**variables: str) -> Iterator[None]:
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs [5] and targets [3] in {-1, 0, 1}, of :func:`tests.support.models.integer_batch`'s kind."""
+    """Inputs [5] and targets [3] in {-1, 0, 1}, like those of :func:`tests.support.models.integer_batch`."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def assert_like(ours: list[float], theirs: list[float], *, rtol: float = 1e-5, atol: float | None = None) -> None:
-    """Equal but for rounding, and of something."""
+    """Assert that two non-empty lists are equal except for rounding."""
     assert len(ours) == len(theirs) > 0
     atol = (1e-6 if rtol else 0) if atol is None else atol
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=atol)

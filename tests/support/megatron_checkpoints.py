@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Saves and loads by megatron.core.dist_checkpointing, as Megatron-LM's training script puts them together."""
+"""Saves and loads with megatron.core.dist_checkpointing, composed as in Megatron-LM's training script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["load", "may_start_writers", "save", "sharded_state"]
 
 
 def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
-    """As Megatron-LM's training script puts it together."""
+    """Return the sharded state dict, composed as in Megatron-LM's training script."""
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()
     }
@@ -30,7 +30,7 @@ def sharded_state(chunks: list[nn.Module], optimizer: Any, metadata: Any, *, is_
 
 
 def _named(chunks: list[nn.Module]) -> dict[str, Any]:
-    """Ours as they are, and what is inside Megatron's wrapper, as Megatron-LM does."""
+    """Return the chunks by name, without Megatron's wrapper, as Megatron-LM does."""
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {
         name: chunk if isinstance(chunk, layerzero.megatron.ShardedChunk) else chunk.module
@@ -50,7 +50,7 @@ def save(path: str, chunks: list[nn.Module], optimizer: Any, scheduler: Any, met
 
 
 def _in_parallel(load_from: str | None = None) -> Any:
-    """Megatron-LM's default: what several data-parallel ranks hold is written and read by one of them."""
+    """Return Megatron-LM's default strategy: one data-parallel rank writes and reads each replicated tensor."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import fully_parallel
@@ -65,11 +65,11 @@ def _in_parallel(load_from: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def may_start_writers() -> Iterator[None]:
-    """Megatron writes in processes of its own, which daemons such as the ranks of these tests must not start."""
+    """Allow Megatron to start its writer processes: the ranks of these tests are daemons, which must not."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     daemon = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
-    # Megatron has a process for this queue, which would outlive a rank that is killed.
+    # Megatron starts a process for this queue, which would outlive a killed rank.
     with daemon, mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
         yield
 

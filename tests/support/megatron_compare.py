@@ -1,4 +1,4 @@
-"""Two trainings under Megatron, compared."""
+"""Comparison of two training runs with Megatron."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_same(ours: Run, theirs: Run, case: Case, *, close: dict[str, Any] | N
         assert (mine[1] is None) == (reference[1] is None), (step, case)
         if mine[1] is not None:
             assert math.isclose(mine[1], reference[1], rel_tol=close["rtol"]), (step, mine, reference, case)
-            # The gradients of key biases are zero but for rounding.
+            # The gradients of key biases are zero except for rounding.
             assert abs(mine[2] - reference[2]) <= case.layers * HIDDEN, (step, mine, reference, case)
     for mine, reference in zip(ours.weights, theirs.weights, strict=True):
         assert mine.keys() == reference.keys()

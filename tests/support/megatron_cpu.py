@@ -1,6 +1,6 @@
-"""Lets megatron-core run without a GPU: where it asks CUDA for a device, memory or random states, it gets the CPU.
+"""Support for megatron-core without a GPU: calls of CUDA for devices, memory or random states go to the CPU.
 
-For tests and the example only; the package has nothing of this.
+Only tests and the example use this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["cpu_instead_of_cuda"]
 
 @contextlib.contextmanager
 def cpu_instead_of_cuda() -> Iterator[None]:
-    """Inside, what Megatron wants of CUDA is done on the CPU; afterwards torch is as it was."""
+    """Redirect Megatron's calls of CUDA to the CPU inside the context; restore torch at the end."""
     with contextlib.ExitStack() as stack:
 
         def put(target: Any, name: str, value: Any, **how: Any) -> None:
@@ -42,28 +42,28 @@ def cpu_instead_of_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"))
         stack.enter_context(warnings.catch_warnings())
         random, moe_utils, token_dispatcher = _import_megatron()
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # small functions, each seconds of a compiler
-        # It has no dropout to keep in step; weights are drawn on the CPU.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # each small function would compile for seconds
+        # There is no dropout whose random state must be tracked, and weights are initialized on the CPU.
         put(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
         put(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(1, dtype=torch.uint8))
         put(random, "_set_cuda_rng_state", lambda *_, **__: None)
-        # Megatron looks at it without Transformer Engine, too, but then does not define it.
+        # Megatron reads this name also without Transformer Engine, but does not define it then.
         put(moe_utils, "te_general_gemm", None, create=True)
-        # What it brings from a GPU are arrays, with whose numbers torch can split what it exchanges.
+        # Megatron converts to NumPy here, for the split sizes of collectives.
         put(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        # How Megatron-Core 0.19 calls torch.distributed.checkpoint.
+        # Warnings about the way Megatron-Core 0.19 calls torch.distributed.checkpoint.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable", UserWarning)
         warnings.filterwarnings("ignore", "The argument order of load has been changed", UserWarning)
         yield
 
 
 def _import_megatron() -> tuple[Any, Any, Any]:
-    """It compiles small functions as it is imported, for which torch imports its compiler: that takes longest."""
+    """Import Megatron without torch.compile, which it calls at import; importing torch's compiler takes seconds."""
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", _as_it_is):
-        warnings.simplefilter("ignore")  # about what is not installed beside Megatron, and what torch deprecates
+        warnings.simplefilter("ignore")  # missing optional packages of Megatron, deprecations of torch
         import megatron.core.optimizer  # noqa: PLC0415, F401
         from megatron.core.tensor_parallel import random  # noqa: PLC0415
         from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: PLC0415
@@ -71,7 +71,7 @@ def _import_megatron() -> tuple[Any, Any, Any]:
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """In place of ``torch.compile``, as a decorator with and without arguments."""
+    """Replace ``torch.compile``, as a decorator with and without arguments."""
     return _as_it_is if function is None else function
 
 
@@ -91,7 +91,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Stream:
-    """The one on which everything runs in order; also its own event."""
+    """Single stream on which everything runs in order; it is also its own event."""
 
     def record_event(self) -> _Stream:
         return self

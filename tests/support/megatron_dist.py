@@ -1,4 +1,4 @@
-"""Runs that save Megatron's distributed checkpoints and go on."""
+"""Training runs that save a distributed checkpoint of Megatron and continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save_and_go_on(rank: int, path: str, case: Case, metadata: Any, make: Make, 
         chunks, optimizer = make(case)
         scheduler = make_scheduler(optimizer)
         for group in optimizer.param_groups:
-            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # what only the checkpoint knows
+            group.update({"eps": 1e-6} if "eps" in group else {"dampening": 0.2})  # only the checkpoint has this value
         train(case, chunks, optimizer, scheduler, BEFORE)
         save(path, chunks, optimizer, scheduler, metadata, parallel)
         return go_on(case, chunks, optimizer, scheduler)

@@ -1,9 +1,9 @@
-"""Megatron-LM's own pretraining script on gloo ranks: its parser, data, schedules, logs and checkpoints as they are.
+"""Megatron-LM's own pretraining script on gloo ranks, with its parser, data, schedules, logs and checkpoints.
 
-Needs a checkout of Megatron-LM, which an environment variable names: MEGATRON_LM one of core_v0.16.1, or, where
-Megatron-Core 0.19 is installed, MEGATRON_LM_0_19 one of core_v0.19.0. The package has no ``pretrain_gpt.py``, and
-before 0.19 no ``megatron.training``. The checkout is only read. What else it wants of CUDA than what
-:mod:`megatron_cpu` has is done here.
+This needs a checkout of Megatron-LM. The environment variable MEGATRON_LM names one of core_v0.16.1; if Megatron-Core
+0.19 is installed, MEGATRON_LM_0_19 names one of core_v0.19.0. The package contains no ``pretrain_gpt.py``, and before
+0.19 no ``megatron.training``. The checkout is only read. CUDA functions that :mod:`megatron_cpu` does not replace are
+replaced here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VARIABLE, _TAG = ("MEGATRON_LM", "core_v0.16.1") if RELEASE < (0, 19) else ("ME
 CHECKOUT = os.environ.get(_VARIABLE, "")
 NEEDS_CHECKOUT = pytest.mark.skipif(not CHECKOUT, reason=f"{_VARIABLE} names no checkout of Megatron-LM ({_TAG})")
 
-# A GPT of two layers on eight sequences a step, and no kernels that a CPU lacks.
+# A GPT of two layers with eight sequences per step, without kernels that a CPU lacks.
 ARGUMENTS = shlex.split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style linear "
@@ -52,18 +52,18 @@ ARGUMENTS = shlex.split(
 
 
 class Printed(NamedTuple):
-    """What one rank's training has printed, and how it has ended."""
+    """Output of one rank's training, and its exit code."""
 
     text: str
-    exit_code: Any  # None where it returned
+    exit_code: Any  # None: the script returned
 
 
 def pretrain(arguments: Sequence[str], main: Callable[[], None], *, also: Any = None) -> Printed:
-    """Run a pretraining script with these arguments on this rank, where the process group is there already.
+    """Run a pretraining script with these arguments on this rank, which has a process group already.
 
     Args:
-        main: the script's.
-        also: a context to run it in.
+        main: main function of the script.
+        also: context manager to run the script in.
     """
     out, code = io.StringIO(), None
     with training() as module, also or contextlib.nullcontext():
@@ -81,9 +81,9 @@ def pretrain(arguments: Sequence[str], main: Callable[[], None], *, also: Any = 
 
 
 def steps_of(printed: Sequence[Printed]) -> list[dict[str, str]]:
-    """What the last rank has printed of each step, digit by digit, without times.
+    """Return the numbers that the last rank has printed for each step, as text, without times.
 
-    A run's second line has the mean of the first two losses: Megatron-LM forgets nothing at the first.
+    The second line of a run has the mean of the first two losses: Megatron-LM does not reset the sum at the first one.
     """
     steps = []
     for line in printed[-1].text.splitlines():
@@ -96,7 +96,7 @@ def steps_of(printed: Sequence[Printed]) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def training() -> Iterator[Any]:
-    """``megatron.training.training`` of the checkout, on a CPU; what is put into it is taken out at the end."""
+    """Yield ``megatron.training.training`` of the checkout, patched for the CPU; undo all patches at the end."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_instead_of_cuda())
         stack.enter_context(mock.patch.object(sys, "path", [*sys.path, CHECKOUT]))
@@ -118,10 +118,10 @@ def training() -> Iterator[Any]:
             initialize = importlib.import_module("megatron.training.initialize")
             helpers = importlib.import_module("megatron.core.datasets.utils")
             datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
-        warnings.simplefilter("ignore")  # what Megatron warns of is not ours to mend
+        warnings.simplefilter("ignore")  # Megatron's own warnings are not tested here
         warnings.filterwarnings("error", module="layerzero")
-        put(datasets.MockGPTLowLevelDataset, "size", 200)  # documents; the index of 100,000 takes seconds
-        put(helpers, "compile_helpers", lambda: None)  # the wheel has them
+        put(datasets.MockGPTLowLevelDataset, "size", 200)  # documents; an index of 100,000 takes seconds
+        put(helpers, "compile_helpers", lambda: None)  # the wheel contains them
         if hasattr(initialize, "fused_kernels"):  # Megatron-LM core_v0.16.1
             put(initialize.fused_kernels, "load", lambda _: None)
         put(module, "initialize_megatron", functools.partial(initialize.initialize_megatron, allow_no_cuda=True))

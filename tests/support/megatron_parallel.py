@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Parts of a GPT that Megatron has for GPUs only: attention over sequences cut among ranks, norms of such sequences."""
+"""Parts of a GPT that Megatron has only for GPUs: context-parallel attention and sequence-parallel norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["SequenceParallelNorm", "layer_spec", "on_this_rank", "sum_over_piece
 
 
 def layer_spec(config: Any) -> Any:
-    """Megatron's own layer, whose attention refuses context parallelism: there it gets the one below."""
+    """Return the spec of Megatron's own layer; with context parallelism, use GatheringAttention.
+
+    Megatron's local attention raises with context parallelism.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
@@ -27,7 +30,7 @@ def layer_spec(config: Any) -> Any:
 
 
 def on_this_rank(*batch: Tensor) -> tuple[Tensor, ...]:
-    """This context-parallel rank's piece of whole sequences, [batch, sequence]."""
+    """Return this context-parallel rank's piece of full sequences, [batch, sequence]."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -40,7 +43,7 @@ def on_this_rank(*batch: Tensor) -> tuple[Tensor, ...]:
 
 
 def sum_over_pieces(*values: Tensor) -> list[Tensor]:
-    """Sums over the context-parallel ranks, without gradients."""
+    """Return the sums over the context-parallel ranks, without gradients."""
     from megatron.core import parallel_state
 
     sums = torch.stack([value.detach().clone() for value in values])
@@ -50,14 +53,14 @@ def sum_over_pieces(*values: Tensor) -> list[Tensor]:
 
 
 class GatheringAttention(nn.Module):
-    """Causal attention to the keys and values of all context-parallel ranks; takes the place of ``core_attention``."""
+    """Causal attention to the keys and values of all context-parallel ranks; replaces ``core_attention``."""
 
     def __init__(self, config: Any, **unused: Any) -> None:
         super().__init__()
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **unused_too: Any) -> Tensor:
-        """[sequence / cp, batch, heads, channels] each; returns [sequence / cp, batch, heads * channels]."""
+        """Map [sequence / cp, batch, heads, channels] each to [sequence / cp, batch, heads * channels]."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
@@ -70,13 +73,16 @@ class GatheringAttention(nn.Module):
 
 
 def _positions(rank: int, ranks: int, length: int) -> Tensor:
-    """Where a piece lies in its sequence: of 2 * ranks chunks it has one of the first half, one of the second."""
+    """Return the positions of a rank's piece in the sequence, which is split into 2 * ranks chunks.
+
+    The piece has one chunk of the first half and one of the second half.
+    """
     chunk = torch.arange(length // 2)
     return torch.cat([chunk + index * len(chunk) for index in (rank, 2 * ranks - 1 - rank)])
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the pieces of all ranks along dim 0; each piece gets the gradients that all ranks have for it."""
+    """All-gather along dim 0; in the backward each piece gets the sum of its gradients on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +99,7 @@ class _Gather(torch.autograd.Function):
 
 
 class SequenceParallelNorm(nn.LayerNorm):
-    """Megatron's wrapper of torch's layer norm refuses sequence parallelism, for which it only marks its parameters."""
+    """Layer norm that marks its parameters for sequence parallelism, which Megatron's wrapper of torch's refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -102,7 +108,7 @@ class SequenceParallelNorm(nn.LayerNorm):
 
     @classmethod
     def used(cls) -> contextlib.AbstractContextManager[Any]:
-        """In place of Megatron's."""
+        """Use this class instead of Megatron's wrapper inside the context."""
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         return mock.patch.object(WrappedTorchNorm, "__new__", lambda _, *args, **kwargs: cls(*args, **kwargs))

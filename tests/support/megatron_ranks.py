@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""A tiny GPT in megatron-core's schedules on gloo ranks, trained by layerzero and, for reference, by Megatron."""
+"""Tiny GPT in megatron-core's schedules on gloo ranks, trained with layerzero and, for reference, with Megatron."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.megatron_cpu import cpu_instead_of_cuda
 from tests.support.megatron_parallel import layer_spec, on_this_rank, sum_over_pieces
 
 if multiprocessing.parent_process() is not None and find_spec("megatron"):
-    with cpu_instead_of_cuda():  # imports it, for seconds, before the ranks are forked instead of on each of them
+    with cpu_instead_of_cuda():  # import Megatron once before the fork, because it takes seconds on each rank
         pass
 
 SEQUENCE, MICRO_BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
@@ -26,13 +26,13 @@ SEQUENCE, MICRO_BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
 
 @dataclass(frozen=True)
 class Case:
-    """One training run.
+    """Settings of one training run.
 
     Attributes:
-        chunks: model chunks of a pipeline rank; more than one: interleaved.
+        chunks: number of model chunks of a pipeline rank; more than one: interleaved schedule.
         tied: input embedding and output layer share a weight.
-        counted: the loss function returns how many tokens it has summed over, as Megatron-LM's does; masks then hide as
-            many tokens on each context-parallel rank.
+        counted: the loss function returns its number of tokens, as Megatron-LM's does; masks then hide the same number
+            of tokens on each context-parallel rank.
     """
 
     tp: int = 1
@@ -54,25 +54,25 @@ class Case:
     clip: float = 1.0
     layers: int = 4
     sequence_parallel: bool = False
-    overflow_at: int | None = None  # a step in which the gradients of one data-parallel rank overflow
-    settings: tuple[tuple[str, Any], ...] = ()  # of TransformerConfig
+    overflow_at: int | None = None  # step in which the gradients of one data-parallel rank overflow
+    settings: tuple[tuple[str, Any], ...] = ()  # settings of TransformerConfig
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
 
 class Run(NamedTuple):
-    """What a training run left behind on this rank."""
+    """Results of a training run on this rank."""
 
-    losses: list[float]  # of the last stage's micro-batches, step by step
-    steps: list[tuple[bool, float | None, float | None]]  # what optimizer.step() returned
-    weights: list[dict[str, Tensor]]  # whole, by chunk
+    losses: list[float]  # losses of all micro-batches in order, on the last stage
+    steps: list[tuple[bool, float | None, float | None]]  # results of optimizer.step()
+    weights: list[dict[str, Tensor]]  # full weights, by chunk
     scales: list[float]
 
 
 @contextlib.contextmanager
 def megatron(case: Case) -> Iterator[None]:
-    """Megatron with its process groups for `case`, on the CPU; leaves torch as it was."""
+    """Initialize Megatron's process groups for `case`, on the CPU; restore torch at the end."""
     with cpu_instead_of_cuda():
         from megatron.core import parallel_state
 
@@ -128,7 +128,7 @@ def make_config(case: Case) -> Any:
 
 
 def make_chunks(case: Case, config: Any) -> list[nn.Module]:
-    """This rank's part of the model; the same weights in every call."""
+    """Return this rank's part of the model, with the same weights in every call."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
@@ -155,7 +155,7 @@ def make_chunks(case: Case, config: Any) -> list[nn.Module]:
 
 
 def micro_batch(case: Case, step: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and loss mask, [MICRO_BATCH, SEQUENCE], of the micro-batch with this number in the whole step."""
+    """Return tokens, labels and loss mask, [MICRO_BATCH, SEQUENCE] each, of micro-batch `number` of a step."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
     mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) < 0.8).float()
@@ -173,7 +173,7 @@ def forward_step(case: Case, scale: float, batches: Iterator[Any], model: nn.Mod
 
 
 def _loss(case: Case, mask: Tensor, scale: float, output: Tensor) -> Any:
-    """In the form that Megatron's schedule expects; reports the loss of the whole sequences."""
+    """Return the loss in the form that Megatron's schedule expects; the reported loss is that of full sequences."""
     total = (output.float() * mask).sum() * scale
     whole, tokens = sum_over_pieces(total, mask.sum())
     if case.per_token or case.counted:
@@ -225,7 +225,7 @@ def make_scheduler(optimizer: Any) -> Any:
 
 
 def make_reference(case: Case) -> tuple[list[nn.Module], Any]:
-    """Megatron's own data-parallel wrapper and optimizer."""
+    """Return chunks and optimizer with Megatron's own data-parallel wrapper."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -269,7 +269,7 @@ def make_ours(case: Case) -> tuple[list[nn.Module], Any]:
 def run_step(
     case: Case, chunks: Sequence[nn.Module], step: int, *, forward_only: bool = False, force_all_reduce: bool = False
 ) -> list[float]:
-    """Forwards and backwards of one step, through Megatron's schedule; losses on the last stage."""
+    """Run forwards and backwards of one step with Megatron's schedule; return the losses on the last stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -293,7 +293,7 @@ def run_step(
 def train(
     case: Case, chunks: list[nn.Module], optimizer: Any, scheduler: Any, steps: Sequence[int]
 ) -> tuple[list[float], list[Any], list[float]]:
-    """Losses, what each step returned, and the loss scale after it."""
+    """Train; return the losses, the result of each step, and the loss scale after it."""
     losses: list[float] = []
     results, scales = [], []
     for step in steps:

@@ -1,9 +1,9 @@
 """Small models, data and references that several test files share.
 
 [Note: Exact arithmetic]
-:class:`IntegerNet`, with integer weights, sparse integer data, a loss that is linear in the output and power-of-two
-scales, has gradients and SGD updates that fp32 represents without rounding, so every order of additions gives the same
-bits and tests may ask for equality. :func:`train_alone` in fp64 is what proves it, see `test_parity.py`.
+:class:`IntegerNet` has integer weights, sparse integer data, a loss that is linear in the output, and power-of-two
+scales. fp32 represents its gradients and SGD updates without rounding. Therefore every order of additions gives the
+same bits, and tests may require equality. `test_parity.py` proves this with :func:`train_alone` in fp64.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 class IntegerNet(nn.Module):
-    """Three linear units, and a root with a parameter of its own; see [Note: Exact arithmetic].
+    """Three linear units and a root with its own parameter; see [Note: Exact arithmetic].
 
-    Two of the units are side by side: three in a row would triple the digits of a gradient with every step.
+    Two units run in parallel: three in sequence would triple the digits of a gradient with every step.
     """
 
     UNITS = ("first", "second", "head")
@@ -68,7 +68,7 @@ class IntegerNet(nn.Module):
 
 
 def integer_net(seed: int = 0) -> IntegerNet:
-    """An IntegerNet with weights in {-1, 0, 1}."""
+    """Return an IntegerNet with weights in {-1, 0, 1}."""
     generator = torch.Generator().manual_seed(seed)
     net = IntegerNet()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def integer_net(seed: int = 0) -> IntegerNet:
 
 
 class SideBySide(nn.Module):
-    """Linear units side by side and a parameter of the root; see [Note: Exact arithmetic]."""
+    """Parallel linear units and a parameter of the root; see [Note: Exact arithmetic]."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SideBySide(nn.Module):
 
 
 def integer_batch(*, step: int = 0, micro_batch: int = 0, rank: int = 0, samples: int = 2) -> Batch:
-    """Sparse inputs [samples, 5] and targets [samples, 3], in {-1, 0, 1}."""
+    """Return sparse inputs [samples, 5] and targets [samples, 3], in {-1, 0, 1}."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
     inputs = F.one_hot(torch.randint(0, 5, (samples,), generator=generator), 5).float()
     targets = torch.randint(-1, 2, (samples, 3), generator=generator).float()
@@ -102,26 +102,26 @@ def integer_batch(*, step: int = 0, micro_batch: int = 0, rank: int = 0, samples
 
 
 def integer_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the samples, times a power of two that keeps the gradients integer."""
+    """Return the mean loss over the samples, times a power of two that keeps the gradients integer."""
     inputs, targets = batch
     return 8 * (model(inputs) * targets).sum(1).mean()
 
 
 def exact_sgd(parameters: Iterable[Tensor]) -> Optimizer:
-    """SGD whose updates of an IntegerNet are exact."""
+    """Return an SGD whose updates of an IntegerNet are exact."""
     return torch.optim.SGD(parameters, lr=2**-4, momentum=0.5)
 
 
 def union(batches: Sequence[Batch]) -> Batch:
-    """One batch of all samples, which one process works on where ranks work on a batch each."""
+    """Join the ranks' batches into one batch, for training in one process."""
     inputs, targets = zip(*batches, strict=True)
     return torch.cat(inputs), torch.cat(targets)
 
 
 class Step(NamedTuple):
-    """What an optimizer step leaves behind, in whole tensors by parameter name."""
+    """Result of an optimizer step, with full tensors by parameter name."""
 
-    losses: list[Tensor]  # of the micro-batches
+    losses: list[Tensor]  # one for each micro-batch
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
 
@@ -149,17 +149,17 @@ def train_alone(
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters of a sharded model, on every rank; all ranks must call this."""
+    """Return the full parameters of a sharded model, on every rank. All ranks must call this."""
     return _full({name: p.detach() for name, p in model.named_parameters()})
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients of a sharded model, on every rank; all ranks must call this."""
+    """Return the full gradients of a sharded model, on every rank. All ranks must call this."""
     return _full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``full_tensor()`` of each, in one exchange where each would be several: much of what tests do is compare."""
+    """Return ``full_tensor()`` of each, with one collective for all instead of several for each, to save time."""
     alike: dict[MeshInfo, dict[str, Tensor]] = {}
     whole = {}
     for name, tensor in tensors.items():
@@ -179,7 +179,7 @@ def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tenso
     row_bytes = {name: math.prod(spans[name].stored[1:]) * rows[name].element_size() for name in tensors}
 
     def sizes(k: int) -> list[int]:
-        """Bytes of each tensor at a flat position."""
+        """Return the bytes of each tensor in the shard at position `k`."""
         return [(spans[name].bounds[k + 1] - spans[name].bounds[k]) * row_bytes[name] for name in tensors]
 
     longest = max(sum(sizes(k)) for k in range(topology.data_parallel))
@@ -202,38 +202,38 @@ def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tenso
 
 
 def different(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names under which two sets of tensors are not bitwise the same, or which only one has."""
+    """Return the names whose tensors differ in any bit, or that only one of the dicts has."""
     names = ours.keys() | expected.keys()
     return sorted(n for n in names if n not in ours or n not in expected or not torch.equal(ours[n], expected[n]))
 
 
 def assert_same_bits(model: nn.Module, net: nn.Module, case: str) -> None:
-    """A sharded IntegerNet and one that was trained in one process have the same parameters."""
+    """Assert that a sharded IntegerNet and one that was trained in one process have equal parameters."""
     wrong = different(full_parameters(model), dict(net.named_parameters()))
     assert not wrong, f"{case}: parameters {wrong}"
 
 
 def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> None:
-    """Equal but for some roundings of fp32."""
+    """Assert equality up to a few fp32 roundings."""
     assert ours.keys() == expected.keys(), case
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{case} {n}: {m}")
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    """Forward and backward of this rank's batch; the loss."""
+    """Run forward and backward of this rank's batch; return the loss."""
     loss = integer_loss(model, integer_batch(step=step, rank=rank))
     loss.backward()
     return loss.detach()
 
 
 def backward_alone(net: nn.Module, step: int = 0, *, world_size: int = 4) -> None:
-    """Forward and backward of all ranks' batches in one process."""
+    """Run forward and backward of all ranks' batches in one process."""
     integer_loss(net, union([integer_batch(step=step, rank=rank) for rank in range(world_size)])).backward()
 
 
 def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int]) -> None:
-    """Steps on this rank's batches."""
+    """Train for some steps on this rank's batches."""
     for step in steps:
         backward(model, rank, step)
         optimizer.step()
@@ -243,7 +243,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int
 def in_lockstep(
     rank: int, ours: tuple[nn.Module, Optimizer], alone: tuple[nn.Module, Optimizer], steps: Iterable[int]
 ) -> None:
-    """The same steps with layerzero and in one process."""
+    """Train for the same steps with layerzero and in one process."""
     net, theirs = alone
     for step in steps:
         train(*ours, rank, [step])
@@ -253,7 +253,7 @@ def in_lockstep(
 
 
 class LayerwiseScaling(Optimizer):
-    """SGD on gradients divided by the norm of the whole matrix, as LARS and LAMB do."""
+    """SGD with gradients divided by the norm of the full gradient matrix, as in LARS and LAMB."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -271,7 +271,7 @@ class LayerwiseScaling(Optimizer):
 
 
 class GlobalScaling(LayerwiseScaling):
-    """The same with the norm of all parameters together, as in optimizers that clip, or that tune their own rate."""
+    """SGD with gradients divided by their norm over all parameters, as in optimizers that clip or tune their rate."""
 
     def norm(self, parameter: Tensor) -> Tensor:
         gradients = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -279,7 +279,7 @@ class GlobalScaling(LayerwiseScaling):
 
 
 class Block(nn.Module):
-    """A transformer block."""
+    """Transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Block(nn.Module):
 
 
 class TiedTransformer(nn.Module):
-    """A language model whose head is its embedding."""
+    """Language model with tied head and embedding."""
 
     UNITS = ("blocks.0", "blocks.1")
 
@@ -319,13 +319,13 @@ class TiedTransformer(nn.Module):
 
     @staticmethod
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy of the next token."""
+        """Return the mean cross-entropy of the next token."""
         tokens, targets = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     @staticmethod
     def batch(*, step: int, micro_batch: int = 0, rank: int = 0) -> Batch:
-        """Tokens and next tokens, [2, 6] each."""
+        """Return tokens and next tokens, [2, 6] each."""
         generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
         text = torch.randint(0, 13, (2, 7), generator=generator)
         return text[:, :-1], text[:, 1:]

@@ -1,8 +1,8 @@
-"""Random programs: what a user may do with a model, in any order, beside a plain model in one process.
+"""Random sequences of user operations on a sharded model, compared with a plain model in one process.
 
 [Note: Exact whatever is done]
-Weights are small integers after every step, because the optimizers round them; so activations and gradients are exact
-in fp32, bf16 and fp16, every order of additions gives the same bits, and the two models must be equal, not close.
+The optimizers round weights to small integers after every step. Therefore activations and gradients are exact in fp32,
+bf16 and fp16, every order of additions gives the same bits, and the two models must be equal, not only close.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.ranks import mesh_of, run_ranks
 
 __all__ = ["OPERATIONS", "Program", "Setting", "failure_of", "program_of", "shrunk"]
 
-Operation = tuple[str, int]  # what, and the seed of its choices
+Operation = tuple[str, int]  # name of the operation, seed of its random choices
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORLD = 4
 
 
 class Setting(NamedTuple):
-    """How the model is sharded."""
+    """Settings with which the model is sharded."""
 
     size: int
     dtype: str
@@ -54,7 +54,7 @@ class Rounded(torch.optim.SGD):
 
 
 class RoundedMuon(torch.optim.Muon):
-    """The same of an optimizer that needs whole matrices."""
+    """Muon, which needs full matrices, with parameters that are small integers after each step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -72,17 +72,20 @@ def _round(parameters: Iterable[Tensor]) -> None:
 
 
 class _Broken(Exception):
-    """What a forward or a backward raises on purpose."""
+    """Exception that a forward or a backward raises on purpose."""
 
 
 class _Monkey:
-    """Both models on one rank, and what can be done to them. A method of OPERATIONS is called with its choices."""
+    """Sharded and plain model on one rank, with the operations on them.
+
+    Each method in OPERATIONS takes a random generator for its choices.
+    """
 
     def __init__(self, rank: int, setting: Setting, folder: str) -> None:
         self.rank = rank
         self.setting = setting
         self.folder = folder
-        self.turn = 0  # of batches
+        self.turn = 0  # number of batches so far
         self.net = integer_net()
         self.net_optimizers = self._optimizers_of(self.net)
         self.scale = 8.0
@@ -126,7 +129,7 @@ class _Monkey:
     # Parts of operations
 
     def _batches(self) -> tuple[Any, Any]:
-        """This rank's batch, and everybody's."""
+        """Return this rank's batch, and the union of all ranks' batches."""
         self.turn += 1
         every = [integer_batch(step=self.turn, rank=rank) for rank in range(WORLD)]
         return every[self.rank], union(every)
@@ -161,7 +164,7 @@ class _Monkey:
         norm = layerzero.clip_grad_norm_(self.model, draw.choice((2.0, 1e9)), float("inf"))
         largest = torch.stack([p.grad.abs().max() for p in self.net.parameters() if p.grad is not None]).max()
         assert torch.equal(norm, largest), (norm, largest)
-        self._zero()  # what is scaled is not exact
+        self._zero()  # scaled gradients are not exact
 
     def evaluate(self, draw: random.Random) -> None:
         ours, _ = self._batches()
@@ -190,7 +193,7 @@ class _Monkey:
         del loss
 
     def accumulate(self, draw: random.Random) -> None:
-        """Gradients that the next operation finds."""
+        """Leave gradients for the next operation."""
         if draw.random() < 0.5:
             with layerzero.no_sync(self.model):
                 self._pass()
@@ -226,7 +229,7 @@ class _Monkey:
         requires = [p.requires_grad for p in self.net.parameters()]
         if draw.random() < 0.4:
             for parameter in self.net.parameters():
-                parameter.requires_grad_(True)  # what is frozen at birth would have no fp32 masters
+                parameter.requires_grad_(True)  # parameters that are frozen when sharded have no fp32 masters
             self._shard(draw.choice((1, 2, 4)))
             for p, wanted in zip(self.model.parameters(), requires, strict=True):
                 p.requires_grad_(wanted)
@@ -264,7 +267,7 @@ class _Monkey:
             model.requires_grad_(True)
 
     def _average(self) -> None:
-        self.evaluate(random.Random(0))  # what has been unfrozen is heeded by the next forward
+        self.evaluate(random.Random(0))  # a change of requires_grad takes effect in the next forward
         self.ema = layerzero.EMA(self.model, decay=0.5)
         self.net_ema = [p.detach().clone() for p in self.net.parameters()]
 
@@ -324,14 +327,14 @@ class _Monkey:
         assert not different(state, dict(self.net.state_dict())), "full_state_dict differs"
 
     def overflow(self, draw: random.Random) -> None:
-        """A loss scaler's step, with a batch that overflows on one rank, or on none."""
+        """Step with a loss scaler and a batch that overflows on one rank or on none."""
         self._zero()
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=1000)
         ours, all_of_them = self._batches()
         bad, overflows = draw.randrange(WORLD), draw.random() < 0.5
         loss = integer_loss(self.model, ours)
         scaler.scale(loss * (float("inf") if overflows and self.rank == bad else 1.0)).backward()
-        # A scaler refuses an optimizer without gradients, all of whose parameters are frozen.
+        # A scaler raises for an optimizer without gradients, as if all of its parameters are frozen.
         graded = [o for o in self.optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
         for optimizer in graded:
             scaler.unscale_(optimizer)
@@ -344,7 +347,7 @@ class _Monkey:
         self._zero()
 
     def guarded(self, draw: random.Random) -> None:
-        """The same by guard_steps."""
+        """Step under guard_steps with a batch whose loss is NaN on one rank or on none."""
         self._zero()
         guard = layerzero.guard_steps(self.model, *self.optimizers)
         ours, all_of_them = self._batches()
@@ -362,7 +365,7 @@ class _Monkey:
         self._zero()
 
     def fails(self, draw: random.Random) -> None:
-        """An exception in a forward or a backward, on all ranks."""
+        """Raise in a forward or a backward, on all ranks."""
         where, in_backward = draw.choice(("first", "second", "head")), draw.random() < 0.5
 
         def broken(*args: Any) -> None:
@@ -392,7 +395,7 @@ class _Monkey:
         assert not wrong, f"after {what}: parameters {wrong}"
 
 
-OPERATIONS: dict[str, tuple[Callable[[_Monkey, random.Random], None], int]] = {  # and how often, relative to others
+OPERATIONS: dict[str, tuple[Callable[[_Monkey, random.Random], None], int]] = {  # name: (method, relative frequency)
     method.__name__: (method, weight)
     for method, weight in (
         (_Monkey.train, 10),
@@ -421,7 +424,7 @@ OPERATIONS: dict[str, tuple[Callable[[_Monkey, random.Random], None], int]] = { 
 
 
 def program_of(seed: int, length: int = 40) -> Program:
-    """The random program of a seed."""
+    """Return the random program of a seed."""
     draw = random.Random(seed)
     setting = Setting(
         size=draw.choice((1, 2, 4)),
@@ -448,7 +451,7 @@ def _run(rank: int, program: Program, folder: str) -> None:
 
 
 def failure_of(program: Program, folder: str) -> str | None:
-    """Run it on ranks; what went wrong."""
+    """Run a program on ranks; return the error message, or None."""
     try:
         run_ranks(_run, program, folder, world_size=WORLD, timeout=90, pg_timeout=30)
     except AssertionError as error:
@@ -457,7 +460,7 @@ def failure_of(program: Program, folder: str) -> str | None:
 
 
 def shrunk(operations: Sequence[Operation], fails: Callable[[tuple[Operation, ...]], bool]) -> tuple[Operation, ...]:
-    """The shortest form of a program that fails: nothing can be left out of it."""
+    """Return a shorter program that still fails, but does not fail if any one operation is removed."""
     left, size = tuple(operations), max(1, len(operations) // 2)
     while True:
         start, has_shrunk = 0, False

@@ -1,4 +1,4 @@
-"""Buffers that ranks read from each other, without an engine."""
+"""Shared-memory buffers of all ranks, without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["node_pool", "numbered"]
 
 
 def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
-    """The lane of hop 1 of all ranks, and buffers in the memory that they share."""
+    """Return the hop 1 communicator of all ranks, and a buffer pool in their shared memory."""
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
     topology = get_state(model).mesh_info
     memory = map_shared_segment(
@@ -30,5 +30,5 @@ def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:
-    """What a rank contributes to a sum, 1-D [numel]: other numbers for each."""
+    """Return a rank's part of a sum, [numel]; the elements differ between ranks and numbers."""
     return torch.arange(numel, dtype=torch.float32) + 1000 * number + 100_000 * rank

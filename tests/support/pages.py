@@ -1,20 +1,20 @@
-"""The code of README and docs, and how it is run.
+"""Reader and runner for the code of README and docs.
 
-A page says in comments that readers do not see what its snippets need beside what they say themselves:
+HTML comments of a page, which readers do not see, say what its snippets need:
 
-    <!-- ranks: 2 -->                           how many ranks run the page; 4 by default
-    <!-- needs: accelerate, peft -->            packages without which it is not run; tests/integrations runs it then
-    <!-- write: zero3_size=2 | zero3_size=8 --> the former is run in place of the latter, until a snippet has had it
-    <!-- before                                 code that is run before the next snippet: what the reader has already
+    <!-- ranks: 2 -->                           number of ranks that run the page; default 4
+    <!-- needs: accelerate, peft -->            packages that the page needs; tests/integrations runs such pages
+    <!-- write: zero3_size=2 | zero3_size=8 --> run the first text instead of the second in the next snippet that has it
+    <!-- before                                 code to run before the next snippet: definitions that the reader has
     model = MyModel()
     -->
-    <!-- after                                  code that is run after the last one: that it has done what it promises
+    <!-- after                                  code to run after the last snippet, to check its results
     assert ...
     -->
     <!-- not run: why -->                       the next snippet is only compiled
 
-All snippets of a page share one namespace, in their order. It begins with ``torch``, ``nn`` and ``layerzero``; a name
-that is in neither a snippet nor a ``before`` is an error.
+All snippets of a page run in order and share one namespace. It starts with ``torch``, ``nn`` and ``layerzero``; a name
+that neither a snippet nor a ``before`` defines is an error.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _TITLE = re.compile(r'title="([^"]+)"')
 
 @dataclass(frozen=True)
 class Piece:
-    """Some lines of a page.
+    """Snippet or comment of a page.
 
     Attributes:
-        kind: ``before``, ``after``, ``write``, ``not run``, the language of a snippet, or ``file train.py``, a whole
-            program with ``title="train.py"``, which has a test of its own.
-        line: of the page, on which `text` begins.
+        kind: ``before``, ``after``, ``write``, ``not run``, the language of a snippet, or ``file train.py``: a complete
+            program with ``title="train.py"``, which has its own test.
+        line: line number of the page at which `text` begins.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Page:
         return [piece for piece in self.pieces if piece.kind in languages]
 
     def left_out(self) -> list[Piece]:
-        """Why snippets are not run."""
+        """Return the ``not run`` comments, with the reasons."""
         return [piece for piece in self.pieces if piece.kind == "not run"]
 
 
@@ -106,7 +106,7 @@ def read_page(path: Path) -> Page:
 
 
 def run_page(rank: int, page: Page) -> int:
-    """Run a page's snippets in its order, in a new folder that the ranks share; how many."""
+    """Run a page's snippets in order, in a new folder that the ranks share; return their number."""
     told = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(told)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "layerzero": layerzero, "__name__": "__main__"}
@@ -115,7 +115,7 @@ def run_page(rank: int, page: Page) -> int:
     skip = False
     with ExitStack() as stack:
         stack.enter_context(launched(TORCHELASTIC_RUN_ID="1"))
-        for name in ("init_process_group", "destroy_process_group"):  # the ranks have met already
+        for name in ("init_process_group", "destroy_process_group"):  # the ranks have a process group already
             stack.enter_context(mock.patch.object(dist, name))
         stack.callback(os.chdir, Path.cwd())
         os.chdir(str(told[0]))
@@ -139,7 +139,7 @@ def run_page(rank: int, page: Page) -> int:
 
 
 def _execute(page: Page, piece: Piece, names: dict[str, Any] | None, written: dict[str, str]) -> str:
-    """Run a piece, if there is a namespace for it; where a line fails, the page and its line are told."""
+    """Compile a piece and run it if `names` is given; tracebacks show page and line."""
     code = piece.text
     for theirs, ours in written.items():
         code = code.replace(theirs, ours)

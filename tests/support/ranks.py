@@ -1,9 +1,8 @@
-"""Runs a function on real gloo ranks.
+"""Runner of functions on gloo ranks.
 
 The ranks are processes that live as long as the test session, so that a test costs milliseconds instead of the seconds
-that importing torch takes. Each call gets a process group of its own, met through a store of its own. A call that fails
-or hangs takes the processes with it; the next call starts new ones, as forks of processes that have imported torch and
-the test modules that were run so far.
+that importing torch takes. Each call gets a new process group with a new store. If a call fails or hangs, the processes
+are killed. The next call forks new ones from processes that have imported torch and the test modules run so far.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ import layerzero
 
 __all__ = ["BOTH", "mesh_of", "run_ranks", "run_sharing", "serve", "stop_ranks"]
 
-# What users have who choose nothing, shared memory where S > 1; and exchanges.
+# The default of users, which is shared memory if S > 1; and collectives.
 BOTH = pytest.mark.parametrize("shared_memory", [None, "off"], ids=["default", "off"])
 
 _HOST = "127.0.0.1"
@@ -58,34 +57,34 @@ def run_ranks(
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
     Args:
-        fn: a function at the top of a test module; the default process group is initialised when it is called.
+        fn: a top-level function of a test module; it is called with the default process group initialised.
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
-        store_file: where the ranks meet; by default a server of this process.
-        shared_memory: what ``shard_model`` does where it is not told; None: what it does for users.
+        store_file: file of a FileStore. None: a TCPStore that this process serves.
+        shared_memory: default of ``shard_model`` on the ranks. None: its normal default.
 
     Raises:
-        AssertionError: a rank raised (holds every traceback), or did not return in time.
+        AssertionError: a rank raised or did not return in time; the message has every traceback.
     """
     return _pool.run(fn, args, world_size, timeout, _Setting(pg_timeout, shared_memory), store_file)
 
 
 def run_sharing(fn: Callable[..., Any], *args: Any, **settings: Any):
-    """:func:`run_ranks` whose models share the memory of their node."""
+    """Call :func:`run_ranks` with models that use shared memory."""
     return run_ranks(fn, *args, **{"shared_memory": "auto", **settings})
 
 
 class _Setting(NamedTuple):
-    """What a call of ranks runs under."""
+    """Settings of one call of run_ranks."""
 
     pg_timeout: float
     shared_memory: str | None
 
 
 class _Rank:
-    """A process that imports, and forks the one that runs the tests, which can be killed.
+    """Parent process that imports modules, and its forked child, which runs the tests and can be killed.
 
-    Each rank is forked from a process of its own, so that ranks differ in what is random: the order of sets.
+    Each rank has its own parent, so that ranks differ in random properties such as the order of sets.
     """
 
     def __init__(self) -> None:
@@ -94,11 +93,11 @@ class _Rank:
         self._parent = context.Process(target=_fork_on_order, args=(theirs,), daemon=True)
         self._parent.start()
         theirs.close()
-        self._pipe: Connection | None = None  # to the child; it ends when the child does
+        self._pipe: Connection | None = None  # to the child; closed when the child ends
         self._is_new = False
 
     def start(self, module: str) -> None:
-        """Have a process that runs functions; a new one is born with `module` imported."""
+        """Start a child process if there is none; the parent imports `module` first."""
         if self._pipe is None:
             self._pipe, theirs = multiprocessing.Pipe()
             self._orders.send(("fork", module))
@@ -107,7 +106,7 @@ class _Rank:
             self._is_new = True
 
     def await_birth(self) -> None:
-        """It runs. Importing torch takes seconds, on a busy machine a minute, which are no test's."""
+        """Wait until the child runs. Importing torch may take a minute, which must not count for a test's timeout."""
         if self._is_new:
             assert self.pipe.poll(_TO_BE_BORN) and self.pipe.recv() == "born", "a rank did not start"
             self._is_new = False
@@ -125,27 +124,27 @@ class _Rank:
             self._orders.recv()
 
     def dismiss(self) -> None:
-        """It ends by itself, and writes what a measurement of coverage has counted."""
+        """Ask the child to exit normally, so that it writes its coverage data."""
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
 
     def bury(self, deadline: float) -> None:
-        """Wait for the end of one that was dismissed; who does not end until then is killed."""
+        """Wait until `deadline` for the exit of a dismissed child, then kill it."""
         if self._pipe is not None:
             self._orders.send(("await", str(deadline)))
             self._orders.recv()
             self.kill()
 
     def end(self, deadline: float) -> None:
-        with contextlib.suppress(EOFError, OSError):  # Ctrl-C while it imported torch
+        with contextlib.suppress(EOFError, OSError):  # after Ctrl-C during the import of torch
             self.bury(deadline)
         self._orders.close()
         self._parent.join()
 
 
 def _fork_on_order(orders: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the caller hears too, and ends this process and its child
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C, too, and ends this process and its child
     child = 0
     while True:
         try:
@@ -153,7 +152,7 @@ def _fork_on_order(orders: Connection) -> None:
         except EOFError:
             return
         if order == "fork":
-            with contextlib.suppress(Exception):  # which the child meets, too, and tells
+            with contextlib.suppress(Exception):  # the child gets the same error and reports it
                 importlib.import_module(what)
             handle = reduction.recv_handle(orders)
             child = os.fork()
@@ -171,7 +170,7 @@ def _fork_on_order(orders: Connection) -> None:
                 time.sleep(0.005)
             orders.send("awaited")
         else:
-            os.kill(child, signal.SIGKILL)  # not waited for until now: nobody else can have its number
+            os.kill(child, signal.SIGKILL)  # no wait call has reaped it yet, so its pid has not been reused
             os.waitpid(child, 0)
             orders.send("killed")
 
@@ -226,7 +225,7 @@ class _Pool:
                 except EOFError:
                     results[rank] = ("error", "the process died")
                 if results[rank][0] == "error":
-                    # The others may wait for this rank: give them a moment to say what they were doing.
+                    # Other ranks may wait for this rank: give them time to report what they were doing.
                     deadline = min(deadline, time.monotonic() + 5.0)
         return results
 
@@ -243,7 +242,7 @@ def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     pipe.send("born")
-    gc.freeze()  # what torch consists of is no garbage: looking through it after each call would take longer than most
+    gc.freeze()  # collections after each call must not scan torch's own objects, which takes longer than most tests
     while True:
         try:
             if (call := pipe.recv()) is None:
@@ -259,11 +258,11 @@ def _work(pipe: Connection) -> None:
         pipe.send(result)
 
 
-_meshes: dict[int, DeviceMesh] = {}  # by zero3_size, of the call that runs
+_meshes: dict[int, DeviceMesh] = {}  # by zero3_size, for the current call
 
 
 def mesh_of(zero3_size: int) -> DeviceMesh:
-    """The mesh of all ranks; made once for each call of :func:`run_ranks`, as process groups take long to make."""
+    """Return the mesh of all ranks. It is cached during a call of :func:`run_ranks`: making groups is slow."""
     if zero3_size not in _meshes:
         _meshes[zero3_size] = layerzero.init_mesh(zero3_size)
     return _meshes[zero3_size]
@@ -273,16 +272,16 @@ def _call(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_at: int | str, setting: _Setting
 ):
     store = dist.FileStore(store_at, world_size) if isinstance(store_at, str) else dist.TCPStore(_HOST, store_at)
-    # Time enough for all ranks to come and to connect, whatever else the machine does; then that of the test.
+    # A long timeout while all ranks connect, even on a busy machine; afterwards the timeout of the test.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TO_MEET)
     if isinstance(store_at, str):
-        dist.barrier()  # who has met all others may leave at once, and the others are still connecting
+        dist.barrier()  # otherwise a rank may leave while other ranks are still connecting
     timeout = timedelta(seconds=setting.pg_timeout)
     store.set_timeout(timeout)
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(timeout)
     else:
-        dist.distributed_c10d._set_pg_timeout(timeout)  # older than torch 2.14
+        dist.distributed_c10d._set_pg_timeout(timeout)  # before torch 2.14
     defaults: dict[str, Any] = layerzero.shard_model.__kwdefaults__
     default = defaults["shared_memory"]
     defaults["shared_memory"] = setting.shared_memory or default
@@ -297,9 +296,9 @@ def _call(
 
 
 def _clear_caches() -> None:
-    """torch's results that name the meshes and groups of this call; older versions have fewer of them.
+    """Clear torch's caches that refer to the meshes and groups of this call; older versions have fewer of them.
 
-    A group that is kept alive has a thread that wakes up 100 times a second, on every rank.
+    A group that stays alive has a thread that wakes up 100 times a second, on every rank.
     """
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
@@ -308,13 +307,13 @@ def _clear_caches() -> None:
 
 
 def _keeps_groups() -> bool:
-    """Something of this call lives on in this process: a model that a test module refers to, for instance."""
+    """Return whether groups of this call are still alive, such as those of a model that a test module refers to."""
     threads = Path("/proc/self/task")
-    return threads.exists() and len(list(threads.iterdir())) > 16  # of three for a group
+    return threads.exists() and len(list(threads.iterdir())) > 16  # a group has three threads
 
 
 def _destroy_groups() -> None:
-    """gloo takes 10 ms to close one connection after the other: all groups at once, each in a thread."""
+    """Destroy all groups at once, each in a thread: gloo closes connections one by one, 10 ms each."""
     last_references = [[group] for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
     threads = [threading.Thread(target=references.clear) for references in last_references]
@@ -325,10 +324,10 @@ def _destroy_groups() -> None:
 
 
 def serve() -> dist.TCPStore:
-    """A store, served from here, where it outlives every rank. A file would be polled by each rank that waits.
+    """Return a TCPStore that this process serves, so that it outlives every rank. Ranks would poll a FileStore.
 
-    It looks up the name of each rank that connects. On a socket of torch's own, which speaks IPv6 too, that is the name
-    of ::ffff:127.0.0.1, which a name server is asked for: where an answer is lost, for five seconds.
+    The store looks up the host name of each rank that connects. With a socket that torch makes, which also accepts
+    IPv6, it looks up ::ffff:127.0.0.1 at a name server, which takes five seconds if an answer is lost.
     """
     with socket.create_server((_HOST, 0)) as listening:
         port = listening.getsockname()[1]
@@ -337,4 +336,4 @@ def serve() -> dist.TCPStore:
 
 _pool = _Pool()
 stop_ranks = _pool.stop
-atexit.register(stop_ranks)  # where there is no pytest, which does so at the end of its session
+atexit.register(stop_ranks)  # for runs without pytest, which calls it at the end of the session

@@ -1,4 +1,4 @@
-"""Two jobs of two ranks, processes of their own, that save to one path at the same time while one rank dies."""
+"""Two jobs of two ranks each that save to one path at the same time, while one rank dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rival = Callable[[Path, int, int, tuple[int, int], int], None]  # (folder, job, 
 
 
 def meet(folder: Path, job: int, rank: int) -> None:
-    """The process group of one job."""
+    """Initialize the process group of one job."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}.{job}.store", 2)
     store.set_timeout(TIMEOUT)
@@ -29,11 +29,11 @@ def meet(folder: Path, job: int, rank: int) -> None:
 def save_beside(
     folder: Path, job: int, rank: int, victim: tuple[int, int], turn: int, save: Callable[[], bool]
 ) -> None:
-    """Save when all four ranks are ready, and end; the victim dies at its call number `turn` of the disk.
+    """Save when all four ranks are ready, then exit; the victim dies at its disk call number `turn`.
 
     Args:
-        victim: a job and its rank.
-        save: True if this job has got the name; RuntimeError where its peer has died.
+        victim: job and rank that dies.
+        save: returns True if this job has got the name; raises RuntimeError if the job's other rank has died.
     """
     dist.barrier()
     (folder / f"ready-{job}-{rank}").touch()
@@ -52,7 +52,7 @@ def save_beside(
 
 
 def start(rival: Rival, place: Path, victim: tuple[int, int], turn: int) -> list[Any]:
-    """The processes of both jobs, in a new folder."""
+    """Start the processes of both jobs in a new folder and return them."""
     place.mkdir()
     ranks = [(job, rank) for job in (0, 1) for rank in (0, 1)]
     processes = [forks.Process(target=rival, args=(place, *who, victim, turn), daemon=True) for who in ranks]
@@ -62,7 +62,7 @@ def start(rival: Rival, place: Path, victim: tuple[int, int], turn: int) -> list
 
 
 def winner(place: Path, processes: list[Any]) -> int | None:
-    """The job that says that it has saved, if any, when both have ended."""
+    """Wait for both jobs and return the job that reports a save; None if there is none."""
     exits = exit_codes(processes)
     assert set(exits) <= {SURVIVED, TAKEN, RAISED, -signal.SIGKILL}, exits
     assert -signal.SIGKILL in exits, f"{place}: the call to die at was never made: {exits}"

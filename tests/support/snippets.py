@@ -1,4 +1,4 @@
-"""What readers of README and docs have already: a model, data, a loss. Pages import it in comments, see pages.py."""
+"""Model, data and loss that snippets of README and docs assume. Pages import them in comments, see pages.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class MyModel(nn.Module):
-    """Returns what it computes."""
+    """Model that returns its output."""
 
     _no_split_modules = ("Block",)
 
@@ -38,7 +38,7 @@ class MyModel(nn.Module):
 
 
 class MyTransformer(MyModel):
-    """Returns its loss, as the README's model does."""
+    """Model that returns its loss, like the model in the README."""
 
     def forward(self, x: Tensor) -> Tensor:
         return loss_of(super().forward(x), x)
@@ -53,5 +53,5 @@ def batch(seed: int) -> Tensor:
 
 
 def batches(rank: int, steps: int = 4, micro_batches: int = 2) -> list[list[Tensor]]:
-    """Different ones on each rank."""
+    """Return the micro-batches of each step; they differ between ranks."""
     return [[batch(1000 * rank + 10 * step + i) for i in range(micro_batches)] for step in range(steps)]

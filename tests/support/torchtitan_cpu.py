@@ -1,7 +1,7 @@
-"""Lets torchtitan run without a GPU: importing this, before anything else of torchtitan, gives it the CPU as device.
+"""Support for torchtitan without a GPU, for tests only.
 
-For tests only; the package has nothing of this. With it come a loader of random tokens and a tokenizer, for runs that
-need no files.
+Importing this module before other modules of torchtitan makes the CPU its device. A loader of random tokens and a dummy
+tokenizer allow runs without files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchtitan.tools import utils
 
 
 class _CPU:
-    """``torch.cpu``, and what torchtitan asks of a device for its log."""
+    """``torch.cpu``, and the device functions that torchtitan calls for its log."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -48,7 +48,7 @@ class _CPU:
 
 utils.device_type, utils.device_module = "cpu", _CPU()
 
-with warnings.catch_warnings():  # of torch, about itself
+with warnings.catch_warnings():  # torch warns about its own code
     warnings.simplefilter("ignore")
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
@@ -78,7 +78,7 @@ VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 256, 16, 64, 4, 2
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """What torchtitan leaves switched off, or asks of a torch newer than the one here, for one run."""
+    """Provide ``dist.set_timeout`` for a run if torch lacks it, and enable the garbage collector again at the end."""
     with mock.patch.object(dist, "set_timeout", lambda *_: None, create=True):
         try:
             yield
@@ -87,7 +87,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """What the trainer builds in any case."""
+    """Tokenizer that is never used; the trainer always builds one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -107,7 +107,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
 
 
 class RandomTokens(BaseDataLoader):  # type: ignore[misc]
-    """Batches that follow from their number and the data-parallel rank; with dataset="one batch", the first ones."""
+    """Batches seeded with their number and the data-parallel rank; with dataset="one batch", always the first one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -135,7 +135,7 @@ class RandomTokens(BaseDataLoader):  # type: ignore[misc]
 
 
 def mixture(folder: str) -> Trainer.Config:
-    """As :func:`tiny`, with experts: of eight, two for each token."""
+    """Return a config like :func:`tiny` with 8 experts, 2 for each token."""
     config, width = qwen3_moe_debug(), WIDTH // HEADS
     sizes = {"dim": WIDTH, "n_heads": HEADS, "n_kv_heads": 2, "head_dim": width}
     experts = {"num_experts": 8, "top_k": 2, "moe_hidden_dim": WIDTH, "moe_comm_backend": "standard"}
@@ -156,9 +156,9 @@ def _llama() -> Trainer.Config:
 
 
 def tiny(folder: str, *, steps: int = 3, config: Trainer.Config | None = None) -> Trainer.Config:
-    """torchtitan's debug llama, smaller, on random tokens, with two micro-batches a step on 2 x 2 ranks.
+    """Return a smaller version of torchtitan's debug llama, on random tokens, with 2 micro-batches on 2 x 2 ranks.
 
-    Its own 256 columns, 64 experts and eight chunks of a loss take minutes, and show nothing else.
+    The original sizes (256 columns, 64 experts, 8 chunks of the loss) take minutes and test nothing more.
     """
     config = config or _llama()
     config.dump_folder = folder
@@ -185,7 +185,7 @@ def tiny(folder: str, *, steps: int = 3, config: Trainer.Config | None = None) -
 
 
 def summing(config: Trainer.Config) -> Trainer.Config:
-    """FSDP2 with a divisor of its own multiplies as it sums, which gloo cannot: it is told to sum."""
+    """Make FSDP2 reduce with plain sums: with a custom divisor it uses a premultiplied sum, which gloo lacks."""
     theirs = config.model_spec.parallelize_fn
 
     def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:

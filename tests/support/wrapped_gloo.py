@@ -1,4 +1,4 @@
-"""Backends that torch does not know, which pass on to gloo: what both of the tests' have in common."""
+"""Common base of the tests' third-party backends, which wrap gloo."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["WrappedGloo", "mesh_on", "register"]
 
 
 def register(group: type[WrappedGloo]) -> None:
-    """Make a backend known to torch in this process, as often as is asked."""
+    """Register a backend in this process; later calls have no effect."""
     if group.NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(group.NAME, group, devices=["cpu"])
 
 
 def mesh_on(backend: str, zero3_size: int, timeout: timedelta | None = None) -> Any:
-    """All ranks, with groups of a backend."""
+    """Return the mesh of all ranks, with process groups of a backend."""
     ranks = list(range(dist.get_world_size()))
     blocks = [ranks[at : at + zero3_size] for at in range(0, len(ranks), zero3_size)]
     everyone, *nodes = (dist.new_group(block, backend=backend, timeout=timeout) for block in (ranks, *blocks))
@@ -30,7 +30,7 @@ def mesh_on(backend: str, zero3_size: int, timeout: timedelta | None = None) -> 
 
 
 class WrappedGloo(dist.ProcessGroup):
-    """Of such a group torch says ``cpu:NAME``. It has no options, hence no timeout that it could tell."""
+    """Process group that torch lists as ``cpu:NAME``. It has no options, and so no timeout that can be read."""
 
     NAME = ""
 
@@ -39,7 +39,7 @@ class WrappedGloo(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
-        """Start an exchange; `run` has gloo do it."""
+        """Start a collective; `run` runs it with gloo."""
         raise NotImplementedError
 
     def getBackendName(self) -> str:
@@ -74,7 +74,7 @@ class WrappedGloo(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
         return self.launch(lambda: self._gloo.alltoall_base(output, tensor, outputs, inputs, opts), output, tensor)
 
-    # Of unequal parts, which gloo itself does not take.
+    # gloo itself does not support unequal parts in these two collectives.
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         def run() -> dist.Work:
