@@ -58,8 +58,9 @@ def run(rank):
     model = layerzero.shard_model(Two(), zero3_size=size, shared_memory="off")
     descriptors = len(os.listdir("/proc/self/fd")) - before
     messages, all_gather_small = [], used_params.all_gather_small
-    used_params.all_gather_small = lambda lane, *more: (messages.append(lane.size - 1), all_gather_small(lane,
-    *more))[1] model(torch.ones(1, 2)).sum().backward()
+    gather = lambda comm, *more: (messages.append(comm.size - 1), all_gather_small(comm, *more))[1]
+    used_params.all_gather_small = gather
+    model(torch.ones(1, 2)).sum().backward()
     gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump([descriptors, sum(messages), all(gradients)], file)

@@ -193,7 +193,7 @@ def _side_streams_after_a_failure(rank: int) -> None:
         handle = model.first.register_forward_hook(watch)
         loss = integer_loss(model, integer_batch(rank=rank))
         with mock.patch.object(
-            type(streams), "landed", autospec=True, side_effect=type(streams).gradients_ready
+            type(streams), "gradients_ready", autospec=True, side_effect=type(streams).gradients_ready
         ) as landed:
             with pytest.raises(_Seen):
                 loss.backward()

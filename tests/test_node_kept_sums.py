@@ -52,7 +52,7 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
         pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
     for number in range(1, ROUNDS + 1):
         place.open(keep=False).copy_(numbered(rank, number))
-        loan = place.lend(torch.bfloat16, pool)
+        loan = place.lend_send_buffer(torch.bfloat16, pool)
         pending = _sum_in_node(lane, loan.tensor, pool, torch.bfloat16, "x")
         pending.wait()
         if naps.random() < 0.3:

@@ -249,7 +249,7 @@ class _RecordedTransfers(HostDeviceCopies):
 
 def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_launched() -> None:
     transfers, pool = _RecordedTransfers(), mock.Mock()
-    pool.give = lambda scratch: transfers.record.append(("give", scratch))
+    pool.release = lambda scratch: transfers.record.append(("give", scratch))
     shard, full = HostShard(2, torch.float32, transfers, pool), torch.empty(2)
     shard.start_fetch(full)
     shard.store(full)

@@ -128,7 +128,7 @@ _NONE, _ONE, _OTHER = bytes(16), bytes([1] * 8 + [254] * 8), bytes([2] * 8 + [25
 
 
 def _check_of_two_axes() -> SettingsCheck:
-    return SettingsCheck(SimpleNamespace(control_lanes=(None, None)))  # type: ignore[arg-type]  # no texts are sent
+    return SettingsCheck(SimpleNamespace(control_comms=(None, None)))  # type: ignore[arg-type]  # no texts are sent
 
 
 @pytest.mark.parametrize("digests", [[_NONE, _ONE], [_ONE, _ONE], [_NONE, _NONE]])
