@@ -197,7 +197,7 @@ def test_large_files_are_read_in_place_on_any_number_of_ranks(tmp_path: Path, wo
 
 
 class Trap(nn.Module):
-    """Module that damages a file when its extra state is restored: after the first read of a load, before the second."""
+    """Module that damages a file when its extra state is restored, between the first and the second read."""
 
     def __init__(self) -> None:
         super().__init__()
